@@ -37,7 +37,7 @@ from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.report import StepReport
+from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.engine import engine_of
 
 ROOT = Path(__file__).resolve().parent.parent

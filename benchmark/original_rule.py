@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elixir.plan.chunk_plan import Home
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.packed_step import StepFacts, Workload
 from elixir.search.problem.packing import Packing, ParamTable
@@ -63,7 +63,7 @@ class OriginalRule:
         smallest = max(table.largest_bytes, -(-SMALLEST_BYTES // unit) * unit)
         facts = StepFacts(trace)
         self._region = self._largest_region(table)
-        self._packed: list[tuple[int, MemoryModel, StepSchedule]] = []
+        self._packed: list[tuple[int, MemoryModel, Schedule]] = []
         same_below = 0
         for step in range(TRIES + 1):
             size = smallest + (REACH - 1) * smallest * step // TRIES
@@ -74,7 +74,7 @@ class OriginalRule:
             same_below = _next_change(table, packing)
             work = Workload(facts, packing)
             model = MemoryModel(work, setting)
-            self._packed.append((size, model, StepSchedule(work.required, self.depth)))
+            self._packed.append((size, model, Schedule(work.required, self.depth)))
 
     def choose(self, device_bytes: int, *, margins: bool = False) -> Choice | None:
         """The rule's plan for a device budget; None where it finds no chunk size that fits.
@@ -88,7 +88,7 @@ class OriginalRule:
             buffers = self.trace.buffer_bytes
             free = MARGIN_SHARE * (device_bytes - MARGIN_BYTES - buffers - MARGIN_ACTIVATION * activations)
             device_bytes = min(device_bytes, int(free) + buffers + activations)
-        best: tuple[int, int, MemoryModel, StepSchedule, int, int] | None = None
+        best: tuple[int, int, MemoryModel, Schedule, int, int] | None = None
         for size, model, schedule in self._packed:
             lower, upper = self._block_bounds(size, model, schedule, device_bytes)
             if upper < lower:
@@ -124,16 +124,14 @@ class OriginalRule:
         """Loads of chunks whose shard is on the host, and gradients that leave for states there."""
         world, chunks = self.setting.world_size, model.work.chunks
         required = [[c for c in used if not placement.resident[c]] for used in model.work.required]
-        loads = StepSchedule(required, self.depth).simulate(blocks).loads_by_chunk
+        loads = Schedule(required, self.depth).simulate(blocks).loads_by_chunk
         fetched = sum(
             times * chunks[c].bytes // world for c, times in loads.items() if not placement.weight_on_device[c]
         )
         left = sum(c.grad_bytes // world for c, here in zip(chunks, placement.state_on_device, strict=True) if not here)
         return fetched + left
 
-    def _block_bounds(
-        self, size: int, model: MemoryModel, schedule: StepSchedule, device_bytes: int
-    ) -> tuple[int, int]:
+    def _block_bounds(self, size: int, model: MemoryModel, schedule: Schedule, device_bytes: int) -> tuple[int, int]:
         count = len(model.work.chunks)
         nowhere = self._placement([False] * count)
         spare = device_bytes - model.need(nowhere, 0).device_bytes

@@ -36,13 +36,13 @@ from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.report import EarlyCounts, StepReport
+from elixir.wrapper.account.step_report import EarlyCounts, StepReport
 from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
-from elixir.wrapper.assemble.weights import check_weights
+from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of
-from elixir.wrapper.step.user_class import check_optimizer, copies_states
+from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)
 

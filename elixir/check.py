@@ -27,7 +27,7 @@ from elixir.tracer import deep_copied, is_user_code, trace_step, user_objects_re
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import refuse_wrapped
-from elixir.wrapper.step.user_class import check_optimizer
+from elixir.wrapper.step.user_optimizer import check_optimizer
 
 STEPS = 2
 """The second one reads weights that the first one has written."""

@@ -206,7 +206,7 @@ class CacheView:
             self._next[chunk] = following
 
 
-class StepSchedule:
+class Schedule:
     """One recorded order, ready to be simulated with any number of blocks.
 
     While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks needed
@@ -379,4 +379,4 @@ def simulate(required: Sequence[Sequence[int]], blocks: int, prefetch_depth: int
     >>> simulate([[0], [1, 2], [3], [3], [1, 2], [0]], blocks=2).loads
     6
     """
-    return StepSchedule(required, prefetch_depth).simulate(blocks)
+    return Schedule(required, prefetch_depth).simulate(blocks)

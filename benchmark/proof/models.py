@@ -16,7 +16,7 @@ from torch import nn
 
 from elixir.models import ModelShape, build_shape, default_input, describe
 from elixir.models.loading import build_config
-from elixir.wrapper.assemble.initialise import OwnInitialisation
+from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 INITIAL_STD = 0.02
 """Vocabulary sizes of GPT-2 and OPT (Radford et al. 2019; Zhang et al. 2022)."""

@@ -26,7 +26,7 @@ from elixir.search.simulator.step import simulate_step
 from elixir.tracer import StepTrace, trace_step
 from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.report import StepReport
+from elixir.wrapper.account.step_report import StepReport
 
 RESERVE_SHARE = 0.95
 """Share of a budget of reserved memory that is planned with. Plans count what is allocated; how much more the caching

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from elixir.access.listener import AccessListener
+from elixir.access.access_listener import AccessListener
 from elixir.errors import InputError
 from elixir.torch_private import (
     DisableTorchDispatch,

@@ -33,9 +33,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.differentiate import differentiate
-from elixir.access.fast_paths import HAVE_FAST_PATHS, FastPath
+from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
     REPLACES_MEMORY,
     name_of,
@@ -43,7 +44,6 @@ from elixir.access.functions import (
     reads_only_metadata,
     written_arguments,
 )
-from elixir.access.listener import AccessListener
 from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
 from elixir.errors import InputError
 from elixir.torch_private import (
@@ -156,7 +156,7 @@ def _tracked_class(kind: type) -> type:
     return made
 
 
-class ParameterAccess:
+class Interception:
     """Attaches a listener to every parameter and module of a model, until `remove`.
 
     Args:

@@ -33,7 +33,7 @@ from elixir.files import FILES, Files, PathLike
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.step.user_class import take_options
+from elixir.wrapper.step.user_optimizer import take_options
 from elixir.wrapper.training_states import SCALE_SUFFIX, SavedStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)

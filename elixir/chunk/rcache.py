@@ -29,7 +29,7 @@ from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, failure
 from elixir.errors import InputError, StateError
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RCache:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        schedule: StepSchedule,
+        schedule: Schedule,
         pool: BlockPool,
         lanes: Lanes,
         group: Group,

@@ -27,7 +27,7 @@ from elixir.plan.chunk_plan import (
     itemsize_of,
 )
 from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
-from elixir.schedule import StepSchedule, required_chunks
+from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape
 from elixir.units import format_bytes, format_seconds
 
@@ -403,11 +403,11 @@ class Plan(Artifact):
                 f"{self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
             )
 
-    def schedule(self) -> StepSchedule:
+    def schedule(self) -> Schedule:
         """The order without the resident chunks, as the rCache walks it."""
         residents = frozenset(index for index, chunk in enumerate(self.chunks) if chunk.resident)
         required = required_chunks(((use.chunks, use.pin_until) for use in self.order), residents)
-        return StepSchedule(required, self.prefetch_depth)
+        return Schedule(required, self.prefetch_depth)
 
     def routes(self, rank: int = 0) -> tuple[ChunkRoute, ...]:
         """Where the bytes of each chunk go in a step of `rank`."""

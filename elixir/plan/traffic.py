@@ -75,7 +75,7 @@ def step_traffic(
 
     Args:
         routes: of every chunk, by index.
-        loads: per chunk, how often it comes into a block in all micro-batches (`StepSchedule.step`).
+        loads: per chunk, how often it comes into a block in all micro-batches (`Schedule.step`).
         backwards: of the step.
         stepped: False where the optimizer left the step out, so that no weights are new.
     """

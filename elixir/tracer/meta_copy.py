@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access.interception import ParameterAccess
+from elixir.access.interception import Interception
 from elixir.errors import InputError, InputTypeError, TraceError
 from elixir.models import casts_buffers, refuse_unplannable
 from elixir.torch_private import tree_map
@@ -106,7 +106,7 @@ def _of_a_plan(module: nn.Module) -> list[Any]:
     """
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     own = [vars(module).get(name) for name in ("state_dict", "_save_to_state_dict", "_load_from_state_dict")]
-    attached = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), ParameterAccess)]
+    attached = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), Interception)]
     return attached + [method for method in own if method is not None]
 
 

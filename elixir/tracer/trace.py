@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
-from elixir.access.interception import ParameterAccess
+from elixir.access.interception import Interception
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
@@ -160,7 +160,7 @@ def _run_step(
     twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
     unheard = _gradients_heard(twin.parameters, order)  # before the parameters announce what they are asked
-    access = ParameterAccess(twin.model, order, scripts=False)
+    access = Interception(twin.model, order, scripts=False)
     try:
         with recorder:
             step_fn(twin.model, inp)

@@ -2,6 +2,6 @@
 
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer
-from elixir.wrapper.options import Debug
+from elixir.wrapper.run_options import Debug
 
 __all__ = ["Debug", "ElixirModule", "ElixirOptimizer"]

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
-from elixir.access.interception import CountedParameter, ParameterAccess
+from elixir.access.interception import CountedParameter, Interception
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
@@ -36,14 +36,14 @@ from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, No
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.threads import host_share, host_view
 from elixir.plan.plan import Plan
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
-from elixir.wrapper.fetch_on_use import WeightUses
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.options import RunOptions
 from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
+from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.state_reader import StateReader
+from elixir.wrapper.weight_uses import WeightUses
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Engine:
         self.leaving: dict[int, StoredStates] = {}
         """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
         self.chunks: list[Chunk] = []
-        self._access: ParameterAccess | None = None
+        self._access: Interception | None = None
         self._handles: list[RemovableHandle] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Engine:
             self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
         )
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
-        self._access = ParameterAccess(self.model, self.uses, parameters) if self.tracked else None
+        self._access = Interception(self.model, self.uses, parameters) if self.tracked else None
         arrived = _weakly(self._arrived)
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
@@ -561,7 +561,7 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-def _places(chunks: list[Chunk], schedule: StepSchedule) -> dict[int, int]:
+def _places(chunks: list[Chunk], schedule: Schedule) -> dict[int, int]:
     """By chunk, the position after whose loads it is reduced: the last gathers before its last gradient; -1 if none
     are."""
     loading = schedule.loading

@@ -22,8 +22,8 @@ from elixir.models import casts_buffers, find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
-from elixir.wrapper.account.counts import StepAccount
-from elixir.wrapper.account.report import StepReport
+from elixir.wrapper.account.step_account import StepAccount
+from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
 from elixir.wrapper.assemble.chunks import (
     agree_on_plan,
@@ -34,14 +34,14 @@ from elixir.wrapper.assemble.chunks import (
 )
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
-from elixir.wrapper.assemble.weights import Weights
+from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.run_errors import Call
+from elixir.wrapper.run_options import Debug, RunOptions
 from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.weights_io.gathered import shown
+from elixir.wrapper.weights_io.model_state import ModelState, in_use
 from elixir.wrapper.weights_io.shared_weights import SharedWeights
-from elixir.wrapper.weights_io.state_dict import ModelState, in_use
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.step.elementwise import MODES, options_of
 from elixir.wrapper.step.stepper import Stepper
-from elixir.wrapper.step.user_class import check_optimizer
+from elixir.wrapper.step.user_optimizer import check_optimizer
 from elixir.wrapper.step.whole_states import load_whole_states, whole_states
 
 

@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
-from elixir.wrapper.options import Debug
+from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.states import small_states
 from tests.common import gpu
 from tests.common.file_faults import Crash, Operation

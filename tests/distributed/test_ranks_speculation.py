@@ -14,7 +14,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.report import EarlyCounts
+from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged

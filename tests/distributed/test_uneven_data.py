@@ -148,7 +148,7 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
     assert moved.observed["network"] == moved.predicted["network"]
     assert not any(own.memory.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
     told: list[str] = []
-    logger = logging.getLogger("elixir.wrapper.account.counts")
+    logger = logging.getLogger("elixir.wrapper.account.step_account")
     logger.addFilter(lambda record: told.append(record.getMessage()) or True)
     for choices in (_CHOICES[0], *_CHOICES):
         chosen = choices[rank if kind == "resident" else 0]  # what is gathered must be so on all ranks alike

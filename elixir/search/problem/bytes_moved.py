@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.plan.traffic import StepTraffic
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement
 
@@ -28,7 +28,7 @@ class Traffic(StepTraffic):
         return self.host_to_device_bytes + self.device_to_host_bytes
 
 
-def traffic(model: MemoryModel, placement: Placement, schedule: StepSchedule, blocks: int) -> Traffic:
+def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks: int) -> Traffic:
     """Bytes of one rank; formulas in `docs/appendix/packing.md`."""
     chunks, setting = model.work.chunks, model.setting
     loads = schedule.step(blocks, setting.accumulation)

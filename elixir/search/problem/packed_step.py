@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from elixir.plan.chunk_plan import ChunkUse, Phase
-from elixir.schedule import StepSchedule, required_chunks
+from elixir.schedule import Schedule, required_chunks
 from elixir.search.problem.packing import Ints, Packing
 from elixir.search.problem.placement import Floats
 from elixir.step_trace import StepTrace
@@ -137,7 +137,7 @@ class Workload:
         )
         used = {chunk for _, chunks, _ in self.entries for chunk in chunks}
         self.used = tuple(index in used for index in range(len(self.chunks)))
-        self._schedules: dict[frozenset[int], dict[int, StepSchedule]] = {}  # by resident chunks, and by depth
+        self._schedules: dict[frozenset[int], dict[int, Schedule]] = {}  # by resident chunks, and by depth
         self._can_step_in_backward: dict[int, bool] = {}
 
     @property
@@ -145,7 +145,7 @@ class Workload:
         """The entries as a plan has them."""
         return tuple(ChunkUse(phase=phase, chunks=chunks, pin_until=until) for phase, chunks, until in self.entries)
 
-    def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
+    def schedule(self, residents: frozenset[int], prefetch_depth: int) -> Schedule:
         """The order with resident chunks left out; positions stay those of `order`."""
         by_depth = self._schedules.get(residents)
         if by_depth is None:
@@ -155,7 +155,7 @@ class Workload:
         found = by_depth.get(prefetch_depth)
         if found is None:
             of_another = next((schedule.policy for schedule in by_depth.values()), None)
-            found = by_depth[prefetch_depth] = StepSchedule(of_another or self._without(residents), prefetch_depth)
+            found = by_depth[prefetch_depth] = Schedule(of_another or self._without(residents), prefetch_depth)
         return found
 
     def _without(self, residents: frozenset[int]) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elixir.schedule import ScheduleResult, StepSchedule
+from elixir.schedule import Schedule, ScheduleResult
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.events import Events, WorkTimes
 
@@ -18,7 +18,7 @@ class Case:
     times: WorkTimes
     """Seconds of every piece of work."""
     placement: Placement
-    schedule: StepSchedule
+    schedule: Schedule
     result: ScheduleResult
     grad_blocks: int
     """Gradient blocks of the plan."""

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from elixir.schedule import EvictionPolicy, ScheduleResult, StepSchedule
+from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
@@ -182,7 +182,7 @@ class WorkTimes:
     def events(
         self,
         placement: Placement,
-        schedule: StepSchedule,
+        schedule: Schedule,
         walk: ScheduleResult,
         *,
         updated: bool,
@@ -248,7 +248,7 @@ class WorkTimes:
             entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
         return self._key(self._access_of[entry], _AT["use"]), np.full(len(used), USE), used
 
-    def _gradients(self, placement: Placement, schedule: StepSchedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
+    def _gradients(self, placement: Placement, schedule: Schedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
         """Gradients that go through blocks: all but those of one rank that stay next to resident weights."""
         gathers = (self.world_size > 1) | ~(RESIDENT & STATES)[placement.codes]
         kept = gathers[self._grad_chunk]
@@ -258,7 +258,7 @@ class WorkTimes:
             keys = self._in_order(keys, kinds, self._grad_entry[kept], schedule, reached)
         return keys, kinds, chunks
 
-    def _in_order(self, keys: Ints, kinds: Ints, entries: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
+    def _in_order(self, keys: Ints, kinds: Ints, entries: Ints, schedule: Schedule, reached: Ints) -> Ints:
         """Reductions come after the last loads before the last gradient (`ElixirModule._gradient_flow`)."""
         sent = kinds == SEND
         loading = np.array(schedule.loading, dtype=np.int64)
@@ -270,7 +270,7 @@ class WorkTimes:
         ordered[sent] = np.maximum.accumulate(np.maximum(keys[sent], loaded))
         return ordered
 
-    def _reached(self, resident: Sequence[bool], schedule: StepSchedule) -> Ints:
+    def _reached(self, resident: Sequence[bool], schedule: Schedule) -> Ints:
         """Per position of the order, the entry at which the cache walks there (`RCache._advance`).
 
         Positions are left out as long as what is used lies in blocks for the position before; entries that use only

@@ -18,7 +18,7 @@ from elixir.chunk.group import Group
 from elixir.errors import InputError, few
 from elixir.plan.plan import Plan
 from elixir.units import format_bytes
-from elixir.wrapper.assemble.weights import Weights
+from elixir.wrapper.assemble.weight_source import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.assemble.agreement import agree_on_values, plan_for_all
-from elixir.wrapper.assemble.weights import Weights, WeightSource
+from elixir.wrapper.assemble.weight_source import Weights, WeightSource
 
 logger = logging.getLogger(__name__)
 

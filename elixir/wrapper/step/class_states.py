@@ -27,7 +27,7 @@ _ALIGNED_NUMEL = 16
 
 
 class MakesOptimizer(Protocol):
-    """Makes optimizers of the user's class; see `elixir.wrapper.step.user_class.UserOptimizer`."""
+    """Makes optimizers of the user's class; see `elixir.wrapper.step.user_optimizer.UserOptimizer`."""
 
     begins_with_states: bool
     """Whether the constructor of the class makes states."""

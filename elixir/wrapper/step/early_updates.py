@@ -8,7 +8,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
 from elixir.wrapper.step.update import update_early
-from elixir.wrapper.step.user_class import UserOptimizer, copies_states
+from elixir.wrapper.step.user_optimizer import UserOptimizer, copies_states
 
 REFUSALS = 2
 """After so many steps in a row whose new states were wrong, or would have been, none are made."""

@@ -16,10 +16,10 @@ from elixir.chunk.state_window import MASTERS
 from elixir.errors import StateError
 from elixir.memory_order import shaped
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.early import EarlyUpdate, Inputs, second_set
+from elixir.wrapper.step.early_update import EarlyUpdate, Inputs, second_set
 from elixir.wrapper.step.segments import Arrived, Segment, cut_segments
 from elixir.wrapper.step.states import BY_CLASS, SavedStates, States
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
 class ShardState(enum.Enum):

@@ -14,7 +14,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import MovedStates, States
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shards import Shards
-from elixir.wrapper.step.user_class import UserOptimizer, refuse_differing
+from elixir.wrapper.step.user_optimizer import UserOptimizer, refuse_differing
 
 logger = logging.getLogger(__name__)
 

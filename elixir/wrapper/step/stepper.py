@@ -15,17 +15,17 @@ from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
-from elixir.wrapper.step.early import Inputs
+from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.early_updates import EarlyUpdates
 from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.fused_states import check_moments
+from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
 from elixir.wrapper.step.host_threads import set_host_threads
-from elixir.wrapper.step.norm import Factor, GradientNorm
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
 from elixir.wrapper.step.step_gradients import StepGradients
 from elixir.wrapper.step.update import can_share, publish, update, update_together
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from elixir.chunk.lanes import Ticket, Work, over, settled
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.early import Inputs
+from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.shard import Shard
 
 EARLY = "early"

@@ -19,7 +19,7 @@ from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, small_states
 from elixir.wrapper.step.stepper import Stepper
-from elixir.wrapper.step.user_class import take_options
+from elixir.wrapper.step.user_optimizer import take_options
 
 
 def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], *, wanted: bool) -> dict[str, Any]:

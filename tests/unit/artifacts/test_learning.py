@@ -15,7 +15,7 @@ from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.scenario import extremes
 from elixir.search import plan_from_trace
-from elixir.wrapper.account.report import EarlyCounts, StepReport
+from elixir.wrapper.account.step_report import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = stack_trace(StackShape(1024, 6, 4096, 5000, 512))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError, PlanError
-from elixir.schedule import EvictionPolicy, StepSchedule, TooFewBlocksError, simulate
+from elixir.schedule import EvictionPolicy, Schedule, TooFewBlocksError, simulate
 
 orders = st.lists(st.sets(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=9)
 
@@ -47,7 +47,7 @@ def test_demand_loads_equal_the_optimum(order: list[set[int]], spare: int) -> No
 @given(orders, st.integers(0, 3), st.integers(0, 4))
 @settings(max_examples=200, deadline=None)
 def test_windows_always_fit_and_lie_in_blocks(order: list[set[int]], depth: int, spare: int) -> None:
-    schedule = StepSchedule([sorted(s) for s in order], depth)
+    schedule = Schedule([sorted(s) for s in order], depth)
     result = schedule.simulate(schedule.min_blocks + spare)
     assert schedule.min_blocks <= max(map(len, order)) + depth
     assert schedule.loading == tuple(position for position, window in enumerate(schedule.windows) if window)
@@ -73,13 +73,13 @@ def test_windows_always_fit_and_lie_in_blocks(order: list[set[int]], depth: int,
 @given(orders, st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
 def test_another_block_never_costs_a_load(order: list[set[int]], depth: int) -> None:
-    schedule = StepSchedule([sorted(s) for s in order], depth)
+    schedule = Schedule([sorted(s) for s in order], depth)
     loads = [schedule.simulate(schedule.min_blocks + extra).loads for extra in range(5)]
     assert loads == sorted(loads, reverse=True)
 
 
 def test_prefetch_brings_the_next_distinct_chunks_in_during_the_present_one() -> None:
-    schedule = StepSchedule([[0], [0], [1], [2], [1]], prefetch_depth=2)
+    schedule = Schedule([[0], [0], [1], [2], [1]], prefetch_depth=2)
     assert schedule.windows[0] == (0, 1, 2)
     assert schedule.windows[2] == (1, 2)
     assert schedule.simulate(3).timeline == ((0, 0), (0, 1), (0, 2))

@@ -15,7 +15,7 @@ from elixir.hardware.profile import preset
 from elixir.models import default_input
 from elixir.plan.plan import Plan
 from elixir.plan.traffic import Backwards
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
 from elixir.search.simulator.step import simulate_step
 from elixir.tracer import trace_step
@@ -190,14 +190,14 @@ def test_a_step_whose_forwards_and_backwards_differ_is_not_compared(caplog: pyte
 def test_a_wrong_prediction_still_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning names the number of micro-batches if it is not the planned one."""
     it = case("opt", layers=2)
-    walk = StepSchedule.step
+    walk = Schedule.step
 
-    def half(self: StepSchedule, blocks: int, micro_batches: int, held: tuple[int, ...] = ()) -> Any:
+    def half(self: Schedule, blocks: int, micro_batches: int, held: tuple[int, ...] = ()) -> Any:
         right = walk(self, blocks, micro_batches, held)
         return dataclasses.replace(right, by_chunk={chunk: n // 2 for chunk, n in right.by_chunk.items()})
 
     with Pair(it, make_plan(it, "streamed")) as pair:
-        monkeypatch.setattr(StepSchedule, "step", half)
+        monkeypatch.setattr(Schedule, "step", half)
         with caplog.at_level(logging.WARNING):
             pair.backward()
             pair.backward()
@@ -212,7 +212,7 @@ def test_the_circle_of_walks_is_that_of_walking_each() -> None:
     for _ in range(200):
         chunks = int(torch.randint(2, 7, (1,), generator=generator))
         required = [[int(torch.randint(chunks, (1,), generator=generator))] for _ in range(12)]
-        schedule = StepSchedule(required, int(torch.randint(0, 2, (1,), generator=generator)))
+        schedule = Schedule(required, int(torch.randint(0, 2, (1,), generator=generator)))
         for blocks in range(schedule.min_blocks, chunks + 1):
             for micro_batches in (1, 2, 3, 7, 20):
                 held: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
-from elixir.wrapper.step import norm as gradient_norm
+from elixir.wrapper.step import gradient_norm
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, make_plan
 

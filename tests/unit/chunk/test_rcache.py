@@ -20,7 +20,7 @@ from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError, StateError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
-from elixir.schedule import StepSchedule, required_chunks
+from elixir.schedule import Schedule, required_chunks
 
 CPU = torch.device("cpu")
 NUMEL = 128
@@ -29,7 +29,7 @@ Uses = list[tuple[tuple[int, ...], int]]
 
 def make_cache(
     chunk_count: int,
-    schedule: StepSchedule,
+    schedule: Schedule,
     blocks: int,
     lanes: Lanes,
     *,
@@ -95,7 +95,7 @@ def run(cache: RCache, uses: Uses) -> None:
 @given(order=orders(), depth=st.integers(0, 3), extra=st.integers(0, 3))
 def test_loads_are_those_simulated(order: tuple[int, Uses], depth: int, extra: int) -> None:
     chunk_count, uses = order
-    schedule = StepSchedule(required_chunks(uses), depth)
+    schedule = Schedule(required_chunks(uses), depth)
     blocks = schedule.min_blocks + extra
     lanes = make_lanes(CPU)
     cache = make_cache(chunk_count, schedule, blocks, lanes)
@@ -122,7 +122,7 @@ def test_bytes_are_right_in_any_order(
     order: tuple[int, Uses], depth: int, asked: list[tuple[list[int], bool]], evict_always: bool, seed: int
 ) -> None:
     _, uses = order
-    schedule = StepSchedule(required_chunks(uses), depth)
+    schedule = Schedule(required_chunks(uses), depth)
     blocks = max(schedule.min_blocks, 4)
     lanes = make_lanes(CPU, Emulation(delay_s=0.0005, seed=seed))
     cache = make_cache(7, schedule, blocks, lanes, evict_always=evict_always)
@@ -145,7 +145,7 @@ def test_bytes_are_right_in_any_order(
 
 def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(3, StepSchedule([(0,), (1,), (2,)]), 2, lanes)
+    cache = make_cache(3, Schedule([(0,), (1,), (2,)]), 2, lanes)
     cache.acquire([0, 1])
     with pytest.raises(InputError, match="all 2 rCache blocks are in use"):
         cache.acquire([2])
@@ -159,7 +159,7 @@ def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
 
 def test_weights_are_not_taken_before_they_are_updated() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(2, StepSchedule([(0,), (1,)], 1), 2, lanes)
+    cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     run(cache, [((0,), 0), ((1,), 1)])
     gate = threading.Event()
     for chunk in cache._chunks:
@@ -179,7 +179,7 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
 
 def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
+    cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
     gate, chunk = threading.Event(), cache._chunks[0]
     lanes.fetch.submit(gate.wait)
     cache.begin()
@@ -197,7 +197,7 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
 
 def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
+    cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
     gate = threading.Event()
     cache._chunks[0].home_uses.written_by(lanes.host_adam.submit(gate.wait))
     cache.begin()
@@ -214,7 +214,7 @@ def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> Non
 
 def test_a_view_of_what_has_left_is_noticed() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(2, StepSchedule([(0,), (1,)]), 1, lanes)
+    cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
     cache.acquire([0])
     view = cache.memory(0)[2:4]
     assert cache.chunk_at(view) == (0, 2)
@@ -229,7 +229,7 @@ def test_a_view_of_what_has_left_is_noticed() -> None:
 
 def test_prefetch_is_under_way_before_the_use() -> None:
     lanes = make_lanes(CPU, Emulation(delay_s=0.02))
-    cache = make_cache(3, StepSchedule([(0,), (1,), (2,)], 2), 3, lanes)
+    cache = make_cache(3, Schedule([(0,), (1,), (2,)], 2), 3, lanes)
     cache.acquire([0])
     assert [chunk.state for chunk in cache._chunks] == [ChunkState.CACHED, ChunkState.FETCHING, ChunkState.FETCHING]
     cache.unpin([0])
@@ -242,7 +242,7 @@ def test_a_long_stretch_of_resident_chunks_is_no_deviation() -> None:
     required: list[tuple[int, ...]] = []
     for chunk in (0, 1, 2, 3, 0):
         required += [(chunk,), *[()] * 300]
-    schedule = StepSchedule(required, 1)
+    schedule = Schedule(required, 1)
     lanes = make_lanes(CPU)
     cache = make_cache(4, schedule, 2, lanes)
     cache.begin()

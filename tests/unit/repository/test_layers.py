@@ -45,7 +45,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (
-        frozenset({"fetch_on_use", "loss_scale", "options", "phase", "run_errors", "state_reader"}),
+        frozenset({"loss_scale", "phase", "run_errors", "run_options", "state_reader", "weight_uses"}),
         frozenset({"engine"}),
         frozenset({"account", "address_errors", "assemble", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.access.autograd import backward_is_running, hooks_over, innermost_saved_tensors_hooks
-from elixir.access.interception import ParameterAccess, TrackedParameter, TrackedView, untrack
+from elixir.access.interception import Interception, TrackedParameter, TrackedView, untrack
 from elixir.access.placeholders import absent
 
 
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_plain_pytorch(step: Any) -> None:
     model = mlp()
     expected = gradients(model, step)
     log = Log(model)
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     found = gradients(model, step)
     access.remove()
     assert len(found) == len(expected)
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_plain_pytorch(step: Any) -> None:
 def test_uses_and_scopes_come_in_order() -> None:
     model = mlp()
     log = Log(model)
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     plain(model)
     access.remove()
     assert log.heard == [
@@ -172,7 +172,7 @@ READS = [
 def test_metadata_is_no_use_and_reading_is() -> None:
     model = nn.Linear(4, 4)
     log = Log(model)
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     for position, ask in enumerate(METADATA):
         ask(model.weight)
         assert not log.only("used"), f"METADATA[{position}]"
@@ -189,7 +189,7 @@ def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() 
         model = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
         stride, order = model.weight.stride(), model.weight.dim_order()
         log = Log(model)
-        access = ParameterAccess(model, log)
+        access = Interception(model, log)
         weight = model.weight
         with torch._C.DisableTorchFunctionSubclass():
             weight.data = absent(weight.shape, weight.dtype, "cpu", stride)
@@ -205,7 +205,7 @@ def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() 
 def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_not() -> None:
     model = nn.Linear(4, 4)
     log = Log(model)
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     model.weight.grad = torch.zeros(4, 4)
     model.bias.grad = torch.zeros(4)
     assert not log.heard
@@ -219,7 +219,7 @@ def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_n
 
 def test_results_are_ordinary_tensors() -> None:
     model = nn.Linear(4, 4)
-    access = ParameterAccess(model, Log(model))
+    access = Interception(model, Log(model))
     try:
         assert type(model.weight) is TrackedParameter
         assert isinstance(model.weight, nn.Parameter)
@@ -234,7 +234,7 @@ def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
     model = nn.Linear(4, 4)
     log = Log(model)
     log.tracks = True
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     weight, bias = model.weight, model.bias
     first = weight.t()
     second = first[0]
@@ -258,7 +258,7 @@ def test_views_are_tracked_in_whatever_they_come_and_ask_for_nothing_by_metadata
     model = nn.Linear(4, 4)
     log = Log(model)
     log.tracks = True
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     weight = model.weight
     views = [
         weight.T, weight.data, weight.detach(), weight[:, 1], *weight.chunk(2), *weight.unbind(), *weight,
@@ -289,7 +289,7 @@ def test_gradients_through_views_are_those_of_plain_pytorch() -> None:
     expected = gradients(model, step)
     log = Log(model)
     log.tracks = True
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
     found = gradients(model, step)
     access.remove()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -298,7 +298,7 @@ def test_gradients_through_views_are_those_of_plain_pytorch() -> None:
 def test_removal_leaves_nothing_even_in_the_middle_of_a_module() -> None:
     model = mlp()
     log = Log(model)
-    access = ParameterAccess(model, log)
+    access = Interception(model, log)
 
     def stop(module: nn.Module, args: Any) -> None:
         raise KeyError("stop")
@@ -319,7 +319,7 @@ def test_removal_leaves_nothing_even_in_the_middle_of_a_module() -> None:
 def test_two_models_do_not_hear_each_other() -> None:
     one, two = mlp(), mlp()
     logs = Log(one), Log(two)
-    accesses = ParameterAccess(one, logs[0]), ParameterAccess(two, logs[1])
+    accesses = Interception(one, logs[0]), Interception(two, logs[1])
     (one(X) + two(X)).pow(2).sum().backward()
     for access in accesses:
         access.remove()
@@ -330,7 +330,7 @@ def test_two_models_do_not_hear_each_other() -> None:
 def test_a_write_after_saving_is_still_noticed() -> None:
     """Saved-tensor hooks switch PyTorch's own check off."""
     model = mlp()
-    access = ParameterAccess(model, Log(model))
+    access = Interception(model, Log(model))
     y = torch.tanh(model(X))
     z = model[1](y)
     z.mul_(2)
@@ -345,7 +345,7 @@ def test_nothing_is_kept_longer_than_plain_pytorch_would() -> None:
     import weakref
 
     model = mlp()
-    access = ParameterAccess(model, Log(model))
+    access = Interception(model, Log(model))
     gc.collect()
     gc.disable()
     try:

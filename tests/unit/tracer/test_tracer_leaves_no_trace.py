@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe_step
-from elixir.access.interception import ParameterAccess
+from elixir.access.interception import Interception
 from elixir.errors import TraceError
 from elixir.models import default_input, default_step
 from elixir.tracer import StepTrace, trace_step
@@ -374,7 +374,7 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
     inp = {"x": torch.randn(4, 8)}
     other = nn.Sequential(nn.Linear(8, 8), shared)
     alone = cpu_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), inp, works)
-    access = ParameterAccess(running, UseOrder(meta_twin(nn.Linear(1, 1), None), []))
+    access = Interception(running, UseOrder(meta_twin(nn.Linear(1, 1), None), []))
     try:
         assert cpu_trace(other, inp, works).backward_peak_bytes == alone.backward_peak_bytes
         with pytest.raises(TraceError, match="runs under a plan"):

@@ -17,7 +17,7 @@ from elixir.errors import PlanError, StepError
 from elixir.hardware.profile import preset
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import clock
+from elixir.wrapper.account import step_clock
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
@@ -299,7 +299,7 @@ class FakeTime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(clock, "time", self)
+        monkeypatch.setattr(step_clock, "time", self)
 
     def perf_counter(self) -> float:
         return self.now
@@ -374,7 +374,7 @@ def test_the_device_times_steps_that_it_runs_by_itself(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    timed = clock.StepClock(torch.device("cuda", 1))
+    timed = step_clock.StepClock(torch.device("cuda", 1))
     timed.start()
     span = timed.stop()
     assert span is not None

@@ -9,7 +9,7 @@ import torch
 
 from elixir.errors import StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.report import EarlyCounts
+from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
 from tests.common.early import HOMES, chain, early_fails, speculating

@@ -15,7 +15,7 @@ from elixir.checkpoint import save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.options import Debug
+from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard
 from tests.common.early import all_speculating, attempts, backward_watched, chain, early_fails, rehomed
 from tests.common.file_faults import UnsyncedFiles

@@ -21,7 +21,7 @@ from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware.profile import preset
 from elixir.units import MIB
-from elixir.wrapper.options import Debug
+from elixir.wrapper.run_options import Debug
 from tests.common.early import all_speculating
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan

@@ -11,7 +11,7 @@ import pytest
 
 from elixir.chunk.lanes import Lane, Ticket
 from elixir.plan.plan import Plan
-from elixir.wrapper.fetch_on_use import WeightUses
+from elixir.wrapper.weight_uses import WeightUses
 from tests.common.parity import Pair, case, make_plan
 
 WAIT_S = 20.0

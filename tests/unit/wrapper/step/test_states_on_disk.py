@@ -15,7 +15,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError, InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.options import Debug
+from elixir.wrapper.run_options import Debug
 from tests.common.early import all_speculating
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan

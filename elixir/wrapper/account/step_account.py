@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from elixir.plan.traffic import Backwards
-from elixir.wrapper.account.clock import StepClock
-from elixir.wrapper.account.report import (
+from elixir.wrapper.account.step_clock import StepClock
+from elixir.wrapper.account.step_report import (
     Course,
     EarlyCounts,
     Expected,

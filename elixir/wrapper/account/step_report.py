@@ -14,9 +14,9 @@ from elixir.chunk.rcache import CacheCounts
 from elixir.optimizer_states import MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.plan import CHECKPOINT_PART, DISK_LINKS, Plan
 from elixir.plan.traffic import Backwards, step_traffic
-from elixir.schedule import StepSchedule
+from elixir.schedule import Schedule
 from elixir.units import dtype_bytes, format_bytes, format_seconds
-from elixir.wrapper.account.clock import Span
+from elixir.wrapper.account.step_clock import Span
 from elixir.wrapper.engine import Engine
 
 TOLERANCE = 0.05
@@ -255,7 +255,7 @@ def differences(surprises: dict[str, tuple[int, int]]) -> str:
     return ", ".join(words)
 
 
-def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
+def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
     """The loads and bytes that a step should have.
 
     Args:

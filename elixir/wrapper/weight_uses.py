@@ -36,7 +36,7 @@ _FRAMES_TO_APPLY = 8
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChunkView:
     """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then."""
 
     chunk: int
@@ -56,7 +56,7 @@ class _Part:
 
 
 @dataclass
-class _Scope:
+class _ScopeUses:
     """The uses, so far, of a module that is running, or of an autograd node."""
 
     pins: list[int] = field(default_factory=list)
@@ -67,12 +67,12 @@ class _Scope:
 
 @dataclass
 class _ThreadState:
-    scopes: list[_Scope] = field(default_factory=list)
+    scopes: list[_ScopeUses] = field(default_factory=list)
     """One for each module that is running, outermost first."""
     node: tuple[int, int] | None = None
     """The backward and the number of the autograd node that ran last. Each thread numbers the nodes that it makes, so a
     recompute on a thread of the engine makes nodes with the numbers of others."""
-    at_node: _Scope = field(default_factory=_Scope)
+    at_node: _ScopeUses = field(default_factory=_ScopeUses)
 
 
 class WeightUses:
@@ -171,7 +171,7 @@ class WeightUses:
                 now.wait_stream(self._compute)
             self._compute = now
 
-    def view(self, tensor: torch.Tensor) -> _Part | None:
+    def view(self, tensor: torch.Tensor) -> _ChunkView | None:
         """Where a tensor lies, if it lies in a block and so is to be tracked."""
         found = self._cache.chunk_at(tensor)
         if found is None:
@@ -179,7 +179,7 @@ class WeightUses:
         index, offset = found
         chunk = self._chunks[index]
         parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
-        return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+        return _ChunkView(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Has writes through ``data`` of resident weights counted; those to blocks are announced."""
@@ -202,7 +202,7 @@ class WeightUses:
 
     def renew(self, view: TrackedView) -> None:
         """Points a view to where its chunk lies now, which has been brought in."""
-        part: _Part = view.elixir_place
+        part: _ChunkView = view.elixir_place
         self._refuse_changed(part, "a view of it was made")
         memory = self._chunks[part.chunk].gathered
         if memory is None:
@@ -272,7 +272,7 @@ class WeightUses:
         state = self._state()
         if not state.scopes and backward_is_running():
             self._enter_node(state)
-        state.scopes.append(_Scope())
+        state.scopes.append(_ScopeUses())
 
     def left(self, module: nn.Module, output: Any) -> Any:
         """A module has returned: its chunks may go. What it returns from inside a block is cloned first."""
@@ -292,11 +292,11 @@ class WeightUses:
             return self.view(tensor)
         chunk, slot = place
         version = slot.parameter._version
-        return _Part(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
+        return _ChunkView(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
-        part: _Part = handle
+        part: _ChunkView = handle
         self.order_compute()
         if torch.is_grad_enabled() and backward_is_running():
             raise InputError(
@@ -323,7 +323,7 @@ class WeightUses:
         """No autograd node is running any more on any thread."""
         for state in self._threads.values():
             self._cache.unpin(state.at_node.pins)
-            state.node, state.at_node = None, _Scope()
+            state.node, state.at_node = None, _ScopeUses()
 
     def reset(self) -> None:
         """A forward or a backward was left by an exception: nothing is pinned any more."""
@@ -346,7 +346,7 @@ class WeightUses:
         if node != state.node:
             self._backward_runs()  # sees to it that the pins of the last node are given back
             self._cache.unpin(state.at_node.pins)
-            state.node, state.at_node = node, _Scope()
+            state.node, state.at_node = node, _ScopeUses()
 
     def _state(self) -> _ThreadState:
         thread = threading.get_ident()
@@ -356,7 +356,7 @@ class WeightUses:
         return state
 
     @staticmethod
-    def _refuse_changed(part: _Part, when: str) -> None:
+    def _refuse_changed(part: _ChunkView, when: str) -> None:
         if part.parameter._version != part.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

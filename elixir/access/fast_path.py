@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access.listener import AccessListener
+from elixir.access.access_listener import AccessListener
 from elixir.torch_private import DisableTorchFunctionSubclass
 
 HAVE_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
