@@ -48,7 +48,9 @@ from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.files import Files
-from elixir.models import ModelShape, build_shape, default_input, default_step, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input, default_step
 from elixir.search import optimal_search
 from elixir.units import MIB
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -54,8 +54,9 @@ def work(rounds: int) -> list[tuple[float, float, float]]:
     """Seconds of a step with clipping, of one without, and of the norm alone, per round."""
     from benchmark.emulated_runs import SHAPES, Run, mixed_plans
     from elixir.hardware.profile import preset
-    from elixir.models import build_shape, default_input
-    from elixir.tracer import trace_step
+    from elixir.models.loading import build_shape
+    from elixir.models.step import default_input
+    from elixir.tracer.trace import trace_step
 
     shape = SHAPES["opt"][0].changed(name="opt 13x768", layers=13, vocabulary=8192)
     meta = build_shape(shape, device="meta")

@@ -30,9 +30,13 @@ from torch import nn
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
 from benchmark.observe import ObservedMemory, observe, observe_step
 from elixir.hardware.profile import preset
-from elixir.models import ModelShape, build_shape, default_input, default_step, describe
-from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
-from elixir.tracer.device import OptimizerKernel
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input, default_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.device.target import OptimizerKernel
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.units import dtype_name
 
 BAR_PERCENT = 0.2

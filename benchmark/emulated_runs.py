@@ -23,7 +23,9 @@ import torch
 from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware.profile import HardwareProfile
-from elixir.models import ModelShape, build_shape, default_input, default_step, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
@@ -35,7 +37,7 @@ from elixir.search.simulator.in_backward import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import Operation, StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.engine import engine_of

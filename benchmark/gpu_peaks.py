@@ -25,9 +25,13 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
-from elixir.models import build_shape, default_input, default_step, describe
-from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
-from elixir.tracer.device import OptimizerKernel
+from elixir.models.loading import build_shape
+from elixir.models.shapes import describe
+from elixir.models.step import default_input, default_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.device.target import OptimizerKernel
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.units import dtype_name
 
 BAR_PERCENT = 1.0

@@ -36,9 +36,11 @@ import torch.distributed as dist
 from benchmark.common import append_rows, conditions, print_table
 from benchmark.emulated_runs import MIXES, mixed_plans, run_apart
 from elixir.hardware.profile import preset
-from elixir.models import ModelShape, build_shape, default_input, default_step, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.peaks import resident_growth
 

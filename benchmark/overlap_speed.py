@@ -69,8 +69,9 @@ CASES = {
 def made(batch: int, **setting: bool) -> Run:
     """The model under a plan for so many sequences; `setting` as of `Setting`."""
     from elixir.hardware.profile import preset
-    from elixir.models import build_shape, default_input
-    from elixir.tracer import trace_step
+    from elixir.models.loading import build_shape
+    from elixir.models.step import default_input
+    from elixir.tracer.trace import trace_step
 
     meta = build_shape(SHAPE, device="meta")
     inp = default_input(meta, batch=batch, seq=SEQUENCE)

@@ -48,9 +48,10 @@ def work(parts: list[str]) -> dict[str, list[float]]:
     import torch
 
     from elixir.hardware.profile import preset
-    from elixir.models import build, default_input, default_step
+    from elixir.models.loading import build
+    from elixir.models.step import default_input, default_step
     from elixir.search import plan_from_trace
-    from elixir.tracer import trace_step
+    from elixir.tracer.trace import trace_step
 
     def step(name: str, batch: int, seq: int, card: str, **options: Any) -> Any:
         model = build(name, dtype=torch.bfloat16, checkpoint="non-reentrant", device="meta")

@@ -54,13 +54,14 @@ from benchmark.emulated_runs import (
     run_apart,
 )
 from elixir.hardware.profile import HardwareProfile
-from elixir.models import build_shape, default_input, default_step
+from elixir.models.loading import build_shape
+from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.step import simulate_step
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 
 MODEL = "opt"
 A100_FLOPS = 0.5 * 312e12

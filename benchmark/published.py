@@ -37,14 +37,14 @@ import numpy.typing as npt
 from benchmark.common import append_rows, conditions, print_table
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.scenario import extremes
-from elixir.models import build, default_step, input_to_trace
-from elixir.models.loading import build_config
+from elixir.models.loading import build, build_config
+from elixir.models.step import default_step, input_to_trace
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.units import parse_dtype
 
 POINTS = Path(__file__).parent / "published_points.json"

@@ -69,7 +69,9 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
 
     import torch
 
-    from elixir.models import build_shape, default_input, describe
+    from elixir.models.loading import build_shape
+    from elixir.models.shapes import describe
+    from elixir.models.step import default_input
 
     torch.manual_seed(0)
     shape = describe(MODEL)
@@ -115,7 +117,7 @@ def _planned(model: Any, inp: Any, plan: Any, **options: Any) -> tuple[Step, Any
 
 
 def _plan(model: Any, inp: Any, world_size: int, **memory: Any) -> Any:
-    from elixir.models import default_step
+    from elixir.models.step import default_step
     from elixir.search import optimal_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu", "host_memory": "64GiB"}
@@ -124,7 +126,7 @@ def _plan(model: Any, inp: Any, world_size: int, **memory: Any) -> Any:
 
 def _streamed_plan(model: Any, inp: Any) -> Any:
     """Everything on the host; blocks for about a quarter of the weights, one chunk fetched ahead."""
-    from elixir.models import default_step
+    from elixir.models.step import default_step
     from elixir.search import simple_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu"}
@@ -293,7 +295,7 @@ def _slowest(step: Step) -> float:
 
 
 def _sharded_plan(model: Any, inp: Any, once: bool) -> Any:
-    from elixir.models import default_step
+    from elixir.models.step import default_step
     from elixir.search import simple_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu"}

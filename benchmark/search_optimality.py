@@ -35,7 +35,7 @@ from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.tracer import StepTrace
+from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.small_searches import best_of_all, small_search
 

@@ -22,13 +22,15 @@ from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.original_rule import OriginalRule
 from elixir.errors import PlanError
 from elixir.hardware.profile import preset
-from elixir.models import build, default_input, default_step
+from elixir.models.loading import build
+from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import SearchSpace
-from elixir.tracer import StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 
 MODELS = (
     *("opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b"),

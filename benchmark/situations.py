@@ -25,10 +25,12 @@ import torch
 
 from benchmark.common import Row, append_rows, conditions, print_table
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.models import build, default_input, default_step
+from elixir.models.loading import build
+from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.tracer import StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 
 BARS = {"median": 0.85, "worst": 1.0}
 

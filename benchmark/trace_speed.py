@@ -58,7 +58,7 @@ Result = dict[str, Any]
 def _model(name: str, device: str = "meta") -> Any:
     import torch
 
-    from elixir.models import build
+    from elixir.models.loading import build
 
     return build(name, dtype=torch.bfloat16, checkpoint="non-reentrant", device=device)
 
@@ -66,8 +66,8 @@ def _model(name: str, device: str = "meta") -> Any:
 def _traced(model: Any, inp: Any, name: str, **options: Any) -> Any:
     import torch
 
-    from elixir.models import default_step
-    from elixir.tracer import trace_step
+    from elixir.models.step import default_step
+    from elixir.tracer.trace import trace_step
 
     return trace_step(model, inp, default_step, dtype=torch.bfloat16, model_name=name, **options)
 
@@ -75,7 +75,7 @@ def _traced(model: Any, inp: Any, name: str, **options: Any) -> Any:
 def work_trace(name: str, hardware: str, optimizer: str, runs: str, uncached_runs: str) -> Result:
     """Seconds of each trace, with the cache and without, and whether all gave the same."""
     from elixir.hardware.profile import preset
-    from elixir.models import default_input
+    from elixir.models.step import default_input
 
     model = _model(name)
     inp = default_input(model, batch=BATCH, seq=SEQUENCE)
@@ -120,7 +120,7 @@ def work_peer(name: str) -> Result:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from elixir.models import default_input, default_step
+    from elixir.models.step import default_input, default_step
 
     inp = default_input(_model(name), batch=BATCH, seq=SEQUENCE)
     rand = torch.rand
@@ -146,7 +146,7 @@ def work_peer(name: str) -> Result:
 def work_plan(name: str, runs: str, *world_sizes: str) -> Result:
     """Seconds of each search and a digest of each plan, by world size."""
     from elixir.hardware.profile import preset
-    from elixir.models import default_input
+    from elixir.models.step import default_input
     from elixir.search import plan_from_trace
 
     model, hardware = _model(name), preset("h200")

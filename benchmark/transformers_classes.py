@@ -46,7 +46,8 @@ from benchmark.observe import observe_step
 from elixir.errors import ElixirError
 from elixir.hardware.profile import preset
 from elixir.search import simple_search
-from elixir.tracer import RecordedRouting, RoutingRecorder, trace_step
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 LIST = Path(__file__).parent / "results" / "transformers_classes.json"

@@ -26,7 +26,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.threads import check_host_threads
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
-from elixir.models import refuse_compiled
+from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.question import StepQuestion

@@ -18,12 +18,16 @@ from torch import nn
 
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
-from elixir.models import default_input, default_step, generators_untouched
+from elixir.models.samples import generators_untouched
+from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import family_of, moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.torch_private import tree_map
-from elixir.tracer import deep_copied, is_user_code, trace_step, user_objects_restored
+from elixir.tracer.copied_functions import deep_copied
+from elixir.tracer.trace import trace_step
+from elixir.tracer.user_objects import user_objects_restored
+from elixir.tracer.values.unknowns import is_user_code
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import refuse_wrapped

@@ -17,10 +17,12 @@ from rich.table import Table
 from elixir.artifact import check_writable
 from elixir.errors import ElixirError
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.models import build, default_input, default_step
+from elixir.models.loading import build
+from elixir.models.step import default_input, default_step
 from elixir.show.memory_curve import plot_activations
 from elixir.show.style import picture_format
-from elixir.tracer import StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 from elixir.units import GIB, parse_dtype
 
 OPT = ("opt-125m", "opt-1.3b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b")

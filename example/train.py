@@ -22,7 +22,9 @@ import torch.distributed as dist
 import elixir
 from elixir.microbench import measure_briefly
 from elixir.microbench.disk import with_disk
-from elixir.models import build_shape, default_step, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import describe
+from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.searches import profile_for

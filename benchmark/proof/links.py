@@ -13,7 +13,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure as measure_machine
 from elixir.plan.plan import Plan
 from elixir.search.simulator.step import simulate_step
-from elixir.tracer import StepTrace
+from elixir.step_trace import StepTrace
 
 SPEED_PARTS = ("resident", "offload")
 ROWS_FILE = "rows.jsonl"

@@ -14,8 +14,12 @@ from benchmark.gpu_peaks import CASES, Case, seeded_step
 from benchmark.observe import observe
 from benchmark.proof.jobs import Row
 from benchmark.proof.place import Place
-from elixir.models import ModelShape, build_shape, default_input, describe
-from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.units import parse_dtype
 
 _DROPOUTS = {

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models import ModelShape, build_shape, default_input, describe
-from elixir.models.loading import build_config
+from elixir.models.loading import build_config, build_shape
+from elixir.models.shapes import ModelShape, describe
+from elixir.models.step import default_input
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 INITIAL_STD = 0.02

@@ -19,11 +19,12 @@ from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.when_compiled import absent_kernels
-from elixir.models import default_step
+from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.step import simulate_step
-from elixir.tracer import StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport

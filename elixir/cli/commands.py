@@ -184,7 +184,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def run_models(args: argparse.Namespace) -> int:
     """The models known by name."""
-    from elixir.models import describe, model_names
+    from elixir.models.shapes import describe, model_names
 
     shapes = [describe(name) for name in model_names()]
     if args.json:
@@ -214,7 +214,8 @@ def run_models(args: argparse.Namespace) -> int:
 def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: SearchRequest) -> BatchChoice:
     """The fastest way to cut the samples of a step; `--activation-checkpointing` settles whether, and how much, to
     checkpoint."""
-    from elixir.models import build, checkpointable_layers
+    from elixir.models.activation_checkpointing import checkpointable_layers
+    from elixir.models.loading import build
     from elixir.search import search_batches
 
     def trace_of(batch: int, checkpoint: str) -> StepTrace:

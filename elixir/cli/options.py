@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from elixir.errors import GONE, ElixirError, InputError, shortened
-from elixir.models import CHECKPOINT_FORMS, parse_checkpoint
+from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, parse_checkpoint
 
 LARGEST_COUNT = 1_000_000_000
 """Most of anything that is counted: samples, tokens, ranks, rows of a table."""

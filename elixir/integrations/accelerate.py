@@ -22,7 +22,8 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.options import Options, as_inp, read_options
 from elixir.integrations.run import Run
-from elixir.models import default_step, planning_batch
+from elixir.models.samples import planning_batch
+from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer

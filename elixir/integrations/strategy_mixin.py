@@ -15,7 +15,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.options import as_inp, read_options
 from elixir.integrations.run import Planned, Run
-from elixir.models import planning_batch
+from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import engine_of

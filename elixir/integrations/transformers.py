@@ -23,7 +23,7 @@ from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.options import Options, read_options
 from elixir.integrations.run import Planned, Run
-from elixir.models import generators_untouched, planning_batch
+from elixir.models.samples import generators_untouched, planning_batch
 from elixir.plan.plan import Plan
 
 try:

@@ -22,23 +22,9 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
-from elixir.models.model_fingerprint import fingerprint
-from elixir.models.shapes import ModelShape, describe, find, model_names, read_config
-from elixir.models.step import default_input, default_step
+from elixir.models.shapes import ModelShape, find, model_names, read_config
 from elixir.models.user_code import called, imported
 from elixir.units import dtype_name, parse_dtype
-
-__all__ = [
-    "ModelShape",
-    "build",
-    "build_config",
-    "build_shape",
-    "default_input",
-    "default_step",
-    "describe",
-    "fingerprint",
-    "model_names",
-]
 
 logger = logging.getLogger(__name__)
 

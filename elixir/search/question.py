@@ -85,7 +85,9 @@ class StepQuestion:
 
     def build(self) -> nn.Module:
         """The model, built by its name if it has one."""
-        from elixir.models import build  # late, like the next: planning from a trace does not need what they load
+        from elixir.models.loading import (
+            build,  # late, like the next: planning from a trace does not need what they load
+        )
 
         if isinstance(self.model, str):
             return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint)
@@ -111,8 +113,10 @@ class StepQuestion:
                     f"{dtype_name(parse_dtype(self.dtype))}; trace the model again"
                 )
             return self.model
-        from elixir.models import default_step, find, input_to_trace, refused_overflow, user_code
-        from elixir.tracer import trace_step
+        from elixir.models import user_code
+        from elixir.models.shapes import find
+        from elixir.models.step import default_step, input_to_trace, refused_overflow
+        from elixir.tracer.trace import trace_step
 
         model, name = self.build() if built is None else built, self.model if isinstance(self.model, str) else None
         if self.inp is None:

@@ -76,7 +76,7 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
 def _checked(answer: Answer, step: StepQuestion) -> Answer:
     """The answer, if the model can run under its plan."""
     if isinstance(step.model, nn.Module):
-        from elixir.models import refuse_compiled
+        from elixir.models.plannable import refuse_compiled
 
         refuse_compiled(step.model, answer.plan)
     return answer

@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from elixir.torch_private import enter_autocast, exit_autocast
 from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
-from elixir.tracer.device import Autocast
-from elixir.tracer.values import printable
+from elixir.tracer.device.autocast import Autocast
+from elixir.tracer.values.unknowns import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.tracer.device import OptimizerKernel
+from elixir.tracer.device.target import OptimizerKernel
 from elixir.tracer.trace import StepFn, trace_step
-from elixir.tracer.values import Routing
+from elixir.tracer.values.expert_choice import Routing
 
 
 def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point

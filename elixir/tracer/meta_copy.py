@@ -12,7 +12,8 @@ from torch import nn
 
 from elixir.access.interception import Interception
 from elixir.errors import InputError, InputTypeError, TraceError
-from elixir.models import casts_buffers, refuse_unplannable
+from elixir.models.casting import casts_buffers
+from elixir.models.plannable import refuse_unplannable
 from elixir.torch_private import tree_map
 from elixir.tracer.copied_functions import deep_copied
 

@@ -28,9 +28,13 @@ from elixir.access.placeholders import storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
-from elixir.tracer.device import LENGTHS_IN_TENSORS, WRITES_IN_PLACE, Target
+from elixir.tracer.device.autograd_in_place import WRITES_IN_PLACE
+from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
 from elixir.tracer.operation_kinds import operation_of
-from elixir.tracer.values import CHECKS_FINITE, CHOOSES, CONSTANTS_LIKE, user_location
+from elixir.tracer.values.expert_choice import CHOOSES
+from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
+from elixir.tracer.values.unknowns import user_location
 
 aten = torch.ops.aten
 

@@ -13,14 +13,11 @@ from elixir.errors import TraceError
 from elixir.step_trace import Kind
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
-from elixir.tracer.device import (
-    LENGTHS_IN_TENSORS,
-    Autocast,
-    Target,
-    accumulates_in_place,
-    asks_for_nan,
-    writes_in_place,
-)
+from elixir.tracer.device.autocast import Autocast
+from elixir.tracer.device.autograd_in_place import accumulates_in_place, writes_in_place
+from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
+from elixir.tracer.device.value_branches import asks_for_nan
 from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import passing
@@ -37,19 +34,10 @@ from elixir.tracer.operators import (
 )
 from elixir.tracer.order import UseOrder
 from elixir.tracer.user_objects import UserObjects
-from elixir.tracer.values import (
-    MAX_EAGER_SHADOW_NUMEL,
-    SELECTIONS,
-    Routing,
-    Shadows,
-    choice_of,
-    picked,
-    snapshot,
-    suppose_finite,
-    undecidable,
-    unknown_number,
-    user_location,
-)
+from elixir.tracer.values.expert_choice import Routing, choice_of
+from elixir.tracer.values.indexing import SELECTIONS, picked
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot, suppose_finite
+from elixir.tracer.values.unknowns import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
 

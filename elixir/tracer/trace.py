@@ -19,19 +19,14 @@ from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_modules import FusedKernels
-from elixir.models import fingerprint
+from elixir.models.model_fingerprint import fingerprint
 from elixir.step_trace import StepShape, StepTrace
 from elixir.torch_private import tree_leaves
 from elixir.tracer.assemble import Observed, assemble
-from elixir.tracer.device import (
-    OptimizerKernel,
-    Target,
-    autocast_asked_for_meta,
-    references_when_alone,
-    routed,
-    target_for,
-    warnings_heard,
-)
+from elixir.tracer.device.autocast import autocast_asked_for_meta, warnings_heard
+from elixir.tracer.device.autograd_in_place import references_when_alone
+from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.target import OptimizerKernel, Target, target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import Twin, meta_input, meta_twin
 from elixir.tracer.optimizer_phase import run_optimizer
@@ -39,7 +34,9 @@ from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.settings import settings_restored
 from elixir.tracer.user_objects import user_objects_restored
-from elixir.tracer.values import BalancedRouting, Routing, Shadows, is_user_code, user_location
+from elixir.tracer.values.expert_choice import BalancedRouting, Routing
+from elixir.tracer.values.shadows import Shadows
+from elixir.tracer.values.unknowns import is_user_code, user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 

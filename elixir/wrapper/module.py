@@ -18,7 +18,8 @@ from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.kernels.model.fused_modules import FusedKernels
-from elixir.models import casts_buffers, find_shared_memory
+from elixir.models.casting import casts_buffers
+from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype

@@ -18,7 +18,7 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
-from elixir.models import compiled_over_moving_weights
+from elixir.models.plannable import compiled_over_moving_weights
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
     compiling,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to import; ranks are forked after it
 from transformers.models.opt import modeling_opt  # noqa: F401
 
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer

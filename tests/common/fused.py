@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case, adamw
 from tests.common.tiny_models import tiny

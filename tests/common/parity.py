@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import simple_search

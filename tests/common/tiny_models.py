@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models import ModelShape, build_shape, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import ModelShape, describe
 
 _NAMED = {
     "opt": "opt-125m",

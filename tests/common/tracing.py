@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from elixir.hardware.profile import preset
-from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 
 CPU = preset("cpu")
 H200 = preset("h200")

@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.search import budgets, minimum_waste_search, optimal_search
 from elixir.units import GIB, MIB
 from elixir.wrapper import ElixirModule, ElixirOptimizer

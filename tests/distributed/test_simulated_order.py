@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elixir.hardware.profile import preset
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from tests.common.ddp import Twins, batch_of, hf_loss
 from tests.common.spawn import run_ranks
 from tests.common.submitted import simulated_events, watching

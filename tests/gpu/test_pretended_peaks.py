@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmark.proof.memory import MemoryCase, observe_cuda, predict
 from benchmark.proof.place import Place
-from elixir.tracer import StepTrace, trace_step
-from elixir.tracer.device import CudaTarget
+from elixir.step_trace import StepTrace
+from elixir.tracer.device.target import CudaTarget
+from elixir.tracer.trace import trace_step
 from elixir.units import parse_dtype
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.tracing import H200

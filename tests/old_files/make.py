@@ -107,7 +107,7 @@ def write(rank: int, name: str, folder: str, scratch: str) -> None:
 
 def main() -> None:
     from elixir.hardware.profile import preset
-    from elixir.tracer import trace_step
+    from elixir.tracer.trace import trace_step
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)

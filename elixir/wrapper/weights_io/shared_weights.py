@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError
-from elixir.models import SharedMemory
+from elixir.models.shared_memory import SharedMemory
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.tracing import Seen
 

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.models import build, default_input, default_step, describe, fingerprint, model_names
+from elixir.models.loading import build
+from elixir.models.model_fingerprint import fingerprint
+from elixir.models.shapes import describe, model_names
+from elixir.models.step import default_input, default_step
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
 # Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
@@ -215,7 +218,9 @@ def test_process_stays_lean_and_works_without_transformers() -> None:
     script = """
 import sys
 from elixir.errors import InputError
-from elixir.models.loading import build, describe, fingerprint, model_names
+from elixir.models.loading import build
+from elixir.models.model_fingerprint import fingerprint
+from elixir.models.shapes import describe, model_names
 assert len(model_names()) > 20 and describe("opt-175b").parameters > 174e9
 assert "transformers" not in sys.modules
 sys.modules["transformers"] = None

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import preset
-from elixir.models import default_input, default_step
+from elixir.models.step import default_input, default_step
 from elixir.search import plan_from_trace
-from elixir.tracer import StepTrace, trace_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import FAMILIES, tiny
 
 

@@ -46,8 +46,9 @@ class Stub:
             "measure": make_hardware("here"),
         }
         modules: dict[str, tuple[str, ...]] = {
-            "elixir.models": ("build", "input_to_trace"),
-            "elixir.tracer": ("trace_step",),
+            "elixir.models.loading": ("build",),
+            "elixir.models.step": ("input_to_trace",),
+            "elixir.tracer.trace": ("trace_step",),
             "elixir.search": ("plan_from_trace",),
             "elixir.hardware": ("load_hardware",),
             "elixir.microbench": ("measure",),
@@ -485,7 +486,7 @@ def test_checkpoint_takes_a_form_or_none(argv: str, form: str | None, model: str
 
 
 def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    from elixir.models import model_names
+    from elixir.models.shapes import model_names
 
     out = run(capsys, "models")[1]
     record = json.loads(run(capsys, "models", "--json")[1])

@@ -21,7 +21,9 @@ import transformers
 from elixir import cli
 from elixir.cli import main
 from elixir.errors import InputError, UserInterruptError, shortened
-from elixir.models import build, default_input, user_code
+from elixir.models import user_code
+from elixir.models.loading import build
+from elixir.models.step import default_input
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,7 +19,7 @@ from elixir.errors import ElixirError, InputError
 from elixir.kernels.model import registry
 from elixir.kernels.model.deferred import DeferredLogits
 from elixir.kernels.model.fused_modules import FusedKernels
-from elixir.models import default_input, default_step
+from elixir.models.step import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.fused import assert_close_gradients, gradients, language_case, train_with_plain
 from tests.common.parity import adamw, case, hf_loss, make_plan

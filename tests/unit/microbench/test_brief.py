@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.microbench import brief, measure_briefly
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 
 ROWS = (64, 128)
 

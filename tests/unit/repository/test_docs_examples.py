@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from elixir.hardware.profile import preset
-from elixir.models import build_shape, default_input, default_step, describe
+from elixir.models.loading import build_shape
+from elixir.models.shapes import describe
+from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,10 @@ import torch
 
 from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
-from elixir.models import build_shape, checkpointable_layers, default_input, default_step, describe
+from elixir.models.activation_checkpointing import checkpointable_layers
+from elixir.models.loading import build_shape
+from elixir.models.shapes import describe
+from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
@@ -28,7 +31,7 @@ from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE, SMALL
 from tests.common.synthetic_trace import TraceBuilder, stack_trace

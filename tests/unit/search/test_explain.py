@@ -14,7 +14,8 @@ import torch
 from elixir.errors import InputError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.models import build, default_input, default_step
+from elixir.models.loading import build
+from elixir.models.step import default_input, default_step
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import Answer, plan_from_trace, simple_search
@@ -31,7 +32,7 @@ from elixir.show.explanation import (
     summary_text,
 )
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.units import MIB
 
 HARDWARE = preset("rtx4090")

@@ -26,7 +26,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
 from tests.common.chains import Speeds, chain, chain_plan, simulated, speculating
 from tests.common.parity import Pair, case, make_plan

@@ -10,7 +10,8 @@ import torch
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import preset
-from elixir.models import build, default_input, default_step
+from elixir.models.loading import build
+from elixir.models.step import default_input, default_step
 from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
@@ -19,7 +20,7 @@ from elixir.search.whatif.sweep import doublings, fit, sweep
 from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
 from elixir.show.sweep import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
 
 MODEL = "opt-125m"

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from elixir.errors import TraceError
-from elixir.tracer import trace_step
 from elixir.tracer.meta_copy import meta_twin
+from elixir.tracer.trace import trace_step
 from tests.common.tracing import H200, cpu_trace, sum_step
 
 INP = {"x": torch.ones(2, 8)}

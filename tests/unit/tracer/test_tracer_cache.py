@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.models import default_input, default_step
-from elixir.tracer import StepTrace, trace_step
+from elixir.models.step import default_input, default_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import FAMILIES, tiny
 from tests.common.tracing import CPU, H200, sum_step
 
@@ -137,7 +138,7 @@ def test_another_hash_seed_gives_the_same_text() -> None:
 import torch
 from torch import nn
 from elixir.hardware.profile import preset
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
 model = nn.Sequential(nn.Embedding(50, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 50))
 step = lambda model, inp: model(inp["x"]).pow(2).sum().backward()

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from benchmark.observe import observe_step
-from elixir.models import default_input, default_step
-from elixir.tracer import RecordedRouting, trace_step
+from elixir.models.step import default_input, default_step
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import RecordedRouting
 from tests.common.tiny_models import FAMILIES, tiny
 from tests.common.tracing import H200, predicted_bytes, real_routing
 

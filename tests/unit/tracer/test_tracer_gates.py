@@ -16,7 +16,8 @@ from torch import nn
 
 from elixir.access.interception import TrackedParameter
 from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
-from elixir.tracer import BalancedRouting, RecordedRouting, trace_step
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import BalancedRouting, RecordedRouting
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
 
 HERE = __file__

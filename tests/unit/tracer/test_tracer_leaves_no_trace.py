@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.observe import observe_step
 from elixir.access.interception import Interception
 from elixir.errors import TraceError
-from elixir.models import default_input, default_step
-from elixir.tracer import StepTrace, trace_step
-from elixir.tracer.device import ASKED_BY_DEVICE
+from elixir.models.step import default_input, default_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.device.autocast import ASKED_BY_DEVICE
 from elixir.tracer.ledger import StorageRecord
 from elixir.tracer.meta_copy import meta_twin
 from elixir.tracer.order import UseOrder
+from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes
 

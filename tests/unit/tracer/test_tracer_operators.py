@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from elixir.tracer import trace_step
-from elixir.tracer.device import target_for
+from elixir.tracer.device.target import target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import meta_twin
 from elixir.tracer.operators import Arguments, OperatorCache, traits
 from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
-from elixir.tracer.values import Shadows
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.shadows import Shadows
 from tests.common.tracing import CPU, H200
 
 if importlib.util.find_spec("expecttest") is None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.tracer import StepTrace
+from elixir.step_trace import StepTrace
 from tests.common.tracing import cpu_trace, sum_step
 
 Event = tuple[str, tuple[str, ...], str]

@@ -12,8 +12,9 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.errors import TraceError
-from elixir.models import default_input, default_step
-from elixir.tracer import BalancedRouting, trace_step
+from elixir.models.step import default_input, default_step
+from elixir.tracer.trace import trace_step
+from elixir.tracer.values.expert_choice import BalancedRouting
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
 

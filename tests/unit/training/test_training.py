@@ -10,7 +10,7 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.wrapper.step.gradient_norm import total_norm
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan

@@ -14,7 +14,7 @@ from torch import nn
 from elixir.cli import main
 from elixir.errors import ArtifactError, InputError, InputTypeError, Lever, PlanError
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.models import build
+from elixir.models.loading import build
 from elixir.search import optimal_search, plan_from_trace, simple_search
 from elixir.units import GIB, format_seconds, parse_bytes, parse_dtype
 from tests.common.samples import make_hardware, make_plan, make_trace

@@ -247,7 +247,7 @@ def test_a_plan_without_early_states_learns_whether_they_would_be_kept(
 def planned() -> tuple[Any, Any, Plan]:
     """A trace, a machine, and a plan with some chunks on the host."""
     from elixir.search import plan_from_trace
-    from elixir.tracer import trace_step
+    from elixir.tracer.trace import trace_step
 
     model = tiny("opt", layers=4, device="meta")
     it = case("opt")

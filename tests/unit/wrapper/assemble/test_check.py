@@ -17,7 +17,7 @@ from torch import nn
 import elixir
 from elixir.check import Refusal, refusals
 from elixir.errors import InputError, InputTypeError
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.wrapper import ElixirModule
 from tests.common.command_line import run
 from tests.common.tiny_models import tiny

@@ -12,7 +12,7 @@ from torch import nn
 import elixir
 from elixir.errors import InputError
 from elixir.search import simple_search
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule
 from tests.common.tracing import CPU
 

@@ -17,7 +17,7 @@ from elixir.api import dry_run
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.models import default_input
+from elixir.models.step import default_input
 from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of

@@ -21,13 +21,13 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam.moments import make_moments, read_moments
 from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
-from elixir.models import default_step
+from elixir.models.step import default_step
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
 from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.fused_states import FusedStates

@@ -20,7 +20,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.replay import Span
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.tracer import trace_step
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
