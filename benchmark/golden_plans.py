@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from elixir.cli import main as elixir
-from elixir.tracer.device import kernel_memory
+from elixir.tracer.device.cpu import kernel_memory
 
 GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.tracer.device.target import OptimizerKernel
+from elixir.tracer.device.common.target import OptimizerKernel
 from elixir.tracer.trace import StepFn, trace_step
 from elixir.tracer.values.expert_choice import Routing
 

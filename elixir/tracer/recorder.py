@@ -13,11 +13,11 @@ from elixir.errors import TraceError
 from elixir.step_trace import Kind
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
-from elixir.tracer.device.autocast import Autocast
-from elixir.tracer.device.autograd_in_place import accumulates_in_place, writes_in_place
-from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
-from elixir.tracer.device.target import Target
-from elixir.tracer.device.value_branches import asks_for_nan
+from elixir.tracer.device.common.autocast import Autocast
+from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
+from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
+from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.common.value_branches import asks_for_nan
 from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import passing

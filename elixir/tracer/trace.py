@@ -23,10 +23,11 @@ from elixir.models.model_fingerprint import fingerprint
 from elixir.step_trace import StepShape, StepTrace
 from elixir.torch_private import tree_leaves
 from elixir.tracer.assemble import Observed, assemble
-from elixir.tracer.device.autocast import autocast_asked_for_meta, warnings_heard
-from elixir.tracer.device.autograd_in_place import references_when_alone
+from elixir.tracer.device import target_for
+from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
+from elixir.tracer.device.common.autograd_in_place import references_when_alone
+from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
-from elixir.tracer.device.target import OptimizerKernel, Target, target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import Twin, meta_input, meta_twin
 from elixir.tracer.optimizer_phase import run_optimizer

@@ -24,7 +24,7 @@ from benchmark.proof.models import numel_of, shape_of
 from elixir.microbench import bench as bench_module
 from elixir.microbench import compute
 from elixir.models.shapes import ModelShape
-from elixir.tracer.device import target as targets
+from elixir.tracer.device.cuda import cuda_target
 from elixir.units import MIB
 
 _TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}
@@ -107,7 +107,7 @@ def prepare() -> None:
     from tests.cuda_emulator import install_nccl
 
     install_nccl()
-    targets.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy
+    cuda_target.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy
     # What a GPU does in a moment takes the CPU minutes.
     bench_module._EFFORTS["cuda", True] = bench_module.Effort(2, 2, 0.01, 4, 8 * MIB, 10**5, 0.002)
     compute._SMALLEST["cuda"] = 32

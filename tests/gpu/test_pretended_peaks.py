@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.proof.memory import MemoryCase, observe_cuda, predict
 from benchmark.proof.place import Place
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.target import CudaTarget
+from elixir.tracer.device.cuda.cuda_target import CudaTarget
 from elixir.tracer.trace import trace_step
 from elixir.units import parse_dtype
 from tests.common.gpu import needs_pretended_gpu

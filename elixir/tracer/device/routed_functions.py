@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elixir.tracer.device import recurrent, value_branches
-from elixir.tracer.device.attention_choice import Attention
-from elixir.tracer.device.meta_kernels import KERNELS
-from elixir.tracer.device.target import Target
+from elixir.tracer.device.common import value_branches
+from elixir.tracer.device.common.attention import Attention
+from elixir.tracer.device.common.meta_kernels import KERNELS
+from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.cpu import recurrent
 
 aten = torch.ops.aten
 

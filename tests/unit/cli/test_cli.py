@@ -50,7 +50,7 @@ class Stub:
             "elixir.models.step": ("input_to_trace",),
             "elixir.tracer.trace": ("trace_step",),
             "elixir.search": ("plan_from_trace",),
-            "elixir.hardware": ("load_hardware",),
+            "elixir.hardware.profile": ("load_hardware",),
             "elixir.microbench": ("measure",),
         }
         for module, names in modules.items():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.tracer.device import kernel_memory
+from elixir.tracer.device.cpu import kernel_memory
 from tests.common.tracing import cpu_trace, predicted_bytes
 
 SCALARS_BYTES = 64

@@ -23,7 +23,7 @@ from elixir.access.interception import Interception
 from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.autocast import ASKED_BY_DEVICE
+from elixir.tracer.device.common.autocast import ASKED_BY_DEVICE
 from elixir.tracer.ledger import StorageRecord
 from elixir.tracer.meta_copy import meta_twin
 from elixir.tracer.order import UseOrder

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from elixir.tracer.device.target import target_for
+from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import meta_twin
 from elixir.tracer.operators import Arguments, OperatorCache, traits

@@ -15,8 +15,8 @@ from torch import nn
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
 from elixir.tracer import operators
-from elixir.tracer.device.attention_choice import Attention
-from elixir.tracer.device.target import target_for
+from elixir.tracer.device import target_for
+from elixir.tracer.device.common.attention import Attention
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
@@ -266,7 +266,7 @@ def test_torch_still_has_the_private_name_that_the_tracer_needs(owner: Any, name
 
 
 def test_the_engine_still_sums_in_place_what_nobody_else_holds() -> None:
-    from elixir.tracer.device.autograd_in_place import references_when_alone
+    from elixir.tracer.device.common.autograd_in_place import references_when_alone
 
     assert references_when_alone() > (0, 0), "no sum of gradients passed the probe"
 

@@ -1,16 +1,13 @@
-"""The choice of an attention kernel for a call of `scaled_dot_product_attention`, with PyTorch's default settings."""
+"""The choice of an attention kernel on CUDA, with PyTorch's default settings."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
+from elixir.tracer.device.common.attention import HALF, Attention, AttentionKernel
 
-HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 _CUDNN_WIDE_HEADS = (192, 128)
@@ -21,35 +18,6 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _ROUNDS_DROPOUT = _TORCH < (2, 12)
 _EFFICIENT_GROUPS_HEADS = _TORCH >= (2, 14)
 """Whether the memory-efficient kernel takes keys and values that heads share (pull request 191085)."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The facts on which the choice of an attention kernel depends."""
-
-    dtype: torch.dtype
-    query_shape: tuple[int, ...]
-    key_shape: tuple[int, ...]
-    value_shape: tuple[int, ...]
-    mask_shape: tuple[int, ...] | None
-    mask_needs_grad: bool
-    dropout: float
-    is_causal: bool
-    enable_gqa: bool
-    last_dim_contiguous: bool = True
-    mask_last_dim_contiguous: bool = True
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether there is a mask or an additive bias."""
-        return self.mask_shape is not None
-
-    @property
-    def broadcasts(self) -> bool:
-        """Whether batches or heads differ where they are not said to be grouped: only the math form takes that."""
-        (batch, heads), key, value = self.query_shape[:2], self.key_shape[:2], self.value_shape[:2]
-        grouped = self.enable_gqa and heads % key[1] == heads % value[1] == 0
-        return key[0] != batch or value[0] != batch or not (grouped or heads == key[1] == value[1])
 
 
 def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKernel:
@@ -85,15 +53,6 @@ def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKer
         known_dtype = False
     takes_heads = _EFFICIENT_GROUPS_HEADS or not grouped
     return "efficient" if aligned and known_dtype and takes_heads else "math"
-
-
-def chosen_on_cpu(call: Attention) -> AttentionKernel:
-    """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
-    same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
-    plain = call.dropout == 0.0 and not call.mask_needs_grad and call.last_dim_contiguous
-    if len(call.query_shape) == 4 and plain and same_width and not call.broadcasts:
-        return "cpu_flash"
-    return "math"
 
 
 def _prefers_cudnn(capability: tuple[int, int]) -> bool:

@@ -1,0 +1,134 @@
+"""Rules that make meta tensors behave as the target device would.
+
+Meta runs the device-independent part of PyTorch. The part that differs per device, and matters for memory, is here and
+in `CudaTarget` and `CpuTarget`: whether dropout keeps a mask or a noise tensor, how sizes are rounded, how attention is
+computed, what libraries keep for themselves, how the optimizer runs, and what kernels hold only while they run. Each
+rule names its source; `docs/appendix/tracer_rules.md` says which ones a measurement has confirmed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from elixir.hardware.profile import HardwareProfile
+from elixir.torch_private import suggest_memory_format
+from elixir.tracer.device.common.attention import Attention, AttentionKernel
+
+aten = torch.ops.aten
+
+OptimizerKernel = Literal["for-loop", "foreach", "fused"]
+
+_MATRIX_OPERANDS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""Which arguments of a product go to a BLAS as they are, if their layout allows."""
+
+_LOSSES_KEEPING_TERMS = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.soft_margin_loss.default: 2,
+}
+"""Losses that write their terms into the result before reducing it, and the position of `reduction`."""
+
+_CONTIGUOUS_FIRST = frozenset(
+    {aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default}
+)
+"""Kernels that write a contiguous first result on every device, where the meta kernels keep the argument's strides."""
+
+
+class Target:
+    """The device a trace pretends to run on; this base is what holds for every device.
+
+    Args:
+        hardware: profile of the machine, of which kind and compute capability are used.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    native_dropout = False
+    """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
+    fused_rms_norm = False
+    """Whether `rms_norm` is one kernel (True) or composed of others."""
+    softmax_reads_half = False
+    """Whether a softmax told to give float32 reads float16 as it is (True) or has it cast first."""
+    counts_host_tensors = False
+    """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.name = hardware.name
+        self.unverified: dict[str, dict[Any, None]] = {}
+        """Unconfirmed assumption of a prediction -> the operators of the step for which it was taken."""
+
+    def round_bytes(self, nbytes: int) -> int:
+        """Bytes that the allocator takes for a request of `nbytes`."""
+        return nbytes
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """The kernel `scaled_dot_product_attention` chooses."""
+        raise NotImplementedError
+
+    def optimizer_kernel(self) -> OptimizerKernel:
+        """How `torch.optim` runs by default."""
+        raise NotImplementedError
+
+    def matmul_workspace_bytes(self) -> int:
+        """Bytes that the matrix library allocates, through PyTorch's allocator, at the first product on a thread."""
+        return 0
+
+    def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
+        """Bytes that a kernel allocates and frees again while it runs, apart from its results.
+
+        This base knows what is composed alike everywhere. Matrix products: an operand that no BLAS can read as it lies
+        is copied first, one at a time (`prepare_matrix_for_cublas` in `cuda/Blas.cpp`, `addmm_impl_cpu_` in
+        `LinearAlgebra.cpp`). The softmax of the math form of attention: what it masks by.
+        """
+        if func in _MATRIX_OPERANDS:
+            unreadable = [args[at] for at in _MATRIX_OPERANDS[func] if not _blas_reads(args[at])]
+            nbytes: int = sum(operand.nbytes for operand in unreadable)
+            return nbytes
+        if func is aten._safe_softmax.default and outputs[0].numel():
+            # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
+            scores = outputs[0].numel()
+            return scores + scores // int(outputs[0].shape[args[1]]) + outputs[0].itemsize
+        return 0
+
+    def results(self, func: Any, args: Any, result: Any) -> Any:
+        """The result of the device's kernel if its meta kernel says otherwise.
+
+        Strides matter: a gradient that is not contiguous is copied by the next `reshape`.
+        A mean squared error and its kin are scalars in a storage of the size of their terms: the kernels resize their
+        output after the terms were in it (`BinaryOps.cpp`, `Loss.cpp`), and a storage does not shrink.
+        A convolution puts channels last if its input or weight has them there (`ConvUtils.h`).
+        """
+        if func is aten.convolution.default:
+            return _channels_as_in(args[:2], result)
+        if func in _CONTIGUOUS_FIRST:
+            first, *others = (result,) if isinstance(result, torch.Tensor) else result
+            if first is None or first.is_contiguous():
+                return result
+            first = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+            return (first, *others) if others else first
+        position = _LOSSES_KEEPING_TERMS.get(func)
+        if position is None or result.dim() or (len(args) > position and args[position] == 0):
+            return result
+        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return torch.empty(terms, dtype=result.dtype, device=result.device).resize_(())
+
+
+def _channels_as_in(operands: Any, result: torch.Tensor) -> torch.Tensor:
+    """The result of a convolution, laid out by the formats that PyTorch reads off the strides of its operands.
+
+    One over three dimensions is one over four, of a contiguous input (`Convolution.cpp`).
+    """
+    if result.dim() == 3:
+        images = operands[0].contiguous().unsqueeze(2), operands[1].unsqueeze(2)
+        return _channels_as_in(images, result.unsqueeze(2)).squeeze(2)
+    formats = {suggest_memory_format(item) for item in operands}
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
+    return torch.empty_like(result, memory_format=last if last in formats else torch.contiguous_format)
+
+
+def _blas_reads(matrix: torch.Tensor) -> bool:
+    """Whether rows or columns lie one after the other without overlap."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows)) or matrix.numel() <= 1

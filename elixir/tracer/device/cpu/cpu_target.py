@@ -1,0 +1,154 @@
+"""The rules of the CPU: what its kernels hold while they run, and which of them are observed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from elixir.hardware.profile import HardwareProfile
+from elixir.tracer.device.common.attention import HALF, Attention, AttentionKernel
+from elixir.tracer.device.common.target import OptimizerKernel, Target
+from elixir.tracer.device.cpu.kernel_memory import KERNELS_HERE, is_plain
+
+aten = torch.ops.aten
+
+_NOT_COUNTED = "what these allocate beyond their results is not counted, as they are too large to be run for a number"
+_CONTINUED = "what these allocate beyond their results is told from smaller batches"
+
+
+class CpuTarget(Target):
+    """The CPU: every rule of it can be checked byte for byte against a real run."""
+
+    kind = "cpu"
+    counts_host_tensors = True
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        super().__init__(hardware)
+        self._threads = torch.get_num_threads()
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """By the rules of the CPU."""
+        return chosen_on_cpu(call)
+
+    def optimizer_kernel(self) -> OptimizerKernel:
+        """`torch.optim` loops over the parameters on the CPU."""
+        return "for-loop"
+
+    def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
+        """Buffers of each thread, and copies that kernels make; as many threads as PyTorch has here.
+
+        The rules follow `Copy.cpp`, `Embedding.cpp`, `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp`,
+        `LossCTC.cpp`, `Normalization.cpp` and `SoftMax.cpp`; operators for which there is none are run and observed
+        (`kernel_memory`).
+        """
+        if torch.Tag.pointwise in func.tags:
+            return _promoted_bytes(func, args)
+        if not is_plain(func, args):
+            found = KERNELS_HERE.of(func, args, kwargs)
+            if found is None:
+                self.unverified.setdefault(_NOT_COUNTED, {})[func] = None
+                return super().transient_bytes(func, args, kwargs, outputs)
+            if found.continued:
+                self.unverified.setdefault(_CONTINUED, {})[func] = None
+            return max(0, found.peak_bytes - sum(output.untyped_storage().nbytes() for output in outputs))
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return _cpu_flash_buffers(args[0], args[1], self._threads, backward=False)
+        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            buffers = _cpu_flash_buffers(args[1], args[2], self._threads, backward=True)
+            return _contiguous_copy(args[0].transpose(1, 2)) + buffers
+        if func is aten.native_layer_norm_backward.default:
+            sums: int = 2 * self._threads * math.prod(args[2]) * args[0].itemsize
+            return _contiguous_copy(args[0]) + sums
+        if func in _COPIES:
+            return _transposed_tile(source=args[_COPIES[func]], copy=outputs[0])
+        if func in _CONTIGUOUS_INPUTS:
+            return sum(_contiguous_copy(item) for item in args[: _CONTIGUOUS_INPUTS[func]])
+        if func is aten._ctc_loss_backward.default:
+            return int(args[6].nbytes)  # the betas, as large as the alphas (`LossCTC.cpp`)
+        if func is aten.native_batch_norm_backward.default:
+            return int(args[1].nbytes)  # a second gradient of the input, of which one is thrown away
+        return super().transient_bytes(func, args, kwargs, outputs)
+
+    def results(self, func: Any, args: Any, result: Any) -> Any:
+        """Layer norm keeps its statistics in the dtype of input and weight, if they agree (`layer_norm_kernel.cpp`).
+
+        oneDNN's recurrent layers keep a workspace for backward.
+        """
+        if func is aten.mkldnn_rnn_layer.default:
+            found = KERNELS_HERE.of(func, args, {})
+            if found is not None:
+                *others, workspace = result
+                return (*others, workspace.new_empty(found.result_bytes[-1], dtype=torch.uint8))
+        if func is aten.native_layer_norm.default and args[0].dtype in HALF:
+            weight = args[2]
+            if weight is None or weight.dtype == args[0].dtype:
+                output, *statistics = result
+                return (output, *(torch.empty_like(statistic, dtype=args[0].dtype) for statistic in statistics))
+        return super().results(func, args, result)
+
+
+_CONTIGUOUS_INPUTS = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+    aten.embedding_dense_backward.default: 2,
+}
+"""Kernel -> how many of its first arguments it copies if they are not contiguous (`SoftMax.cpp`, `Embedding.cpp`)."""
+_COPIES = {aten.copy_.default: 1, aten.clone.default: 0, aten._to_copy.default: 0}
+"""Operator that copies elements in their dtype, or in another -> which argument it reads."""
+_TILE_SIDE, _TILE_SIDE_OF_BYTES = 60, 120
+"""Rows and columns of the tile through which the CPU transposes a matrix (`Copy.cpp`)."""
+
+
+def _transposed_tile(source: torch.Tensor, copy: torch.Tensor) -> int:
+    """Bytes of the tile, which a matrix of that many elements passes on its way to a contiguous copy (`Copy.cpp`)."""
+    transposed = source.dim() == 2 and source.stride() == (1, source.shape[0])
+    same = source.dtype == copy.dtype and source.shape == copy.shape and copy.is_contiguous()
+    if not (transposed and same) or copy.numel() < _TILE_SIDE**2:
+        return 0
+    side = _TILE_SIDE_OF_BYTES if copy.dtype is torch.uint8 else _TILE_SIDE
+    return side * side * copy.itemsize
+
+
+def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, threads: int, *, backward: bool) -> int:
+    """Bytes of the buffers of the CPU's flash attention, which its threads share out among them."""
+    length = query.shape[2]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    columns = min(key.shape[2], 512)
+    accumulated = 8 if query.dtype is torch.float64 else 4
+    halves = query.itemsize if query.dtype in HALF else 0
+    if backward:
+        each = rows * columns * (2 * accumulated + 2 * halves)
+        return each * threads + rows * accumulated
+    each = (rows * columns + 2 * rows + rows * query.shape[3]) * accumulated + rows * columns * halves
+    return each * threads
+
+
+_TAKES_ANY_MASK = frozenset({aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor})
+
+
+def _promoted_bytes(func: Any, args: Any) -> int:
+    """Copies of operands in the dtype that they have in common (`TensorIterator.cpp`; other devices cast as they
+    read)."""
+    tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim()]
+    if len({tensor.dtype for tensor in tensors}) < 2 or func in _TAKES_ANY_MASK:
+        return 0
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
+
+
+def chosen_on_cpu(call: Attention) -> AttentionKernel:
+    """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
+    same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
+    plain = call.dropout == 0.0 and not call.mask_needs_grad and call.last_dim_contiguous
+    if len(call.query_shape) == 4 and plain and same_width and not call.broadcasts:
+        return "cpu_flash"
+    return "math"

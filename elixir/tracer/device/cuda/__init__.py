@@ -1,0 +1,1 @@
+"""Rules of CUDA devices, from the sources of PyTorch and its libraries."""
