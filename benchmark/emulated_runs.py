@@ -33,7 +33,7 @@ from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.in_backward import can_step
+from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import Operation, StepTrace
@@ -79,7 +79,7 @@ def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
     depth = PREFETCH_DEPTH if streamed else 0
     schedule = model.work.schedule(placement.residents, depth)
     blocks = min(max(schedule.min_blocks, round(BLOCK_SHARE * streamed)), streamed)
-    if space.setting.speculate:
+    if space.setting.early_updates:
         placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
     candidate = weigh(model, placement, blocks, depth, space.cost)
     budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)

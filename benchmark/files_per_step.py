@@ -102,7 +102,6 @@ def wrapped(early: bool) -> tuple[Any, Any]:
         step_fn=lambda model, inp: model(**inp).square().mean().backward(),
         hardware="cpu",
         clipping=True,
-        speculate=False,
     )
     plan = getattr(found, "plan", found)  # older trees give the plan itself
     update = (
@@ -112,7 +111,8 @@ def wrapped(early: bool) -> tuple[Any, Any]:
     chunks = tuple(replace(chunk, **away) for chunk in plan.chunks)
     if len(chunks) != 1:
         raise RuntimeError(f"the model has {len(chunks)} chunks, expected one")
-    module = elixir.ElixirModule(model, replace(plan, chunks=chunks, may_speculate=early), device="cpu")
+    wish = "may_update_early" if hasattr(plan, "may_update_early") else "may_speculate"
+    module = elixir.ElixirModule(model, replace(plan, chunks=chunks, **{wish: early}), device="cpu")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     return module, elixir.ElixirOptimizer(module, optimizer, max_norm=1e9)
 

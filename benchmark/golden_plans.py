@@ -34,7 +34,8 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "grad_access": lambda access: {"grad_event": access},
     "reduce_order": lambda order: {"grad_rank": order},
     "update": lambda update: {"speculates": update == "early", "steps_in_backward": False},
-    "may_speculate": lambda wish: {"may_speculate": wish, "may_step_in_backward": False},
+    "may_update_early": lambda wish: {"may_speculate": wish, "may_step_in_backward": False},
+    "new_states": lambda amount: {"undo": amount},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

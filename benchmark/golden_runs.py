@@ -189,7 +189,6 @@ def plan_of(run: Run, homes: str) -> Any:
         hardware="cpu",
         moments=run.moments,
         clipping=run.max_norm is not None,
-        speculate=False,
     )
     plan = getattr(found, "plan", found)  # older trees give the plan alone
     chunks = []
@@ -200,7 +199,8 @@ def plan_of(run: Run, homes: str) -> Any:
         # Older trees have another field for it.
         update = {"update": "early" if early else "after_norm"} if hasattr(chunk, "update") else {"speculates": early}
         chunks.append(dataclasses.replace(chunk, resident=resident, weight_home=weights, state_home=states, **update))
-    return dataclasses.replace(plan, chunks=tuple(chunks), may_speculate=run.early, accumulation=run.batches)
+    wish = "may_update_early" if hasattr(plan, "may_update_early") else "may_speculate"
+    return dataclasses.replace(plan, chunks=tuple(chunks), accumulation=run.batches, **{wish: run.early})
 
 
 def wrapped(run: Run, homes: str, folder: Path) -> tuple[Any, list[Any]]:

@@ -9,7 +9,7 @@ a third of a step that is more than copies, and it asks little of the memory tha
 with a GPU it would not share. *Not overlapped* waits after `optimizer.step()` until all new weights are on the device;
 everything else is the same run of the same module. *Overlapped* is Adam during the next forward, with gradients that
 are clipped and without. The cases take turns, round after round. The ratio is the median over rounds of the seconds of
-a step that waits over those of one that does not. `speculation_speed` has Adam during backward too.
+a step that waits over those of one that does not. `early_update_speed` has Adam during backward too.
 
 Set by measurements in the same process, before anything is judged:
 

@@ -130,7 +130,7 @@ def machine(points: dict[str, Any], name: str) -> HardwareProfile:
 
 
 def planned(point: dict[str, Any], trace: StepTrace, hardware: HardwareProfile) -> Plan:
-    """The plan of a point; what others keep back of a device is not known, so nothing is. None of them speculates."""
+    """The plan of a point; what others keep back of a device is not known, so nothing is. None of them updates early."""
     return plan_from_trace(
         trace,
         hardware,
@@ -140,7 +140,7 @@ def planned(point: dict[str, Any], trace: StepTrace, hardware: HardwareProfile) 
         placement=point["placement"],
         moments=point["moments"],
         device_reserve=0,
-        speculate=False,
+        early_updates=False,
     ).plan
 
 

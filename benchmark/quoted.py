@@ -51,8 +51,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "search_vs_original": ("hardware", "model", "batch", "seq", "device_gib", "world_size"),
     "simulated_vs_measured": ("model", "tokens", "homes", "transfers_over_compute"),
     "situations": ("situation",),
-    "speculation_simulated": ("model", "tokens", "homes", "transfers_over_compute"),
-    "speculation_speed": ("figure",),
+    "early_update_simulated": ("model", "tokens", "homes", "transfers_over_compute"),
+    "early_update_speed": ("figure",),
     "transformers_classes": ("class", "device"),
     "trace_speed": ("part", "model", "what", "batch", "seq", "dtype"),
 }

@@ -98,7 +98,7 @@ def own_plans(it: Situation, step: StepTrace) -> dict[str, Plan]:
     found = {}
     for scenario in SCENARIOS:
         # States made early are of no use where each step is clipped.
-        options = {"speculate": False} if scenario.clipped else {}
+        options = {"early_updates": False} if scenario.clipped else {}
         machine = scenario.machine(it.hardware)
         try:
             found[str(scenario)] = plan_from_trace(step, machine, request(it), assume="nominal", **options).plan
@@ -112,7 +112,7 @@ def seconds(plan: Plan, step: StepTrace, hardware: HardwareProfile) -> dict[Scen
     found: dict[Scenario, float] = {}
     for scenario in SCENARIOS:
         kept = Scenario(scenario.host_adam, scenario.link)
-        if scenario.clipped and not plan.speculates:
+        if scenario.clipped and not plan.has_early_updates:
             found[scenario] = found[kept]
         else:
             machine = scenario.machine(hardware)
@@ -158,7 +158,7 @@ def resident_ratio() -> float:
     it = Situation("opt-1.3b", "h200", 1, 8, 1024, "256GiB")
     step, clipped = trace(it), Scenario(clipped=True)
     chosen = plan_from_trace(step, it.hardware, request(it)).plan
-    whole = plan_from_trace(step, it.hardware, request(it), placement="cuda", speculate=False).plan
+    whole = plan_from_trace(step, it.hardware, request(it), placement="cuda", early_updates=False).plan
     return seconds(chosen, step, it.hardware)[clipped] / seconds(whole, step, it.hardware)[clipped]
 
 

@@ -129,7 +129,7 @@ def _against_bound(
             world_size,
             device_memory=budgets.device_bytes,
             host_memory=budgets.host_bytes,
-            speculate=False,  # the bound knows of no update before the norm
+            early_updates=False,  # the bound knows of no update before the norm
         ).plan
     except PlanError:
         plan = None

@@ -73,7 +73,7 @@ def rows(name: str) -> list[Row]:
                     device_memory=gib * 2**30,
                     host_memory=HOST_MEMORY,
                     optimizer_type="Adam",
-                    speculate=False,  # homes are compared, under the same rules
+                    early_updates=False,  # homes are compared, under the same rules
                 ).plan
             except PlanError as error:
                 print(f"{name:10} {gib:4} GiB x {world}: {str(error).splitlines()[0]}")

@@ -3,7 +3,7 @@
     python benchmark/situations.py [--only NAME ...] [--no-record]
 
 Each is a machine, a model and a batch that somebody trains, with checkpointing, in bfloat16 and with AdamW. One plan
-has ``speculate=False`` and updates after the norm; the other one leaves the choice to the search. Both have the same
+has ``early_updates=False`` and updates after the norm; the other one leaves the choice to the search. Both have the same
 budgets: a second set of states comes out of the host memory that is given, after copies for a checkpoint. Seconds are
 simulated at the rates of the presets. The share is of the elements whose states the host has.
 
@@ -77,7 +77,7 @@ def trace(it: Situation) -> StepTrace:
     return trace_step(model, inp, default_step, dtype=torch.bfloat16, hardware=it.hardware, model_name=it.model)
 
 
-def planned(it: Situation, step: StepTrace, *, speculate: bool | None) -> Plan:
+def planned(it: Situation, step: StepTrace, *, early_updates: bool | None) -> Plan:
     """The fastest plan, with clipping."""
     return plan_from_trace(
         step,
@@ -85,7 +85,7 @@ def planned(it: Situation, step: StepTrace, *, speculate: bool | None) -> Plan:
         it.ranks,
         host_memory=it.host_memory,
         device_memory=it.device_memory,
-        speculate=speculate,
+        early_updates=early_updates,
         clipping=True,
         assume="nominal",
     ).plan
@@ -95,18 +95,18 @@ def row(name: str) -> Row:
     """One situation."""
     it = SITUATIONS[name]
     step = trace(it)
-    today, plan = (planned(it, step, speculate=speculate) for speculate in (False, None))
+    today, plan = (planned(it, step, early_updates=early_updates) for early_updates in (False, None))
     on_host = [chunk for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host"]
     numel = sum(chunk.numel for chunk in on_host)
-    speculating = sum(chunk.numel for chunk in on_host if chunk.speculates)
+    early = sum(chunk.numel for chunk in on_host if chunk.home.early)
     before_s, after_s = today.predicted.seconds["total"], plan.predicted.seconds["total"]
     return {
         "situation": name,
         "today_s": round(before_s, 4),
         "speculating_s": round(after_s, 4),
         "ratio": round(after_s / before_s, 4),
-        "share": round(speculating / numel, 3) if numel else 0.0,
-        "undo_bytes": plan.predicted.host_parts.get("undo", 0),
+        "share": round(early / numel, 3) if numel else 0.0,
+        "new_states_bytes": plan.predicted.host_parts.get("new_states", 0),
         "host_peak_bytes": plan.predicted.host_peak_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
         "hardware_fingerprint": plan.hardware_fingerprint,

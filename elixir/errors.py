@@ -242,8 +242,8 @@ GONE = {
     "hedge": "plans need no hedge any more: each bounds what it may lose in the scenarios that the profile thinks "
     "possible; leave hedge= (--hedge) out, or give assume='nominal' (--assume nominal) for the fastest at the "
     "profile's rates",
-    "step_in_backward": "new states that the host makes during backward (speculate) have taken the place of "
-    "step_in_backward= (--step-in-backward); leave it out",
+    "step_in_backward": "early updates have taken the place of step_in_backward= (--step-in-backward); leave it out",
+    "speculate": "speculate= is called early_updates= now",
 }
 """Names of options that earlier versions had -> what to do instead."""
 

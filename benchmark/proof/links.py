@@ -72,7 +72,7 @@ def compare(options: dict[str, Any], place: Place) -> Row:
                 "percent": 100 * (simulated.step_s / row["mean_s"] - 1),
                 "bound_by": simulated.bound_by,
                 "busy_s": simulated.busy_s,
-                "early": sum(chunk.speculates for chunk in plan.chunks),
+                "early": sum(chunk.home.early for chunk in plan.chunks),
             }
         )
     if not cases:

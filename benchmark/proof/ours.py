@@ -145,7 +145,7 @@ def with_early_states(plan: Plan) -> Plan:
         dataclasses.replace(c, update="early") if c.state_home == "host" and c.grad_entry is not None else c
         for c in plan.chunks
     ]
-    return dataclasses.replace(plan, chunks=tuple(chunks), may_speculate=True)
+    return dataclasses.replace(plan, chunks=tuple(chunks), may_update_early=True)
 
 
 def needs(trace: StepTrace, options: dict[str, Any]) -> dict[str, int]:

@@ -29,7 +29,7 @@ def run_profile(args: argparse.Namespace) -> int:
     """Traces one training step and says what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
-    hardware = files.find_hardware(args.device)
+    hardware = files.find_hardware(args.hardware)
     trace = from_flags.traced(args, hardware)
     written = [trace.save(args.out)] if args.out else []
     if args.plot:

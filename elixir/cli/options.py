@@ -141,7 +141,7 @@ FLAGS: dict[str, Flag] = {
     "plan": _flag("", "plan.json"),
     "trace": _flag("what the plan was made from; a named model is traced again without", "trace.json", nargs="?"),
     # The machine.
-    "--device": _flag("preset or hw.json of the device to pretend (default: h200)", default="h200"),
+    "--hardware@profile": _flag("preset or hw.json of the device to pretend (default: h200)", default="h200"),
     "--hardware@plan": _flag("preset or hw.json (default: h200; of a trace, its device)"),
     "--hardware@sweep": _flag("presets or hw.json (default: h200)", "A,B", _list_of(str), default=["h200"]),
     "--hardware@fit": _flag("presets or hw.json (default: every preset with a GPU)", "A,B", _list_of(str)),
@@ -201,9 +201,9 @@ FLAGS: dict[str, Flag] = {
     "--moments": _flag(
         "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
     ),
-    "--speculate": {
+    "--early-updates": {
         "action": argparse.BooleanOptionalAction,
-        "help": "the host makes new states of chunks in backward next to the old ones, which clipping may still need "
+        "help": "CPU Adam updates chunks during backward, and keeps the old states until the norm is known "
         "(default: where that clearly shortens the step)",
     },
     "--no-clipping": {
@@ -282,14 +282,14 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --speculate --no-clipping --assume"
+_SEARCH = "--accumulation --moments --early-updates --no-clipping --assume"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "profile": (
         "What one training step of a model needs: memory by kind, its peak, and why.",
-        {"": "model --device --json --brief --plot --out", STEP: _TRACED},
+        {"": "model --hardware --json --brief --plot --out", STEP: _TRACED},
     ),
     "hardware": (
         "What a machine can do: presets, or this one, measured.",
@@ -339,6 +339,13 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 """Command -> its line of help, and its arguments by group; those between | exclude each other."""
+FORMER_FLAGS = {
+    "--checkpoint": "--activation-checkpointing",
+    "--device": "--hardware",
+    "--speculate": "--early-updates",
+    "--no-speculate": "--no-early-updates",
+}
+"""Name of a flag in earlier versions, which is still taken -> its name today."""
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "profile": (
         "elixir profile opt-175b --batch 8 --seq 2048 --activation-checkpointing --plot memory.png",
@@ -366,7 +373,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """`argv` with a bare ``--activation-checkpointing``, or ``--checkpoint`` as it was called, spelled out.
+    """`argv` with a bare ``--activation-checkpointing`` spelled out, and today's names of flags.
 
     argparse would take the word that follows an option with an optional value for that value, so that in
     ``elixir profile --activation-checkpointing opt-13b`` the model would be lost.
@@ -374,11 +381,12 @@ def normalise(argv: Sequence[str]) -> list[str]:
     words: list[str] = []
     for index, word in enumerate(argv):
         flag, equals, value = word.partition("=")
-        if flag in ("--checkpoint", "--activation-checkpointing"):
+        flag = FORMER_FLAGS.get(flag, flag)
+        if flag == "--activation-checkpointing":
             following = argv[index + 1].split(":")[0] if index + 1 < len(argv) else ""
             bare = not equals and following not in CHECKPOINT_FORMS
-            word = "--activation-checkpointing" + ("=non-reentrant" if bare else equals + value)
-        words.append(word)
+            equals, value = ("=", "non-reentrant") if bare else (equals, value)
+        words.append(flag + equals + value)
     return words
 
 

@@ -16,7 +16,7 @@ Memory = Literal["device", "host"]
 Phase = Literal["forward", "recompute", "backward"]
 Update = Literal["after_norm", "early"]
 """When a chunk's states are updated: see `Home`."""
-UPDATES: dict[Update, str] = {"early": "made in backward"}
+UPDATES: dict[Update, str] = {"early": "updated early"}
 """How the text of a plan counts chunks that are not updated after the norm."""
 
 PARAM_ALIGNMENT_BYTES = 512
@@ -184,11 +184,6 @@ class ChunkPlan:
     def home(self) -> Home:
         """Where its weights and its states live, and how it is updated; `InputError` for what no plan can have."""
         return Home.find(self.resident, self.weight_home, self.state_home, self.update)
-
-    @property
-    def speculates(self) -> bool:
-        """Whether it is updated early."""
-        return self.home.early
 
     @property
     def update_home(self) -> Memory:

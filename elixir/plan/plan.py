@@ -165,10 +165,11 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 19
+    schema_version: ClassVar[int] = 20
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
+        19: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -211,7 +212,7 @@ class Plan(Artifact):
     """Budget of the disk of one machine; 0: the plan may not use it."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
-    may_speculate: bool | None = False
+    may_update_early: bool | None = False
     """Whether the search might have the host make new states in backward, next to the old ones: true wherever that
     shortens the step, None where it clearly does; `ChunkPlan.update` says of which."""
     clipping: bool = False
@@ -240,9 +241,15 @@ class Plan(Artifact):
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
-        is updated early. Until 18 no plan was judged in scenarios."""
+        is updated early. Until 18 no plan was judged in scenarios, and until 19 early updates had other names."""
+        data = data.copy()
+        if "may_speculate" in data:
+            data["may_update_early"] = data.pop("may_speculate")
         if isinstance(data.get("predicted"), dict):
-            data = data | {"predicted": {"judgements": [], "regret_if_known": {}} | data["predicted"]}
+            predicted = data["predicted"] = {"judgements": [], "regret_if_known": {}} | data["predicted"]
+            if isinstance(predicted.get("host_parts"), dict):
+                names = {"undo": "new_states"}
+                predicted["host_parts"] = {names.get(k, k): part for k, part in predicted["host_parts"].items()}
         chunks = data.get("chunks")
         if not isinstance(chunks, list):
             return data
@@ -296,9 +303,9 @@ class Plan(Artifact):
         return self.predicted.disk_peak_bytes // max(kept, 1) * self.predicted.moved_bytes["disk_write"]
 
     @property
-    def speculates(self) -> bool:
-        """Whether any chunk's new states are made while backward still runs, next to the old ones."""
-        return any(chunk.speculates for chunk in self.chunks)
+    def has_early_updates(self) -> bool:
+        """Whether any chunk is updated early."""
+        return any(chunk.home.early for chunk in self.chunks)
 
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
@@ -312,8 +319,8 @@ class Plan(Artifact):
             itemsize_of(self.dtype)
         if self.moments != "float32":
             self._check_moments()
-        if self.speculates and self.may_speculate is False:
-            raise InputError("field 'may_speculate' must be true or null where a chunk speculates, found false")
+        if self.has_early_updates and self.may_update_early is False:
+            raise InputError("field 'may_update_early' must be true or null with early updates, found false")
         self._check_chunks()
         self._check_alignment()
         self._check_order()

@@ -140,7 +140,7 @@ def simple_plan(
     setting = setting_for(trace, hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     # By hand, nothing is chosen that was not asked for.
-    setting = replace(setting, speculate=bool(setting.speculate))
+    setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
@@ -220,7 +220,7 @@ def _search(
 def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:
     """The scenarios for which a request is planned, the nominal one first."""
     # Of early updates that the user decides on, clipping decides nothing.
-    clips = request.clipping is not False and space.setting.clipping and space.setting.speculate is None
+    clips = request.clipping is not False and space.setting.clipping and space.setting.early_updates is None
     found = scenarios(space.hardware, clips=clips)
     return found[:1] if request.assume == "nominal" else found
 
@@ -281,19 +281,19 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         bool(request.overlap),
         request.accumulation,
         moments=kind,
-        speculate=_speculate(hardware, request),
+        early_updates=_early_updates(hardware, request),
         copied=is_copied(optimizer_name(request.optimizer_type), kind),
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
     )
 
 
-def _speculate(hardware: HardwareProfile, request: SearchRequest) -> bool | None:
-    """`SearchRequest.speculate` as it concerns this machine and optimizer; none but an Adam speculates."""
+def _early_updates(hardware: HardwareProfile, request: SearchRequest) -> bool | None:
+    """`SearchRequest.early_updates` as it concerns this machine and optimizer; only an Adam is updated early."""
     if not is_adam(optimizer_name(request.optimizer_type)):
         return False
     # The cores of a CPU that is the device compute backward, so that host updates during it do not come for nothing.
-    return False if request.speculate is None and hardware.device_kind == "cpu" else request.speculate
+    return False if request.early_updates is None and hardware.device_kind == "cpu" else request.early_updates
 
 
 def to_plan(
@@ -357,7 +357,7 @@ def to_plan(
         ),
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
-        may_speculate=space.setting.speculate,
+        may_update_early=space.setting.early_updates,
         clipping=space.setting.clipping,
         device_reserve_bytes=budgets.device_reserve_bytes,
         host_reserve_bytes=budgets.host_reserve_bytes,

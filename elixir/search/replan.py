@@ -20,7 +20,7 @@ from elixir.search.problem.from_plan import placement_of, setting_of, workload_o
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.in_backward import out_of_place_share
+from elixir.search.simulator.early_updates import out_of_place_share
 from elixir.search.simulator.rates import adam_share
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
@@ -190,7 +190,7 @@ def correct(
     setting = setting_of(plan, ranks)
     keeps = seen.early.kept >= LEAST_KEPT
     if not keeps:
-        setting = replace(setting, speculate=False)
+        setting = replace(setting, early_updates=False)
     space = SearchSpace(trace, machine, setting, SimulatedCost(trace, machine, setting, compute_scale=scale))
     found = _best_with_packing(space, budgets, plan, optimizer)
     if found is None:

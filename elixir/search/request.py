@@ -59,7 +59,7 @@ class SearchRequest:
     moments: str = "float32"
     """How Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a quarter). The
     run steps with these; docs/design/kernels.md says how far weights differ."""
-    speculate: bool | None = None
+    early_updates: bool | None = None
     """The host makes new states of chunks while backward still runs, next to the old ones, in host memory that is left;
     with clipping, loss scaling and accumulation, too. It changes no number. None: where that shortens the step by more
     than 1 %, on a device that is no CPU, and leaves the copies of a checkpoint their memory. True: wherever it is
@@ -99,7 +99,7 @@ class SearchRequest:
                     f"{which}_reserve="
                     f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
                 )
-        for name in ("clipping", "speculate"):
+        for name in ("clipping", "early_updates"):
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):
                 raise InputTypeError(f"{name} must be True, False or None, got {wanted!r}")

@@ -163,10 +163,10 @@ def summary_text(explanation: Explanation) -> str:
         several = len(group.runs) > 1 or group.runs[0][0] != group.runs[0][1]
         lines.append(f"  chunk{'s' * several} {group.chunks}: {group.summary}")
     if explanation.after_norm is not None:
-        count, change = sum(chunk.speculates for chunk in explanation.chunks), explanation.after_norm
+        count, change = sum(chunk.early for chunk in explanation.chunks), explanation.after_norm
         lines.append(
-            f"  new states of {count} chunks are made in backward, in {format_bytes(-change.host_change_bytes)} of the "
-            f"host; after the norm instead, the step would change by {_seconds(change.change_s)}"
+            f"  {count} chunks are updated early, with {format_bytes(-change.host_change_bytes)} of the host; without "
+            f"early updates the step would change by {_seconds(change.change_s)}"
         )
     return "\n".join(lines)
 

@@ -70,7 +70,7 @@ def plan_record(plan: Plan) -> Record:
         **_fields(plan, "hardware_fingerprint world_size dtype optimizer moments"),
         **_step_record(plan.step),
         "accumulation": plan.accumulation,
-        "speculating_chunks": sum(chunk.speculates for chunk in plan.chunks),
+        "chunks_updated_early": sum(chunk.home.early for chunk in plan.chunks),
         **_fields(
             plan,
             "clipping overlap placement device_budget_bytes host_budget_bytes disk_budget_bytes device_reserve_bytes "

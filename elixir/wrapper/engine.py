@@ -511,13 +511,13 @@ class Engine:
                 places=_places(gathering, self.schedule),
                 accumulation=self.plan.accumulation,
             ),
-            _weakly(self._complete) if self.plan.speculates else None,
+            _weakly(self._complete) if self.plan.has_early_updates else None,
             _weakly(self._wants_norms),
         )
 
     def _complete(self, chunk: Chunk) -> None:
         """All gradients of a chunk are on their way home."""
-        if chunk.plan.speculates:
+        if chunk.plan.home.early:
             for stepper in self.steppers:
                 stepper.update_early(chunk)
 

@@ -98,10 +98,10 @@ def chain_plan(
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
 
 
-def speculating(plan: Plan, *chunks: int) -> Plan:
+def updating_early(plan: Plan, *chunks: int) -> Plan:
     """The plan with new states of just these chunks made in backward."""
     made = tuple(replace(c, update="early" if index in chunks else "after_norm") for index, c in enumerate(plan.chunks))
-    return replace(plan, chunks=made, may_speculate=bool(chunks))
+    return replace(plan, chunks=made, may_update_early=bool(chunks))
 
 
 def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:

@@ -65,19 +65,19 @@ def rehomed(plan: Plan, homes: str) -> Plan:
     return mixed(plan) if homes == "mixed" else plan
 
 
-def speculating(case: Case, homes: str = "streamed", **options: Any) -> Plan:
-    """A plan of one rank under which every chunk that the host steps speculates, with other homes."""
+def updating_early(case: Case, homes: str = "streamed", **options: Any) -> Plan:
+    """A plan of one rank under which every chunk that the host steps is updated early, with other homes."""
     plan = rehomed(make_plan(case, "streamed", **options), homes)
-    return all_speculating(plan)
+    return all_early(plan)
 
 
-def all_speculating(plan: Plan) -> Plan:
-    """The plan with every chunk that the host steps speculating."""
+def all_early(plan: Plan) -> Plan:
+    """The plan with every chunk that the host steps updated early."""
     chunks = [
         replace(chunk, update="early") if chunk.state_home == "host" and chunk.grad_entry is not None else chunk
         for chunk in plan.chunks
     ]
-    return replace(plan, chunks=tuple(chunks), may_speculate=True)
+    return replace(plan, chunks=tuple(chunks), may_update_early=True)
 
 
 def attempts(module: ElixirModule) -> list[int]:

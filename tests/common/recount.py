@@ -221,7 +221,7 @@ class Recounter:
                 if chunk.state_home != "device" and self.arrivals[c]
             ]
             amount += min(len(added), 2) * max(added, default=0)
-        amount += sum(self.second_set(c) for c, chunk in enumerate(self.plan.chunks) if chunk.speculates)
+        amount += sum(self.second_set(c) for c, chunk in enumerate(self.plan.chunks) if chunk.home.early)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), WINDOW) * max(on_disk, default=0)
 

@@ -19,7 +19,7 @@ from elixir.chunk.lanes import StreamLane, Ticket
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from tests.common.early import HOMES, speculating
+from tests.common.early import HOMES, updating_early
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.cuda_emulator import install
@@ -107,7 +107,7 @@ def test_models(name: str, checkpoint: str, mode: str, monkeypatch: pytest.Monke
 def test_new_states_in_backward(homes: str, max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     it = on_cuda("opt")
     with watching(monkeypatch) as races:
-        train(it, speculating(it, homes, unified_dtype="bfloat16"), steps=4, max_norm=max_norm)
+        train(it, updating_early(it, homes, unified_dtype="bfloat16"), steps=4, max_norm=max_norm)
     assert not races.found
 
 

@@ -69,7 +69,7 @@ class Answer:
             placement=plan.placement,
             accumulation=plan.accumulation,
             moments=plan.moments,
-            speculate=plan.may_speculate,
+            early_updates=plan.may_update_early,
             clipping=plan.clipping,
             assume=plan.assume,
         )

@@ -65,7 +65,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         plan.overlap,
         plan.accumulation,
         moments=plan.moments,
-        speculate=plan.may_speculate,
+        early_updates=plan.may_update_early,
         copied=is_copied(plan.optimizer, plan.moments),
         clipping=plan.clipping,
     )

@@ -42,7 +42,7 @@ from elixir.search.problem.placement import (
     Setting,
 )
 
-_ONLY_SOME = ("undo", "state_window", "staging")
+_ONLY_SOME = ("new_states", "state_window", "staging")
 """Parts of host memory that a plan names only if it needs them."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
@@ -180,7 +180,7 @@ class MemoryModel:
             # Gradients that are added to those of the batch before pass through buffers.
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
-            "undo": EARLY * self.second_set_bytes[:, None],
+            "new_states": EARLY * self.second_set_bytes[:, None],
             # New weights, rounded by the host, return to the device through buffers.
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
         }
@@ -228,7 +228,7 @@ class MemoryModel:
         parts["gradients"] = parts["gradients"] + _buffers(found["passing"], PASSAGE_BUFFERS)
         parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
-        parts["undo"] = found["undo"].sum(axis=1)
+        parts["new_states"] = found["new_states"].sum(axis=1)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:

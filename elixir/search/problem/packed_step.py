@@ -138,7 +138,7 @@ class Workload:
         used = {chunk for _, chunks, _ in self.entries for chunk in chunks}
         self.used = tuple(index in used for index in range(len(self.chunks)))
         self._schedules: dict[frozenset[int], dict[int, Schedule]] = {}  # by resident chunks, and by depth
-        self._can_step_in_backward: dict[int, bool] = {}
+        self._can_update_early: dict[int, bool] = {}
 
     @property
     def order(self) -> tuple[ChunkUse, ...]:
@@ -180,15 +180,15 @@ class Workload:
         arrivals = self.arrivals[index]
         return None if arrivals is None else self.entry_of[self.facts.last_use(arrivals[1])]
 
-    def can_step_in_backward(self, index: int) -> bool:
+    def can_update_early(self, index: int) -> bool:
         """Whether all gradients of a chunk come, each at once, and nothing reads its weights after the last of them."""
-        if index not in self._can_step_in_backward:
+        if index not in self._can_update_early:
             members = self.packing.chunks[index].parameters
             infos = [self.facts.trace.parameters[member] for member in members]
             arrivals = [info.grad_access for info in infos if info.grad_access is not None and info.grad_arrivals == 1]
             last_read = max(self.facts.last_access.get(member, -1) for member in members)
-            self._can_step_in_backward[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
-        return self._can_step_in_backward[index]
+            self._can_update_early[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
+        return self._can_update_early[index]
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, arrivals = self.packing.chunks[index], self.arrivals[index]

@@ -118,7 +118,7 @@ class Setting:
     """Whether states that the host cannot hold go to the disk; None: they do not."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept, which also says how fast it steps."""
-    speculate: bool | None = False
+    early_updates: bool | None = False
     """Whether the host may update chunks early, with memory that is left; None: where that clearly shortens the step.
     """
     copied: bool = False

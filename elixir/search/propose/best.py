@@ -119,7 +119,7 @@ def fill(search: _Search) -> None:
 def begin_early(search: _Search) -> None:
     """Every packing, with early updates: as many states on the host as backward seems to hide."""
     space, found, plain_s = search.space, search.found, search.found.best_s
-    if space.setting.speculate is False or space.cost.clipped or found.best is None:
+    if space.setting.early_updates is False or space.cost.clipped or found.best is None:
         return
     for trials in search.trials[:SIZES_PLACED]:
         early = None if trials.best is None else updated_early(trials.best, search.budgets)

@@ -110,14 +110,14 @@ def early_host_bytes(model: MemoryModel, budgets: Budgets) -> int:
 
     Unless the user asked for early updates, memory for the copies of a checkpoint comes first.
     """
-    return budgets.host_bytes - (model.copies_bytes if model.setting.speculate is None else 0)
+    return budgets.host_bytes - (model.copies_bytes if model.setting.early_updates is None else 0)
 
 
 def updated_early(plain: Candidate, budgets: Budgets) -> Candidate | None:
     """`plain`, which updates all chunks after the norm, with those updated early with which the step is shortest; None
     if none can be, or the host has no memory for that. No chunk lives elsewhere."""
     model = plain.model
-    if model.setting.speculate is False:
+    if model.setting.early_updates is False:
         return None
     left_bytes = early_host_bytes(model, budgets) - sum(model.host_parts(plain.placement).values())
     choices = plain.cost.early_choices(
@@ -133,7 +133,7 @@ def as_it_runs(plain: Candidate, budgets: Budgets) -> Candidate:
     Without a wish of the user, it must be shorter by `NEAR`: rates are not known well enough to give memory for less.
     """
     early = updated_early(plain, budgets)
-    least_gain = 1.0 if plain.model.setting.speculate else NEAR
+    least_gain = 1.0 if plain.model.setting.early_updates else NEAR
     return plain if early is None or plain.seconds["total"] <= early.seconds["total"] * least_gain else early
 
 

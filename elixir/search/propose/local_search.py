@@ -23,7 +23,7 @@ from elixir.search.propose.candidate import Candidate, early_host_bytes, updated
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LITTLE_LESS, climb
 from elixir.search.propose.placement_batch import Look, Variants
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator.in_backward import can_step
+from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.step import SimulatedCost
 
 _by_seconds = attrgetter("sort_key")

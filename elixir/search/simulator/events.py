@@ -87,7 +87,7 @@ class WorkTimes:
         """One reading of the gradients, for the norm that clipping needs."""
         # New weights return, or weights are fetched again, while the host steps other chunks.
         self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
-        self.host_adam_in_backward_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
+        self.host_adam_early_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
         """Likewise, while gradients of other chunks come down as well."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))

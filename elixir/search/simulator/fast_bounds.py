@@ -45,7 +45,7 @@ class Floor:
             for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
         )
         self._forward, self._backward = forward, backward
-        before = [early and work.can_step_in_backward(chunk) for chunk in range(count)]
+        before = [early and work.can_update_early(chunk) for chunk in range(count)]
         self._updated_behind = np.array([not can for can in before], dtype=bool)
         # Between the last first use and the first gradient the host has nothing to update, so the rest of a step must
         # do.

@@ -208,7 +208,7 @@ class Machine:
 
         The optimizer's step makes them those of the chunk, and then weights return to where they live.
         """
-        seconds = self._times.host_adam_in_backward_s[c] * self._case.early_share
+        seconds = self._times.host_adam_early_s[c] * self._case.early_share
         done_s = self._updated_s[c] = self._run(HOST_ADAM, EARLY_UPDATE, c, home_s, seconds)
         self._early_runs.append((done_s - seconds, done_s))
 

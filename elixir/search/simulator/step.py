@@ -27,15 +27,15 @@ from elixir.search.problem.placement import Codes, Floats, Placement, Setting
 from elixir.search.request import check_count
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.collectives import Algorithm, check_positive
-from elixir.search.simulator.events import Events, WorkTimes
-from elixir.search.simulator.fast_bounds import Floor
-from elixir.search.simulator.in_backward import (
+from elixir.search.simulator.early_updates import (
     can_step,
     out_of_place_share,
     within,
     worth_stepping,
     worth_stepping_within,
 )
+from elixir.search.simulator.events import Events, WorkTimes
+from elixir.search.simulator.fast_bounds import Floor
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.simulator.shared_cores import machine_of
@@ -106,7 +106,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         accumulation: batches per optimizer step; None: as the plan was searched for.
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some
-            states live on a disk and other chunks speculate), so that None is for that one.
+            states live on a disk and other chunks are updated early), so that None is for that one.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
         network_bytes_per_s: between machines, per machine and direction; the profile's by default.
         network_latency_s: of one step of a collective between machines; likewise.
@@ -251,7 +251,7 @@ class SimulatedCost:
         case = self._case(work, placement, schedule, overlap=overlap)
         (machine, _), times = self._begun(case), case.times
         homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-        update_s = [seconds * case.early_share for seconds in times.host_adam_in_backward_s]
+        update_s = [seconds * case.early_share for seconds in times.host_adam_early_s]
         gradients = homes, machine.now_s, update_s, times.update_order
         chosen = worth_stepping(*gradients)
         all_bytes = sum(needed[chunk] for chunk in chosen)

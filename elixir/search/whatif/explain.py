@@ -109,8 +109,8 @@ class ChunkReasons:
     weight_bytes: int
     spot: Spot
     elsewhere: tuple[Elsewhere, ...]
-    speculates: bool = False
-    """Whether its new states are made in backward."""
+    early: bool = False
+    """Whether it is updated early."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Explanation:
     levers: tuple[Effect, ...]
     """Changes of the machine; empty where they were not asked for."""
     after_norm: Difference | None = None
-    """No chunk speculating, but all updated once the norm is known; None if none speculates."""
+    """The plan without early updates; None if it has none."""
     changes: tuple[Effect, ...] = ()
     """Changes of the training, those of `Answer.levers`; likewise."""
 
@@ -173,7 +173,7 @@ def explain(
                 weight_bytes=chunk.weight_bytes,
                 spot=Spot.of(chunk.home, chunk.trainable),
                 elsewhere=elsewhere,
-                speculates=chunk.speculates,
+                early=chunk.home.early,
             )
         )
     again = Answer.of(plan, trace, hardware)
@@ -232,8 +232,8 @@ class _Variants:
         return self._against(self._weighed(placement, wanted_blocks))
 
     def after_norm(self) -> Difference | None:
-        """Against the plan as it is, with no chunk speculating; None if none does."""
-        if not self._plan.speculates:
+        """The difference that it makes to have no early updates; None if there are none."""
+        if not self._plan.has_early_updates:
             return None
         return self._against(self._weighed(self._placement.updated_early(()), self._plan.block_count))
 

@@ -26,6 +26,8 @@ MUCH_SLOWER = 2.0
 """A step that takes so many times the upper end of its predicted range is remarked upon: more than rates explain."""
 SHORT_S = 0.02
 """Below it Python's work for some hundred operators is a noticeable part of a step: about 20 us each."""
+PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
+"""Said of a step whose plan has early updates, of which none began."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
 _COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
 """Less than predicted is no surprise here: states come with the first step."""
@@ -75,7 +77,7 @@ class EarlyCounts:
         return EarlyCounts(self.planned + other.planned, self.made + other.made, self.kept + other.kept)
 
     def __str__(self) -> str:
-        return f"made for {self.made} of {self.planned} chunks, kept for {self.kept}"
+        return f"{self.kept} of {self.planned} chunks kept, {self.made - self.kept} discarded"
 
     def to_dict(self, prefix: str = "") -> dict[str, float]:
         """Flat numbers by name, as in `StepReport.to_dict`."""
@@ -214,7 +216,9 @@ class StepReport:
             lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{predicted:>14}".rstrip())
         lines.append(f"demand loads {self.demand_loads}, deviations from the recorded order {self.deviations}")
         if self.early.planned:
-            lines.append(f"new states {self.early}; in all steps so far {self.early_so_far}")
+            lines.append(f"early updates: {self.early}; in all steps so far {self.early_so_far}")
+            if not self.early.made and self.early_so_far.made:
+                lines.append(PAUSED)
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
         lines.append(f"compute waited for {waits}")
         if self.times_slowest is not None:
@@ -234,7 +238,7 @@ class StepReport:
         if load > cores:
             causes.append(f"the machine is busy (load {load:.0f} on {cores} cores)")
         if self.early.kept < self.early.planned:
-            causes.append(f"new states made in backward were kept for {self.early.kept} of {self.early.planned} chunks")
+            causes.append(f"of {self.early.planned} chunks that the plan updates early, {self.early.kept} were kept")
         lane = max(self.waited_s, key=lambda name: self.waited_s[name], default="")
         if self.waited_s.get(lane):
             causes.append(f"compute waited longest for {lane} ({format_seconds(self.waited_s[lane])})")
@@ -387,6 +391,6 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
         if chunk.trainable and chunk.state_home == "host":
             kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
             total += numel * master_bytes(itemsize) * kept + plan.state_size.nbytes(numel, itemsize)
-        if chunk.speculates:
+        if chunk.home.early:
             total += second_set_bytes(numel, itemsize, plan.state_size)
     return total

@@ -142,7 +142,7 @@ def second_set(chunk: Chunk, states: States, arena: Arena, group_of: Mapping[nn.
     """
 
     def memory(numel: int, dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
-        return arena.make(numel, dtype, "host", "undo", pin=pin)
+        return arena.make(numel, dtype, "host", "new_states", pin=pin)
 
     copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
     master = memory(chunk.shard_numel, states.master.dtype, pin=copied)

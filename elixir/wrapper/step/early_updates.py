@@ -84,7 +84,7 @@ class EarlyUpdates:
         copies = copies_states(given, fused_kernels=self._user.fuses, moments=plan.moments)
         for shard in self._shards:
             chunk = shard.chunk
-            if chunk.plan.speculates:
+            if chunk.plan.home.early:
                 shard.make_second()
                 if not copies:
                     begin_kernel(chunk.dtype, chunk.dtype if chunk.low_precision else None, plan.moments)

@@ -113,7 +113,7 @@ class Stepper:
         self._prepare_early()
 
     def _prepare_early(self) -> None:
-        if self._engine.plan.speculates:
+        if self._engine.plan.has_early_updates:
             # By the threads that fill them; and if they have no room, wrapping must raise.
             self._engine.lanes.host_adam.submit(self.early.prepare).synchronize()
 

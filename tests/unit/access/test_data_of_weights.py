@@ -51,7 +51,7 @@ def _plan(it: Case, state_home: str = "device", *, early: bool = False, **option
         "update": "early" if early else "after_norm",
     }
     chunks = tuple(replace(chunk, **home) for chunk in plan.chunks)  # type: ignore[arg-type]
-    return replace(plan, chunks=chunks, may_speculate=early)
+    return replace(plan, chunks=chunks, may_update_early=early)
 
 
 def _assign(parameters: list[nn.Parameter]) -> None:

@@ -59,6 +59,9 @@ SIZES = st.integers(1, 2**60 - 1)
 SOME = st.floats(1e-9, 1e9)
 
 
+SHARES = st.floats(0.01, 1.0)
+
+
 def profiles() -> st.SearchStrategy[HardwareProfile]:
     """Hardware profiles that make sense; others refuse to be built."""
     hints = typing.get_type_hints(HardwareProfile)
@@ -70,7 +73,7 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "device_kind": st.just("cuda"),
         "compute_capability": st.tuples(st.integers(1, 20), st.integers(0, 9)),
         "flops_per_s": st.dictionaries(st.sampled_from(("bfloat16", "float32", "int8")), RATES, min_size=1),
-        "matmul_efficiency": st.floats(0.01, 1.0),
+        "matmul_efficiency": SHARES,
         "host_memory_bytes": st.none() | SIZES,
         "network_bytes_per_s": st.none() | RATES,
         "host_pin_bytes_per_s": st.none() | RATES,
@@ -79,6 +82,10 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "launch_s": st.none() | SOME,
         "sustained_flops_share": st.none() | SOME,
         "sustained_memory_share": st.none() | SOME,
+        "host_adam_least": st.none() | SHARES,
+        "link_least": st.none() | SHARES,
+        "early_kept": st.none() | SHARES,
+        "early_steps": st.none() | SIZES,
         "step_range": st.none() | st.tuples(SOME, SOME),
         "disk_read_bytes_per_s": st.none() | RATES,
         "disk_write_bytes_per_s": st.none() | RATES,
@@ -133,7 +140,7 @@ def plans(draw: st.DrawFn) -> Plan:
         state_size=StateSize(draw(counts), draw(st.integers(1, 2**60 - 1))),
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
-        may_speculate=draw(st.sampled_from((True, False, None))),
+        may_update_early=draw(st.sampled_from((True, False, None))),
         clipping=draw(st.booleans()),
         block_numel=draw(counts),
         grad_block_count=draw(counts),
@@ -357,6 +364,17 @@ def test_an_earlier_version_is_read_without_the_fields_that_it_lacks() -> None:
         assert Plan.from_dict({key: data[key] for key in data if key not in lacking}) == make_plan(3)
         with pytest.raises(ArtifactError, match="'block_numel' is missing"):
             Plan.from_dict({key: data[key] for key in data if key != "block_numel"})
+
+
+def test_early_updates_had_other_names_until_version_19() -> None:
+    plan = make_plan(3)
+    parts = {"new_states": plan.predicted.host_peak_bytes}
+    predicted = dataclasses.replace(plan.predicted, host_parts=parts)
+    plan = dataclasses.replace(plan, may_update_early=None, predicted=predicted)
+    data = plan.to_dict() | {"schema_version": 19}
+    data["may_speculate"] = data.pop("may_update_early")
+    data["predicted"]["host_parts"] = {"undo": plan.predicted.host_peak_bytes}
+    assert Plan.from_dict(data) == plan
 
 
 def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:

@@ -18,7 +18,7 @@ from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
-from tests.common.early import all_speculating, attempts, rehomed
+from tests.common.early import all_early, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
 from tests.common.resuming import Lion, Make, Run, differing, two_groups
@@ -139,14 +139,14 @@ def test_other_optimizers(make: Make, tmp_path: Path) -> None:
 def test_new_states_in_backward(homes: str, max_norm: float, tmp_path: Path) -> None:
     """States that are exchanged while the save still reads the old ones."""
     it = case("gpt2")
-    plan = all_speculating(rehomed(make_plan(it, "streamed"), homes))
-    assert plan.speculates
+    plan = all_early(rehomed(make_plan(it, "streamed"), homes))
+    assert plan.has_early_updates
     check(it, plan, two_groups(), tmp_path / "run", max_norm=max_norm)
 
 
 def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:
     it = case("gpt2")
-    with Run(it, all_speculating(rehomed(make_plan(it, "streamed"), "states")), two_groups()) as run:
+    with Run(it, all_early(rehomed(make_plan(it, "streamed"), "states")), two_groups()) as run:
         run.train(1)
         run.optimizer.backward(it.loss(run.module, run.case.inp))
         begun = attempts(run.module)
@@ -174,7 +174,7 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
 def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path) -> None:
     """The old states are saved, although the chunk has other memory by the time at which anybody looks at them."""
     it = case("gpt2")
-    plan = all_speculating(rehomed(make_plan(it, "streamed"), homes))
+    plan = all_early(rehomed(make_plan(it, "streamed"), homes))
     exchanged = threading.Event()
 
     def released() -> None:
@@ -196,7 +196,7 @@ def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path)
         run.optimizer.step()
         report = run.module.last_report
         assert report is not None
-        assert report.early.kept == len([chunk for chunk in plan.chunks if chunk.speculates]) > 0
+        assert report.early.kept == len([chunk for chunk in plan.chunks if chunk.home.early]) > 0
         assert not held.done()
         exchanged.set()
         saving.wait()

@@ -16,7 +16,7 @@ from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import placement_of, workload_of
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.search.whatif.explain import explain
-from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated, speculating
+from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated, updating_early
 
 # --- the lane ------------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def test_from_the_second_step_on_all_are_the_same(homes: str, write: float) -> N
 def test_new_states_in_backward_move_the_same_bytes_in_every_step(homes: str, write: float) -> None:
     speeds = Speeds(4.0, 0.5, 0.25, 3.0, 1.0, 0.0, 2.0, write)
     late = chain_plan(blocks=5, depth=0, homes=homes)
-    plan = speculating(late, *(index for index, home in enumerate(homes) if home == "s"))
+    plan = updating_early(late, *(index for index, home in enumerate(homes) if home == "s"))
     assert simulated(plan, speeds).moved_bytes == simulated(late, speeds).moved_bytes
     second, third, tenth = (simulated(plan, speeds, steps=steps) for steps in (3, 4, 10))
     assert second == third == tenth

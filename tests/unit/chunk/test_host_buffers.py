@@ -59,12 +59,12 @@ def test_kinds_come_and_go_and_follow_another_arena() -> None:
         buffers.add(SNAPSHOT)
     later = Arena(CPU)
     buffers.count_in(later)
-    buffers.add(BufferKind("undo", "undo", 32, count=1, at_once=False))
+    buffers.add(BufferKind("new_states", "new_states", 32, count=1, at_once=False))
     assert later.parts("host") == {"checkpoint": 128}
-    buffers.take("undo", 16)
-    assert later.parts("host") == {"checkpoint": 128, "undo": 32}
+    buffers.take("new_states", 16)
+    assert later.parts("host") == {"checkpoint": 128, "new_states": 32}
     buffers.drop("snapshot")
-    assert later.parts("host") == {"undo": 32}
+    assert later.parts("host") == {"new_states": 32}
     assert before.peak_bytes["host"] == 128
 
 

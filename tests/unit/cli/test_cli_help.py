@@ -48,9 +48,7 @@ def test_a_flag_that_is_nearly_right_is_named(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_flag_that_is_gone_says_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "new states that the host makes during backward" in refusal(
-        ["plan", "opt-13b", "--step-in-backward"], capsys
-    )
+    assert "early updates have taken the place" in refusal(["plan", "opt-13b", "--step-in-backward"], capsys)
 
 
 def test_without_a_command_the_whole_help_is_meant(capsys: pytest.CaptureFixture[str]) -> None:

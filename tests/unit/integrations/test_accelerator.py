@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from elixir.errors import InputError
 from elixir.integrations.accelerate import ElixirAccelerator
 from tests.common.accelerated import Loop, same
-from tests.common.early import all_speculating
+from tests.common.early import all_early
 from tests.common.trainers import collate, llama, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
@@ -55,7 +55,7 @@ def test_new_states_in_backward_whose_limit_comes_after_it(tmp_path: Path) -> No
     plain = Loop(Accelerator(cpu=True))
     planned = ElixirAccelerator(cpu=True, elixir=ON_HOST)
     Loop(planned)
-    plan = all_speculating(planned.elixir.module.plan).save(tmp_path / "early.json")
+    plan = all_early(planned.elixir.module.plan).save(tmp_path / "early.json")
     ours = Loop(ElixirAccelerator(cpu=True, elixir={"plan": str(plan)}))
     reports = []
     for limit in (1e9, 1e-3, 1e9, 1e9):

@@ -48,7 +48,7 @@ from elixir.step_trace import StepTrace
 
 trace, hardware = StepTrace.load("trace.json"), HardwareProfile.load("hw.json")
 most = plan_from_trace(trace, hardware, 1, placement="cuda", device_memory=1 << 40, host_memory=1 << 40).plan
-memory = dict(device_memory=most.predicted.device_peak_bytes // 2, host_memory=1 << 40, speculate=False)
+memory = dict(device_memory=most.predicted.device_peak_bytes // 2, host_memory=1 << 40, early_updates=False)
 plan = plan_from_trace(trace, hardware, 1, **memory).plan
 dummies = [index for index, chunk in enumerate(plan.chunks) if chunk.update == "dummy"]
 assert dummies == [index for index, chunk in enumerate(plan.chunks) if chunk.state_home == "host" and chunk.trainable]

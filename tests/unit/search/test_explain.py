@@ -87,9 +87,9 @@ def test_the_plan_has_chunks_in_several_places(plan: Plan) -> None:
     assert plan.block_count
 
 
-def test_chunks_that_speculate_and_the_step_without_that(plan: Plan, trace: StepTrace, found: Explanation) -> None:
-    assert plan.speculates
-    assert [chunk.speculates for chunk in found.chunks] == [chunk.speculates for chunk in plan.chunks]
+def test_early_updates_and_the_step_without_them(plan: Plan, trace: StepTrace, found: Explanation) -> None:
+    assert plan.has_early_updates
+    assert [chunk.early for chunk in found.chunks] == [chunk.home.early for chunk in plan.chunks]
     none = dataclasses.replace(
         plan, chunks=tuple(dataclasses.replace(chunk, update="after_norm") for chunk in plan.chunks)
     )
@@ -98,10 +98,10 @@ def test_chunks_that_speculate_and_the_step_without_that(plan: Plan, trace: Step
     assert after.step_s == pytest.approx(simulate_step(none, trace, HARDWARE).step_s, rel=1e-9)
     assert after.change_s == pytest.approx(after.step_s - found.step_s, rel=1e-6)
     assert after.change_s > 0
-    assert after.host_change_bytes == -plan.predicted.host_parts["undo"]
+    assert after.host_change_bytes == -plan.predicted.host_parts["new_states"]
     assert explanation_record(found)["after_norm"]["step_s"] == after.step_s
-    count = sum(chunk.speculates for chunk in plan.chunks)
-    assert f"new states of {count} chunks are made in backward" in summary_text(found)
+    count = sum(chunk.home.early for chunk in plan.chunks)
+    assert f"{count} chunks are updated early" in summary_text(found)
     assert explain(none, trace, HARDWARE, levers=False).after_norm is None
 
 
@@ -305,7 +305,7 @@ def test_every_kind_has_one_sentence(found: Explanation) -> None:
         assert group.summary.endswith(".")
         assert str(group.spot) in group.summary
         assert "\n" not in group.summary
-    assert len(summary_text(found).splitlines()) == 1 + len(kinds(found)) + 1  # the last is of speculation
+    assert len(summary_text(found).splitlines()) == 1 + len(kinds(found)) + 1  # the last is of early updates
 
 
 def test_what_would_be_faster_but_has_no_room_says_what_it_lacks(found: Explanation) -> None:

@@ -55,7 +55,7 @@ def test_a_request_is_frozen_and_its_fields_go_by_name() -> None:
 
 
 def test_an_option_that_is_gone_says_what_took_its_place() -> None:
-    with pytest.raises(InputError, match="new states that the host makes during backward"):
+    with pytest.raises(InputError, match="early updates have taken the place"):
         SearchRequest.of(1, step_in_backward=True)
 
 

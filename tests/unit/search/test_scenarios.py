@@ -134,7 +134,7 @@ def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
 def test_a_plan_loses_no_more_than_those_for_one_scenario(plan: Plan, stack: StepTrace, short_bytes: int) -> None:
     best_s = {each.scenario: each.best_s for each in plan.predicted.judgements}
     for scenario in (Scenario(), Scenario(0.3), Scenario(clipped=True)):
-        options: dict[str, Any] = {"speculate": False} if scenario.clipped else {}
+        options: dict[str, Any] = {"early_updates": False} if scenario.clipped else {}
         other = planned(stack, short_bytes, scenario.machine(MACHINE), assume="nominal", **options)
         # Tied within a point, and what is not searched is known within one.
         assert worst(plan, stack, best_s) <= worst(other, stack, best_s) + 0.011
@@ -151,7 +151,7 @@ def test_nominal_plans_are_the_fastest_at_the_profiles_rates(plan: Plan, nominal
 
 def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> None:
     """Every step is clipped: no offload is the best."""
-    plan, resident = planned(stack, 1 << 40), planned(stack, 1 << 40, placement="cuda", speculate=False)
+    plan, resident = planned(stack, 1 << 40), planned(stack, 1 << 40, placement="cuda", early_updates=False)
     clipped = Scenario(clipped=True)
     assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
 
@@ -173,14 +173,14 @@ def test_forced_homes_are_not_updated_early_where_every_step_is_clipped(stack: S
 
     kept, clipped = (replace(MACHINE, early_kept=share) for share in (1.0, 0.0))
     for assume in ("scenarios", "nominal"):
-        assert forced(kept, assume=assume).speculates
-        assert not forced(clipped, assume=assume).speculates
-        assert forced(clipped, assume=assume, speculate=True).speculates
+        assert forced(kept, assume=assume).has_early_updates
+        assert not forced(clipped, assume=assume).has_early_updates
+        assert forced(clipped, assume=assume, early_updates=True).has_early_updates
 
 
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:
     early = nominal
-    assert early.speculates
+    assert early.has_early_updates
     kept_s, redone_s = (simulate_step(early, stack, MACHINE, clipped=clipped).step_s for clipped in (False, True))
     after_norm = replace(early, chunks=tuple(replace(chunk, update="after_norm") for chunk in early.chunks))
     never_s = simulate_step(after_norm, stack, MACHINE).step_s

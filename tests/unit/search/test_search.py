@@ -266,7 +266,7 @@ def test_a_model_on_the_device_is_plain_pytorch() -> None:
 
 def test_bytes_of_a_plan_that_streams_everything() -> None:
     trace = stack_trace(SMALL)
-    made = plan(trace, 2, placement="cpu", overlap=False, speculate=False)
+    made = plan(trace, 2, placement="cpu", overlap=False, early_updates=False)
     whole = sum(chunk.weight_bytes for chunk in made.chunks)
     numel = sum(chunk.numel for chunk in made.chunks)
     # Both ranks share the machine: bf16 weights and gradients, fp32 master and two moments.
@@ -287,11 +287,11 @@ def test_bytes_of_a_plan_that_streams_everything() -> None:
 
 def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
     trace = stack_trace(SMALL)
-    rich = plan(trace, 2, placement="cpu", speculate=False)
+    rich = plan(trace, 2, placement="cpu", early_updates=False)
     most = rich.predicted.checkpoint_bytes
     assert most > 2**20
     for spare in (0, 1000, most, most + 1):
-        made = plan(trace, 2, placement="cpu", speculate=False, host=rich.predicted.host_step_bytes + spare)
+        made = plan(trace, 2, placement="cpu", early_updates=False, host=rich.predicted.host_step_bytes + spare)
         assert made.predicted.checkpoint_bytes == min(spare, most)
         assert made.predicted.host_peak_bytes == sum(made.predicted.host_parts.values())
         assert (made.chunks, made.predicted.seconds) == (rich.chunks, rich.predicted.seconds)
@@ -299,7 +299,7 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
         plan(trace, 2, placement="cpu", host=rich.predicted.host_step_bytes - 1)
     # They come before new states that the host would make early.
     early = plan(trace, 2, placement="cpu", host=rich.predicted.host_peak_bytes + most)
-    assert early.speculates
+    assert early.has_early_updates
     assert early.predicted.checkpoint_bytes == most
 
 
@@ -371,7 +371,7 @@ def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
     )
     world_size = 4
     budgets = {"device_memory": PLENTY, "host_memory": PLENTY}
-    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", speculate=False).plan
+    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", early_updates=False).plan
     moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
     # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.
     copied = sum(2 * chunk.weight_bytes for chunk in made.chunks)

@@ -256,7 +256,7 @@ def test_the_same_plan_in_every_process() -> None:
         "from elixir.search import plan_from_trace\n"
         "trace = stack_trace(StackShape(hidden=1024, layers=8, ffn=4096, vocab=16384, positions=1024))\n"
         "for budget, early in (('1100MiB', False), ('100GiB', False), ('1100MiB', True)):\n"
-        "    options = {'device_memory': budget, 'host_memory': '1TiB', 'speculate': early}\n"
+        "    options = {'device_memory': budget, 'host_memory': '1TiB', 'early_updates': early}\n"
         "    print(plan_from_trace(trace, make_hardware(), 4, **options).fingerprint)\n"
     )
     root = Path(__file__).parents[3]

@@ -179,7 +179,7 @@ def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: i
         machine,
         world_size,
         device_memory=budgets.device_bytes,
-        speculate=False,  # the bound knows of no update before the norm
+        early_updates=False,  # the bound knows of no update before the norm
     ).plan
     setting = Setting(world_size, world_size, StateSize(8), True)
     bound = lower_bound(SearchSpace(trace, machine, setting), budgets)

@@ -28,7 +28,7 @@ from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
-from tests.common.chains import Speeds, chain, chain_plan, simulated, speculating
+from tests.common.chains import Speeds, chain, chain_plan, simulated, updating_early
 from tests.common.parity import Pair, case, make_plan
 from tests.common.samples import make_hardware
 from tests.common.submitted import simulated_events, watching
@@ -262,7 +262,9 @@ def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", speculate=False).plan
+    plan = plan_from_trace(
+        stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", early_updates=False
+    ).plan
     first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
     assert second == third == tenth
     assert first.step_s < second.step_s
@@ -328,7 +330,7 @@ def test_nothing_gets_slower_by_what_gets_faster(
     blocks = min(1 + depth + spare, streamed)
     plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size)
     if early:
-        plan = speculating(plan, *(index for index, home in enumerate(homes) if home in "shw"))
+        plan = updating_early(plan, *(index for index, home in enumerate(homes) if home in "shw"))
     machine = replace(Speeds(*speeds).machine(kind), matmul_efficiency=0.1, device_memory_bytes_per_s=1e9)
     quicker = replace(machine, **{faster: getattr(machine, faster) * factor})
     options: dict[str, Any] = {"accumulation": accumulation}

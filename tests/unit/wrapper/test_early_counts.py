@@ -1,4 +1,4 @@
-"""Reports count the chunks whose new states were made during backward, and those whose were kept."""
+"""Reports count the chunks that are updated early, and those whose new states were kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
-from tests.common.early import HOMES, chain, early_fails, speculating
+from tests.common.early import HOMES, chain, early_fails, updating_early
 from tests.common.parity import Case, make_plan
 
 LAYERS = 4
@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, homes: str = "streamed", optimizers: int = 1, scale: float = 2.0**16, **options: Any) -> None:
         self.case: Case = chain(LAYERS)
-        plan = speculating(self.case, homes, split_number=LAYERS, **options)
+        plan = updating_early(self.case, homes, split_number=LAYERS, **options)
         assert len(plan.chunks) == LAYERS
         self.module = ElixirModule(self.case.model, plan, device=gpu.DEVICE)
         parameters = list(self.module.parameters())
@@ -69,7 +69,14 @@ def test_clipped_steps_keep_none_and_later_ones_make_none(homes: str) -> None:
     numbers = run.module.last_report.to_dict()
     assert [numbers[f"early_{name}_chunks"] for name in ("planned", "made", "kept")] == [LAYERS] * 3
     assert numbers["run_early_kept_chunks"] == 2 * LAYERS
-    assert "made for 4 of 4 chunks, kept for 4; in all steps so far made for 16 of 24" in str(run.module.last_report)
+    said = str(run.module.last_report)
+    assert (
+        "early updates: 4 of 4 chunks kept, 0 discarded; in all steps so far 8 of 24 chunks kept, 8 discarded" in said
+    )
+    assert "no chunk is updated early any more" not in said
+    for _ in range(3):
+        run.step(ALWAYS)
+    assert "no chunk is updated early any more" in str(run.module.last_report)
     run.module.close()
 
 
@@ -122,5 +129,5 @@ def test_a_plan_without_early_updates_counts_none() -> None:
     optimizer.step()
     assert module.last_report is not None
     assert module.last_report.early == EarlyCounts()
-    assert "new states" not in str(module.last_report)
+    assert "early updates" not in str(module.last_report)
     module.close()

@@ -17,7 +17,7 @@ from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard
-from tests.common.early import all_speculating, attempts, backward_watched, chain, early_fails, rehomed
+from tests.common.early import all_early, attempts, backward_watched, chain, early_fails, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
 from tests.common.parity import Pair, case, make_plan
@@ -99,7 +99,7 @@ def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients do not come home, so new states are never begun: the chunk keeps those of before, and says so."""
-    plan = all_speculating(make_plan(case("gpt2"), "streamed"))
+    plan = all_early(make_plan(case("gpt2"), "streamed"))
     before, stepped = after(plan, 3, 4)
     with Run(case("gpt2"), plan, two_groups()) as run:
         run.train(3)
@@ -123,7 +123,7 @@ def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_new_states_that_fail_after_they_were_kept(dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("gpt2")
-    plan = all_speculating(make_plan(it, "streamed", unified_dtype=dtype))
+    plan = all_early(make_plan(it, "streamed", unified_dtype=dtype))
     before, stepped = after(plan, 3, 4)
     held = threading.Event()
     with Run(it, plan, two_groups()) as run:

@@ -206,7 +206,7 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
         "device_memory": "2500KiB",
         "host_memory": "1GiB",
         "assume": "nominal",
-        "speculate": True,
+        "early_updates": True,
     }
     model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, max_norm=1e-6, **options)
     planned = sum(chunk.home.early for chunk in model.plan.chunks)

@@ -22,7 +22,7 @@ from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware.profile import preset
 from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
-from tests.common.early import all_speculating
+from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
@@ -180,7 +180,7 @@ def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_pat
 def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_path: Path) -> None:
     it = case(name)
     plan = make_plan(it, "streamed")
-    plan = all_speculating(on_disk(plan, 2)) if way == "new states in backward" else on_disk(plan)
+    plan = all_early(on_disk(plan, 2)) if way == "new states in backward" else on_disk(plan)
     with Pair(it, plan, disk_folder=tmp_path, max_norm=0.5 if way == "clipped" else None) as pair:
         for _ in range(3):
             for _ in range(2 if way == "accumulated" else 1):

@@ -29,13 +29,13 @@ from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import (
     HOMES,
-    all_speculating,
+    all_early,
     attempts,
     backward_watched,
     chain,
     early_fails,
     rehomed,
-    speculating,
+    updating_early,
 )
 from tests.common.parity import Case, Pair, case
 from tests.common.tiny_models import FAMILIES
@@ -52,7 +52,7 @@ every_home = pytest.mark.parametrize("homes", HOMES)
 
 
 def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
-    return speculating(it, homes, split_number=len(it.model.layers), **options)  # type: ignore[arg-type]
+    return updating_early(it, homes, split_number=len(it.model.layers), **options)  # type: ignore[arg-type]
 
 
 def spec(pair: Pair) -> EarlyUpdates:
@@ -79,7 +79,7 @@ def train(pair: Pair, norms: list[float | None], steps: int = 1) -> None:
 @pytest.mark.parametrize(("family", "homes"), _EVERY)
 def test_same_bits_as_plain_pytorch(family: str, homes: str) -> None:
     it = case(family, "non-reentrant")
-    with Pair(it, speculating(it, homes)) as pair:
+    with Pair(it, updating_early(it, homes)) as pair:
         train(pair, [None, 1e9])
         made = spec(pair)
         for norm, kept in ((1e9, True), (1e-3, False), (1e9, True), (None, True)):
@@ -131,7 +131,7 @@ def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
     it = chain(5)
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)
-        last = max(pair.engine.chunks, key=lambda chunk: chunk.index if chunk.plan.speculates else -1)
+        last = max(pair.engine.chunks, key=lambda chunk: chunk.index if chunk.plan.home.early else -1)
         seen: list[bool] = []
 
         def look(gradient: torch.Tensor) -> None:
@@ -388,7 +388,7 @@ def test_moving_to_and_from_such_a_plan() -> None:
             for early in (False, True):
                 pair.train(1)
                 there = rehomed(make_ordinary(plan), homes)
-                pair.module.rehome(all_speculating(there) if early else there)
+                pair.module.rehome(all_early(there) if early else there)
                 pair.backward()
                 assert bool(attempts(pair.module)) == early
                 pair.step()
@@ -518,7 +518,7 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
     it = chain()
     module = ElixirModule(it.model, chain_plan(it, unified_dtype="bfloat16"), device=gpu.DEVICE, **options)
     optimizer = ElixirOptimizer(module, _fused(module.module), max_norm=1e9)
-    assert when_compiled._progress, "a plan that speculates counts on the kernel"
+    assert when_compiled._progress, "a plan with early updates counts on the kernel"
     assert when_compiled.absent_kernels() == []
     found = []
     for _ in range(3):
@@ -529,8 +529,8 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
         assert report is not None
         found.append((report.early.made, report.early.kept))
         optimizer.zero_grad()
-    speculated = found[-1][0]
-    assert found[1:] == [(speculated, speculated)] * 2 != [(0, 0)] * 2
+    early = found[-1][0]
+    assert found[1:] == [(early, early)] * 2 != [(0, 0)] * 2
     assert set(report.host_forms) == {ONE_PASS}
     module.close()
 
@@ -558,25 +558,25 @@ def test_the_second_set_of_states_is_counted() -> None:
     arena = engine_of(module).arena
     parts = arena.parts("host")
     numel = sum(chunk.numel for chunk in plan.chunks)
-    assert parts["undo"] == numel * (4 + 8 + 2)
+    assert parts["new_states"] == numel * (4 + 8 + 2)
     for _ in range(3):
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
         optimizer.zero_grad()
-    assert arena.parts("host")["undo"] == parts["undo"]
+    assert arena.parts("host")["new_states"] == parts["new_states"]
     module.close()
 
 
 def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
     it = chain(6)
     step = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "inp": it.inp}
-    plan = simple_search(it.model, 1, 6, shard_device="cpu", hardware=SLOW_HOST, speculate=True, **step).plan
-    undo_bytes = plan.predicted.host_parts["undo"]
+    plan = simple_search(it.model, 1, 6, shard_device="cpu", hardware=SLOW_HOST, early_updates=True, **step).plan
+    new_states_bytes = plan.predicted.host_parts["new_states"]
     assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
     with Pair(it, plan, emulation=Emulation(delay_s=1e-3, seed=1)) as pair:
         train(pair, [None, 1e9, 1e-3, 0.05, 1e-3, 1e-3, 1e9, 1e9], steps=2)
         arena = pair.engine.arena
-        assert 0 < arena.parts("host")["undo"] <= undo_bytes
+        assert 0 < arena.parts("host")["new_states"] <= new_states_bytes
         assert arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
         pair.assert_same_weights()
 

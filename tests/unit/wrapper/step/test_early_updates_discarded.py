@@ -24,7 +24,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, attempts, chain, rehomed, speculating
+from tests.common.early import HOMES, attempts, chain, rehomed, updating_early
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
 from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, settled, spec, steps
 
@@ -97,7 +97,7 @@ def test_every_family_has_the_bits_of_plain_pytorch_while_norms_cross_the_limit(
     chance = random.Random(name)
     it = of_family(name)
     kept, redone = 0, 0
-    with Pair(it, speculating(it, HOMES[place % len(HOMES)])) as pair:
+    with Pair(it, updating_early(it, HOMES[place % len(HOMES)])) as pair:
         for limit in (1.5, 1.5, 0.5, 1.5, 1.5, *(chance.choice([None, 0.5, 0.9, 1.1, 2.0]) for _ in range(5))):
             pair.backward()
             norm = float(torch.nn.utils.get_total_norm(p.grad for p in pair.plain.parameters() if p.grad is not None))
@@ -168,7 +168,7 @@ def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None
         for step in range(5):
             optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
             if step % 2:
-                assert bool(attempts(module)) == each.speculates
+                assert bool(attempts(module)) == each.has_early_updates
                 engine.loss_scale.load({**engine.loss_scale.state(), "value": 2.0 ** (8 + step)})
             optimizer.step()
             optimizer.zero_grad()
@@ -185,7 +185,7 @@ def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None
 def test_a_gradient_that_comes_late(homes: str, early: bool) -> None:
     """A layer of a chunk gets its gradient in a second backward, when new states without it are there, or begun."""
     it = chain(4)
-    plan = replace(speculating(it, homes, split_number=2), accumulation=1)
+    plan = replace(updating_early(it, homes, split_number=2), accumulation=1)
     with Pair(it, plan, max_norm=1e9, emulation=Emulation(delay_s=0 if early else 3e-3)) as pair:
         pair.train(1)
         for skipped in ({"skip": 1}, {"skip": 2}):

@@ -16,7 +16,7 @@ from elixir.wrapper.step import stepper
 from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu
-from tests.common.early import chain, speculating
+from tests.common.early import chain, updating_early
 from tests.common.parity import Pair, case, make_plan, mixed
 
 
@@ -98,7 +98,7 @@ def test_shards_that_share_a_call_are_stepped_once_after_a_move() -> None:
 
 def test_an_early_update_ends_in_step() -> None:
     it = chain()
-    with Pair(it, speculating(it, "streamed", split_number=4), max_norm=1e9) as pair:
+    with Pair(it, updating_early(it, "streamed", split_number=4), max_norm=1e9) as pair:
         (found,) = pair.engine.steppers
         assert isinstance(found, Stepper)
         pair.train(2)

@@ -16,7 +16,7 @@ from elixir.errors import DiskError, InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common.early import all_speculating
+from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan
 from tests.common.spawn import child
@@ -45,7 +45,7 @@ def test_same_bits_as_plain_pytorch(name: str, every: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
 def test_same_bits_where_new_states_on_a_disk_are_made_in_backward(name: str, tmp_path: Path) -> None:
     it = case("gpt2")
-    plan = all_speculating(on_disk(make_plan(it, "streamed"), 2))
+    plan = all_early(on_disk(make_plan(it, "streamed"), 2))
     delays = Emulation(delay_s=0.003, seed=1)
     with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, emulation=delays) as pair:
         for _ in range(2):

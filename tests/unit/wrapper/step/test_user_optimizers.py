@@ -18,7 +18,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu
 from tests.common import user_optimizers as own
-from tests.common.early import chain, speculating
+from tests.common.early import chain, updating_early
 from tests.common.on_disk import on_disk
 from tests.common.parity import MODES, Pair, case, make_plan, mixed
 
@@ -42,10 +42,10 @@ def _of_package(name: str) -> Make:
 def _plans(it: Any) -> Iterator[tuple[str, Any]]:
     yield from ((mode, make_plan(it, mode)) for mode in MODES)
     yield "disk", on_disk(make_plan(it, "streamed"), every=2)
-    yield "speculating", speculating(it, "mixed", split_number=4)
+    yield "early", updating_early(it, "mixed", split_number=4)
 
 
-@pytest.mark.parametrize("where", ["streamed", "mixed", "resident", "disk", "speculating"])
+@pytest.mark.parametrize("where", ["streamed", "mixed", "resident", "disk", "early"])
 @pytest.mark.parametrize(
     "make",
     [own.Averaging, own.Counting, own.Memo, _of_package("AdamWScheduleFree"), _of_package("SGDScheduleFree")],

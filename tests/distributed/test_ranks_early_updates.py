@@ -18,7 +18,7 @@ from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_speculating, attempts, rehomed
+from tests.common.early import HOMES, all_early, attempts, rehomed
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -33,7 +33,7 @@ def _kept(rank: int, world_size: int, homes: str, options: dict[str, Any]) -> No
     inp = batch_of(model, rank, world_size)
     ordinary = rehomed(plan_for(model, inp, "host", loss=hf_loss), homes)
     results = []
-    for plan in (all_speculating(ordinary), ordinary):
+    for plan in (all_early(ordinary), ordinary):
         results.append(_trained(copy.deepcopy(model), plan, inp, options))
     (mine, kept), (plain, none) = results
     assert not any(none)
@@ -48,7 +48,7 @@ def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple
     for norm in NORMS:
         optimizer.max_norm = norm
         optimizer.backward(hf_loss(module, inp))
-        assert bool(attempts(module)) == plan.speculates
+        assert bool(attempts(module)) == plan.has_early_updates
         optimizer.step()
         kept.append(engine_of(module).steppers[0].early.kept)  # type: ignore[attr-defined]
         optimizer.zero_grad()
@@ -65,8 +65,8 @@ def test_same_bits_as_without(homes: str) -> None:
 def _as_ddp(rank: int, world_size: int) -> None:
     model = tiny("gpt2")
     slow = replace(preset("cpu"), host_adam_numel_per_s=1e5)
-    twins = Twins(model, batch_of(model, rank, world_size), "host", max_norm=1e9, hardware=slow, speculate=True)
-    assert twins.plan.speculates
+    twins = Twins(model, batch_of(model, rank, world_size), "host", max_norm=1e9, hardware=slow, early_updates=True)
+    assert twins.plan.has_early_updates
     for norm in NORMS:
         twins.max_norm = twins.optimizer.max_norm = norm
         twins.backward()
@@ -95,7 +95,7 @@ def _one_refuses(rank: int, world_size: int) -> None:
     """One rank alone has wrong new states: all give the same weights all the same."""
     model = tiny("gpt2")
     inp = batch_of(model, rank, world_size)
-    plan = all_speculating(rehomed(plan_for(model, inp, "host", loss=hf_loss), "states"))
+    plan = all_early(rehomed(plan_for(model, inp, "host", loss=hf_loss), "states"))
     module = ElixirModule(model, plan, device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     other = ElixirModule(
@@ -145,7 +145,7 @@ def _routed(rank: int, world_size: int, homes: str) -> None:
     model, inp = Routed(), {"x": x, "chosen": every}
     ordinary = rehomed(plan_for(model, inp, "host", loss=_square, split_number=6), homes)
     states, made = [], 0
-    for plan in (all_speculating(ordinary), ordinary):
+    for plan in (all_early(ordinary), ordinary):
         module = ElixirModule(copy.deepcopy(model), plan, device="cpu", **debugged({}, poison=True))
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=1e9)
         for choices in ((every, every), ((0, 1), (2, 3)), ((), (1,)), ((3,), (3,)), (every, ())):

@@ -1,11 +1,11 @@
 """Steps whose gradients are clipped, or may be, with new states that are made during backward and without.
 
-    python benchmark/speculation_speed.py [--rounds 15] [--models opt] [--no-record]
+    python benchmark/early_update_speed.py [--rounds 15] [--models opt] [--no-record]
 
 The runtime's CPU backend, links emulated, as in `overlap_speed`, with its model, and batch and link that it sets so
 that Adam is a third of a step that waits. All weights are resident, all states on the host. Four ways take turns:
 
-* *kept*: the plan speculates with all chunks, gradients are to be clipped, and never reach the norm;
+* *kept*: the plan updates all chunks early, gradients are to be clipped, and never reach the norm;
 * *redone*: the same, but they are clipped in every step, so that all states would be made twice;
 * *today*: new states are made after the norm, while the next forward computes; clipped in every step, or never;
 * *waiting*: the same, and the step waits for them.
@@ -13,9 +13,9 @@ that Adam is a third of a step that waits. All weights are resident, all states 
 Ratios are medians over rounds. Every way begins with `WARM` steps, in which the forecast sees whether gradients are
 clipped.
 
-Then simulated seconds of a step that speculates, and keeps what it made, are compared with measured ones, calibrated as
+Then simulated seconds of a step with early updates, all of them kept, are compared with measured ones, calibrated as
 in `simulated_vs_measured`, in a process for each model: every chunk streamed, or all weights resident and all states on
-the host, at three link speeds. Appends to ``results/speculation_speed.csv`` and ``results/speculation_simulated.csv``;
+the host, at three link speeds. Appends to ``results/early_update_speed.csv`` and ``results/early_update_simulated.csv``;
 fails if a bar is missed.
 """
 
@@ -79,7 +79,7 @@ RATIOS = {
 }
 """Seconds of the first way over those of the second, and the bar."""
 PLANS: dict[str, dict[str, bool]] = {
-    "speculating": {"speculate": True, "clipping": True},
+    "speculating": {"early_updates": True, "clipping": True},
     "today": {"clipping": True},
 }
 """Settings of plans."""
@@ -119,7 +119,7 @@ def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
 
 
 def simulated(model: str, rounds: int) -> dict[str, Any]:
-    """Measured and simulated seconds of a step that speculates, for every mix of homes and link speed."""
+    """Measured and simulated seconds of a step with early updates, for every mix of homes and link speed."""
     from elixir.microbench import measure
     from elixir.search.simulator.rates import with_link_speed
     from elixir.search.simulator.step import simulate_step
@@ -129,7 +129,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
     shape, inp, trace = traced(model, hardware)
     calibrating = ("resident", "streamed, not speculating")
     plans = dict(zip(calibrating, mixed_plans(trace, hardware, ("resident", "streamed")), strict=True))
-    plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, speculate=True, clipping=True), strict=True))
+    plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, early_updates=True, clipping=True), strict=True))
     runs = {
         name: Run(shape, inp, plan, **({"max_norm": NEVER} if name in MIXES else {})) for name, plan in plans.items()
     }
@@ -195,7 +195,7 @@ def main() -> int:
     columns = ("figure", "p20", "p50", "p80", "n", "bar", "first_s", "second_s", "first_adam_s", "second_adam_s")
     print_table("Steps whose gradients may be clipped", columns, [[row[column] for column in columns] for row in rows])
     if not args.no_record:
-        print(append_rows("speculation_speed", rows))
+        print(append_rows("early_update_speed", rows))
     errors = []
     for model in args.models:
         before = conditions() | {"threads": 1}
@@ -206,7 +206,7 @@ def main() -> int:
     if errors and judge_errors("Simulated and measured steps", columns, errors, MEAN_BAR, WORST_BAR):
         missed.append("simulated steps")
     if errors and not args.no_record:
-        print(append_rows("speculation_simulated", errors))
+        print(append_rows("early_update_simulated", errors))
     if missed:
         print(f"missed: {', '.join(missed)}")
     return bool(missed)

@@ -42,7 +42,7 @@ def can_step(work: Workload, placement: Placement) -> frozenset[int]:
     return frozenset(
         chunk
         for chunk, on_device in enumerate(placement.state_on_device)
-        if not on_device and work.can_step_in_backward(chunk)
+        if not on_device and work.can_update_early(chunk)
     )
 
 

@@ -1,4 +1,4 @@
-"""Plans that speculate: what they say, which chunks they choose, and the memory that those take."""
+"""Plans that early_updates: what they say, which chunks they choose, and the memory that those take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import step
-from elixir.search.simulator.in_backward import worth_stepping, worth_stepping_within
+from elixir.search.simulator.early_updates import worth_stepping, worth_stepping_within
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.show.tables import plan_record
 from elixir.step_trace import StepTrace
@@ -52,34 +52,34 @@ def answered(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = S
 
 
 def chosen(plan: Plan) -> list[int]:
-    return [index for index, chunk in enumerate(plan.chunks) if chunk.speculates]
+    return [index for index, chunk in enumerate(plan.chunks) if chunk.home.early]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size: int, accumulation: int) -> None:
-    today = planned(stack, world_size, accumulation=accumulation, speculate=False)
+    today = planned(stack, world_size, accumulation=accumulation, early_updates=False)
     plan = planned(stack, world_size, accumulation=accumulation)
-    assert plan.speculates
-    assert not today.speculates
+    assert plan.has_early_updates
+    assert not today.has_early_updates
     assert plan.clipping
     assert plan.predicted.seconds["total"] < 0.9 * today.predicted.seconds["total"]
     numel = sum(plan.chunks[index].numel for index in chosen(plan))
-    assert plan.predicted.host_parts["undo"] == numel * (4 + 8 + 2)  # masters, moments and rounded weights
-    undo = plan.predicted.host_parts["undo"]
-    assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + undo <= plan.host_budget_bytes
+    assert plan.predicted.host_parts["new_states"] == numel * (4 + 8 + 2)  # masters, moments and rounded weights
+    new_states = plan.predicted.host_parts["new_states"]
+    assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + new_states <= plan.host_budget_bytes
     assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.seconds["total"], rel=1e-9)
-    assert plan_record(plan)["speculating_chunks"] == len(chosen(plan))
-    assert f"{len(chosen(plan))} made in backward" in str(plan)
+    assert plan_record(plan)["chunks_updated_early"] == len(chosen(plan))
+    assert f"{len(chosen(plan))} updated early" in str(plan)
 
 
-@pytest.mark.parametrize("speculate", [None, False])
+@pytest.mark.parametrize("early_updates", [None, False])
 @pytest.mark.parametrize("accumulation", [3, 4, 5, 9])
 def test_a_plan_has_the_seconds_that_its_simulation_has(
-    stack: StepTrace, accumulation: int, speculate: bool | None
+    stack: StepTrace, accumulation: int, early_updates: bool | None
 ) -> None:
-    plan = planned(stack, accumulation=accumulation, speculate=speculate)
-    assert plan.speculates == (speculate is None)
+    plan = planned(stack, accumulation=accumulation, early_updates=early_updates)
+    assert plan.has_early_updates == (early_updates is None)
     assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
 
 
@@ -94,13 +94,13 @@ def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
 
 
 def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
-    today = planned(stack, speculate=False)
+    today = planned(stack, early_updates=False)
     need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]
     need -= today.predicted.host_parts.get(CHECKPOINT_PART, 0)  # takes what is left over
-    roomy = planned(stack, speculate=True)
+    roomy = planned(stack, early_updates=True)
     for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-        budget = need + int(share * roomy.predicted.host_parts["undo"])
-        plan = planned(stack, host_memory=budget, speculate=True)
+        budget = need + int(share * roomy.predicted.host_parts["new_states"])
+        plan = planned(stack, host_memory=budget, early_updates=True)
         assert plan.predicted.host_peak_bytes <= budget
         assert plan.predicted.seconds["total"] <= before_s
         assert bool(chosen(plan)) == (share > 0)
@@ -122,40 +122,40 @@ def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(stack: StepTrace
 def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrace) -> None:
     steady_host = replace(SLOW, host_adam_numel_per_s=1e9, device_adam_numel_per_s=2e9)
     never, plan = (
-        planned(stack, machine=steady_host, placement="auto", speculate=wish, assume="nominal")
+        planned(stack, machine=steady_host, placement="auto", early_updates=wish, assume="nominal")
         for wish in (False, None)
     )
-    assert plan.speculates
+    assert plan.has_early_updates
     assert plan.predicted.step_s < never.predicted.step_s / NEAR
     assert any(chunk.state_home == "host" for chunk in plan.chunks)
 
 
 @pytest.mark.parametrize("wish", [True, False, None])
 def test_a_plan_remembers_the_wish(stack: StepTrace, wish: bool | None) -> None:
-    plan = planned(stack, speculate=wish)
-    assert Plan.from_json(plan.to_json()).may_speculate is wish
-    assert setting_of(plan, 1).speculate is wish
-    assert Answer.of(plan, stack, SLOW).question.request.speculate is wish
+    plan = planned(stack, early_updates=wish)
+    assert Plan.from_json(plan.to_json()).may_update_early is wish
+    assert setting_of(plan, 1).early_updates is wish
+    assert Answer.of(plan, stack, SLOW).question.request.early_updates is wish
     if wish is not False:
-        with pytest.raises(InputError, match="'may_speculate' must be true or null"):
-            replace(plan, may_speculate=False)
+        with pytest.raises(InputError, match="'may_update_early' must be true or null"):
+            replace(plan, may_update_early=False)
 
 
 def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:
     fast = replace(SLOW, host_adam_numel_per_s=1e15)
-    assert not planned(stack, machine=fast, speculate=True).speculates
-    roomy = planned(stack, placement="cuda", speculate=True)
-    assert not roomy.speculates  # all states are on the device
+    assert not planned(stack, machine=fast, early_updates=True).has_early_updates
+    roomy = planned(stack, placement="cuda", early_updates=True)
+    assert not roomy.has_early_updates  # all states are on the device
 
 
 @pytest.mark.parametrize("host_adam_numel_per_s", [2.5e8, 5e8, 1e9, 1.2e9, 1.4e9, 1.6e9, 2e9, 4e9])
 def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace, host_adam_numel_per_s: float) -> None:
     machine = replace(SLOW, host_adam_numel_per_s=host_adam_numel_per_s)
-    never, wherever, plan = (planned(stack, machine=machine, speculate=wish) for wish in (False, True, None))
+    never, wherever, plan = (planned(stack, machine=machine, early_updates=wish) for wish in (False, True, None))
     gain = never.predicted.step_s / wherever.predicted.step_s
     assert gain >= 1
-    assert plan.speculates == (gain > NEAR)
-    best = wherever if plan.speculates else never
+    assert plan.has_early_updates == (gain > NEAR)
+    best = wherever if plan.has_early_updates else never
     assert chosen(plan) == chosen(best)
     assert plan.predicted.step_s == best.predicted.step_s
     assert [chunk.home.having() for chunk in plan.chunks] == [chunk.home for chunk in never.chunks]
@@ -163,22 +163,22 @@ def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace,
 
 def test_without_a_wish_the_cores_of_a_cpu_are_left_alone(stack: StepTrace) -> None:
     cpu = replace(SLOW, device_kind="cpu", compute_capability=None)
-    assert not planned(stack, machine=cpu).speculates
+    assert not planned(stack, machine=cpu).has_early_updates
 
 
-def test_the_range_is_of_the_step_that_speculates(stack: StepTrace) -> None:
+def test_the_range_is_of_the_step_with_early_updates(stack: StepTrace) -> None:
     plan = planned(stack)
-    assert plan.speculates
+    assert plan.has_early_updates
     fastest_s, slowest_s = plan.predicted.range_s or (0.0, 0.0)
     assert fastest_s <= plan.predicted.step_s <= slowest_s
-    never = planned(stack, speculate=False).predicted.range_s or (0.0, 0.0)
+    never = planned(stack, early_updates=False).predicted.range_s or (0.0, 0.0)
     assert slowest_s < never[1]
     assert plan.predicted.fastest_s is not None
     assert plan.predicted.fastest_s <= plan.predicted.step_s
 
 
 def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
-    plan = planned(stack, speculate=True)
+    plan = planned(stack, early_updates=True)
     chunks = tuple(replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks)
     there = replace(plan, chunks=chunks)
     spans = simulate_step(there, stack, SLOW).timeline
@@ -199,9 +199,9 @@ def test_from_the_second_step_on_all_take_as_long(stack: StepTrace) -> None:
     assert [third, tenth] == pytest.approx([second, second], rel=1e-12)
 
 
-def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace) -> None:
-    least = planned(stack, speculate=True).predicted.device_peak_bytes  # leaves no room for states on the device
-    best = planned(stack, speculate=True, placement="auto", device_memory=least)
+def test_a_plan_that_is_made_again_has_all_early_updates_that_pay(stack: StepTrace) -> None:
+    least = planned(stack, early_updates=True).predicted.device_peak_bytes  # leaves no room for states on the device
+    best = planned(stack, early_updates=True, placement="auto", device_memory=least)
     only = chosen(best)[0]
     chunks = tuple(
         replace(chunk, update="early" if index == only else "after_norm") for index, chunk in enumerate(best.chunks)
@@ -215,11 +215,11 @@ def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace
 
 @pytest.mark.parametrize("version", [15, 17])
 def test_an_earlier_file_says_in_another_field_what_is_updated_early(stack: StepTrace, version: int) -> None:
-    plan = planned(stack, speculate=True)
+    plan = planned(stack, early_updates=True)
     data = plan.to_dict() | {"schema_version": version}
     for chunk in data["chunks"]:
         chunk["speculates"] = chunk.pop("update") == "early"
-    assert plan.speculates
+    assert plan.has_early_updates
     assert Plan.from_dict(data) == plan
     data["chunks"][0]["speculates"] = 1
     with pytest.raises(ArtifactError, match=r"chunks\[0\]"):
@@ -227,7 +227,7 @@ def test_an_earlier_file_says_in_another_field_what_is_updated_early(stack: Step
 
 
 def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
-    plan = planned(stack, speculate=True)
+    plan = planned(stack, early_updates=True)
     assert Plan.from_json(plan.to_json()) == plan
     chunk = plan.chunks[chosen(plan)[0]]
     for wrong in ({"state_home": "device", "weight_home": "device"}, {"grad_entry": None}):
@@ -236,13 +236,13 @@ def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
 
 
 def test_optimizers_of_other_classes_wait(stack: StepTrace) -> None:
-    assert not planned(stack, optimizer_type="SGD", speculate=True).speculates
+    assert not planned(stack, optimizer_type="SGD", early_updates=True).has_early_updates
 
 
 @pytest.mark.parametrize("kernel", ["foreach", "for-loop"])
 def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: str) -> None:
     """30 bytes an element in a step; 12 of masters and moments are read, and written to lines that are read before."""
-    fused, looped = (planned(stack, optimizer_type=f"adamw{how}", speculate=True) for how in ("", f" ({kernel})"))
+    fused, looped = (planned(stack, optimizer_type=f"adamw{how}", early_updates=True) for how in ("", f" ({kernel})"))
     assert (fused.optimizer, looped.optimizer) == ("AdamW", f"AdamW ({kernel})")
     assert looped.state_size == fused.state_size
     assert looped.predicted.step_s > fused.predicted.step_s
@@ -258,10 +258,10 @@ def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: 
     assert not setting_of(narrow, 1).copied  # stepped by this project, whatever the class
 
 
-def test_a_plan_by_hand_speculates_too(stack: StepTrace) -> None:
-    request = SearchRequest(world_size=1, speculate=True)
+def test_a_plan_by_hand_has_early_updates_too(stack: StepTrace) -> None:
+    request = SearchRequest(world_size=1, early_updates=True)
     plan = simple_plan(stack, SLOW, request, split_number=8, shard_device="cpu")
-    assert plan.speculates
+    assert plan.has_early_updates
     assert plan.predicted.host_peak_bytes == plan.host_budget_bytes
 
 
@@ -284,7 +284,7 @@ def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_fa
 
 
 def test_chunks_that_memory_allows_lie_among_others_that_are_updated_later() -> None:
-    """The first or the last chunks alone would speculate otherwise, and forward would wait for many updates at once."""
+    """The first or the last chunks alone would be updated early otherwise, and forward would wait for many updates at once."""
     homes, order = {chunk: 9.0 - chunk for chunk in range(10)}, list(range(10))
     gradients = homes, 9.5, [0.5] * 10, order
     assert worth_stepping(*gradients) == set(range(10))
@@ -328,7 +328,7 @@ def test_a_placement_takes_as_long_whatever_was_estimated_before(
 ) -> None:
     """Placements that differ in early updates share the simulation of what comes before these."""
     machine = replace(SLOW, device_kind=device_kind, **({"compute_capability": None} if device_kind == "cpu" else {}))
-    request = SearchRequest.of(1, speculate=True, accumulation=accumulation)
+    request = SearchRequest.of(1, early_updates=True, accumulation=accumulation)
     setting = setting_for(stack, machine, request)
     space = SearchSpace(stack, machine, setting)
     model = space.model(space.smallest_size)
@@ -350,7 +350,7 @@ def test_the_second_set_is_a_column_of_the_memory_model(stack: StepTrace, world_
     plain = Placement.everywhere(Home.HOST, len(model.work.chunks))
     some = plain.updated_early((0, 3))
     numel = sum(model.work.chunks[chunk].numel for chunk in (0, 3))
-    assert model.host_parts(some) == {**model.host_parts(plain), "undo": numel * (4 + 8 + 2)}
+    assert model.host_parts(some) == {**model.host_parts(plain), "new_states": numel * (4 + 8 + 2)}
     assert some.updated_early(()) == plain
     with pytest.raises(InputError, match="'update'"):
         Placement.everywhere(Home.RESIDENT, 2).updated_early((1,))

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from elixir.optimizer_states import StateSize
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.simulator.in_backward import worth_stepping
+from elixir.search.simulator.early_updates import worth_stepping
 from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import ParamInfo, StepTrace
-from tests.common.chains import NUMEL, Speeds, chain, chain_plan, speculating
+from tests.common.chains import NUMEL, Speeds, chain, chain_plan, updating_early
 from tests.common.synthetic_trace import TraceBuilder
 
 
 def _able(trace: StepTrace, capacity: int = NUMEL * 4) -> list[bool]:
     """Whether each chunk of one parameter can be updated early."""
     work = SearchSpace(trace, Speeds().machine(), Setting(1, 1, StateSize(8), True)).model(capacity).work
-    return [work.can_step_in_backward(chunk) for chunk in range(len(work.chunks))]
+    return [work.can_update_early(chunk) for chunk in range(len(work.chunks))]
 
 
 def _with(trace: StepTrace, index: int, **changes: Any) -> StepTrace:
@@ -91,7 +91,7 @@ def test_steps_are_all_the_same_whichever_new_states_are_made_in_backward(
     depth = min(depth, max(streamed - 1, 0))
     blocks = min(1 + depth + spare, streamed)
     plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size)
-    plan = speculating(plan, *(index for index, home in enumerate(homes) if home in "shw" and some >> index & 1))
+    plan = updating_early(plan, *(index for index, home in enumerate(homes) if home in "shw" and some >> index & 1))
     machine, trace = Speeds(*speeds).machine(kind), chain(len(homes))
     step = simulate_step(plan, trace, machine)
     for steps in (4, 9):
@@ -104,6 +104,6 @@ def test_steps_are_all_the_same_whichever_new_states_are_made_in_backward(
         spans = [span for span in step.timeline if span.resource == resource]
         assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(spans))
         assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(step.busy_s[resource])
-    plain = simulate_step(speculating(plan), trace, machine)
+    plain = simulate_step(updating_early(plan), trace, machine)
     for resource in ("refresh", "disk"):
         assert step.busy_s[resource] == pytest.approx(plain.busy_s[resource])
