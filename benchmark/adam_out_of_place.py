@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table  # noqa: E402
-from elixir.kernels.adam.compiled import Combination  # noqa: E402
-from elixir.kernels.adam.moments import States, make_moments  # noqa: E402
-from elixir.kernels.adam.rule import AdamOptions  # noqa: E402
+from elixir.kernels.adam.adam_rule import AdamOptions  # noqa: E402
+from elixir.kernels.adam.compiled_step import Combination  # noqa: E402
+from elixir.kernels.adam.moments import MasterStates, make_moments  # noqa: E402
 from elixir.kernels.adam.step import adam_step, adam_step_out_of_place  # noqa: E402
 from elixir.kernels.adam.when_compiled import Kernel, kernel_for  # noqa: E402
 
@@ -44,10 +44,10 @@ COLUMNS = ("moments", "step", "what", "p20_s", "p50_s", "p80_s", "busy_p50_s", "
 Run = Callable[[], object]
 
 
-def states(numel: int, kind: str) -> States:
+def states(numel: int, kind: str) -> MasterStates:
     """Some states."""
     moments = make_moments(numel, kind)
-    return States(torch.randn(numel), moments)
+    return MasterStates(torch.randn(numel), moments)
 
 
 def in_turn(runs: dict[str, Run], rounds: int) -> dict[str, list[tuple[float, float]]]:

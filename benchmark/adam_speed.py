@@ -43,8 +43,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table  # noqa: E402
+from elixir.kernels.adam.adam_rule import AdamOptions  # noqa: E402
 from elixir.kernels.adam.moments import make_moments  # noqa: E402
-from elixir.kernels.adam.rule import AdamOptions  # noqa: E402
 from elixir.kernels.adam.step import adam_step  # noqa: E402
 from elixir.optimizer_states import state_bytes  # noqa: E402
 

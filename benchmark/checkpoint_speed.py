@@ -49,7 +49,7 @@ from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.files import Files
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.search import optimal_search
 from elixir.units import MIB

@@ -31,7 +31,7 @@ from benchmark.common import Row, append_rows, conditions, percentiles, print_ta
 from benchmark.observe import ObservedMemory, observe, observe_step
 from elixir.hardware.profile import preset
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.device.common.target import OptimizerKernel

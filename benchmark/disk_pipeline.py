@@ -27,8 +27,8 @@ from elixir.chunk.lanes import ThreadLane
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.extents.extent_file import ExtentFile, whole_blocks
 from elixir.files import file_system
+from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import Moments
-from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.plan.plan import WINDOW_CHUNKS
 from elixir.units import MIB

@@ -24,7 +24,7 @@ from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home

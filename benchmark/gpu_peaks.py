@@ -26,7 +26,7 @@ from torch import nn
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models.loading import build_shape
-from elixir.models.shapes import describe
+from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.device.common.target import OptimizerKernel

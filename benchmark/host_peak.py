@@ -37,7 +37,7 @@ from benchmark.common import append_rows, conditions, print_table
 from benchmark.emulated_runs import MIXES, mixed_plans, run_apart
 from elixir.hardware.profile import preset
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.tracer.trace import trace_step

@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path:
 from benchmark.common import append_rows, conditions, percentiles  # noqa: E402
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments  # noqa: E402
 from elixir.models.loading import build_shape  # noqa: E402
-from elixir.models.shapes import ModelShape, describe  # noqa: E402
+from elixir.models.model_shape import ModelShape, describe  # noqa: E402
 from elixir.wrapper import ElixirModule, ElixirOptimizer  # noqa: E402
 
 TOKENS = 64

@@ -70,7 +70,7 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
     import torch
 
     from elixir.models.loading import build_shape
-    from elixir.models.shapes import describe
+    from elixir.models.model_shape import describe
     from elixir.models.step import default_input
 
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from elixir.torch_private import tree_map
 from elixir.tracer.copied_functions import deep_copied
 from elixir.tracer.trace import trace_step
 from elixir.tracer.user_objects import user_objects_restored
-from elixir.tracer.values.unknowns import is_user_code
+from elixir.tracer.values.unknown_number import is_user_code
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import refuse_wrapped

@@ -23,7 +23,7 @@ import elixir
 from elixir.microbench import measure_briefly
 from elixir.microbench.disk import with_disk
 from elixir.models.loading import build_shape
-from elixir.models.shapes import describe
+from elixir.models.model_shape import describe
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search

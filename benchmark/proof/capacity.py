@@ -14,7 +14,7 @@ from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.speed import saved_at
 from elixir.errors import PlanError
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 
 STEPS = 3
 LADDER = ("opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b")

@@ -19,7 +19,7 @@ from torch import nn
 from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import Filling, blocks, micro_batches, on_meta
 from benchmark.proof.place import Place
-from elixir.kernels.model.fused_modules import FusedKernels
+from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.kernels.model.registry import KINDS, PLAIN
 from elixir.units import format_bytes
 

@@ -15,7 +15,7 @@ from benchmark.observe import observe
 from benchmark.proof.jobs import Row
 from benchmark.proof.place import Place
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step

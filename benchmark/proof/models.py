@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elixir.models.loading import build_config, build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 

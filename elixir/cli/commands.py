@@ -184,7 +184,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def run_models(args: argparse.Namespace) -> int:
     """The models known by name."""
-    from elixir.models.shapes import describe, model_names
+    from elixir.models.model_shape import describe, model_names
 
     shapes = [describe(name) for name in model_names()]
     if args.json:

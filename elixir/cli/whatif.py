@@ -240,7 +240,7 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
 
     A plan file runs no code: other models need their trace.
     """
-    from elixir.models.shapes import find
+    from elixir.models.model_shape import find
 
     step = plan.step
     if find(plan.model_name) is None or step.checkpoint is None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
-from elixir.models.shapes import ModelShape, find, model_names, read_config
+from elixir.models.model_shape import ModelShape, find, model_names, read_config
 from elixir.models.user_code import called, imported
 from elixir.units import dtype_name, parse_dtype
 

@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from elixir.artifact import digest
 from elixir.errors import InputError
-from elixir.models.buffers import buffer_places
+from elixir.models.buffer_place import buffer_places
 
 
 def fingerprint(model: nn.Module) -> str:

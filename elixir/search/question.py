@@ -114,7 +114,7 @@ class StepQuestion:
                 )
             return self.model
         from elixir.models import user_code
-        from elixir.models.shapes import find
+        from elixir.models.model_shape import find
         from elixir.models.step import default_step, input_to_trace, refused_overflow
         from elixir.tracer.trace import trace_step
 

@@ -39,7 +39,7 @@ def deep_copied(item: Any, memo: dict[int, Any]) -> Any:
 
 def _rebind_functions(memo: dict[int, Any]) -> None:
     """Replaces, in everything that was copied, functions that hold what was copied."""
-    copies = _Copies(memo)
+    copies = _CopiedFunctions(memo)
     for made in list(memo.values()):
         if isinstance(made, functools.partial):
             copies.rebind_partial(made)
@@ -56,7 +56,7 @@ def _rebind_functions(memo: dict[int, Any]) -> None:
                     held[key] = copies.of(value)
 
 
-class _Copies:
+class _CopiedFunctions:
     def __init__(self, memo: dict[int, Any]) -> None:
         self._copies = dict(memo)
         self._made = {id(made) for made in memo.values() if not isinstance(made, _KEPT)}

@@ -22,7 +22,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Twin:
+class MetaCopy:
     """A model on meta, walked once."""
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Twin:
         return list(self.names)
 
 
-def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
+def meta_copy(model: nn.Module, dtype: torch.dtype | None) -> MetaCopy:
     """The model with every parameter and buffer on meta.
 
     The model itself is not touched, and no weight is copied. Floating parameters take `dtype`, and buffers with
@@ -139,7 +139,7 @@ def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[dict[Any, Any], Pai
     return tree_map(on_meta, inp), pairs
 
 
-def _walk(model: nn.Module, buffers: Pairs) -> Twin:
+def _walk(model: nn.Module, buffers: Pairs) -> MetaCopy:
     modules: dict[nn.Module, str] = {}
     names: dict[nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -147,7 +147,7 @@ def _walk(model: nn.Module, buffers: Pairs) -> Twin:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
-    return Twin(model, names, modules, buffers)
+    return MetaCopy(model, names, modules, buffers)
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from elixir.step_trace import Contributor, CurveSample
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
-from elixir.tracer.order import UseOrder
+from elixir.tracer.use_order import UseOrder
 
 MAX_STEP_SAMPLES = 896
 """Samples of the curve in `step_fn`. Enough for any picture; each keeps the highest moment of its stretch."""

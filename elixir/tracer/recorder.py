@@ -18,10 +18,9 @@ from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, 
 from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
-from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import passing
-from elixir.tracer.operators import (
+from elixir.tracer.operator_cache import (
     KNOWN_TRAITS,
     Arguments,
     Category,
@@ -32,12 +31,13 @@ from elixir.tracer.operators import (
     remade,
     traits,
 )
-from elixir.tracer.order import UseOrder
+from elixir.tracer.step_functions import StepFunctions
+from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
 from elixir.tracer.values.indexing import SELECTIONS, picked
 from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot, suppose_finite
-from elixir.tracer.values.unknowns import undecidable, unknown_number, user_location
+from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
 

@@ -18,26 +18,26 @@ from elixir.access.interception import Interception
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
-from elixir.kernels.model.fused_modules import FusedKernels
+from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.model_fingerprint import fingerprint
 from elixir.step_trace import StepShape, StepTrace
 from elixir.torch_private import tree_leaves
-from elixir.tracer.assemble import Observed, assemble
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import Twin, meta_input, meta_twin
+from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
+from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
-from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.settings import settings_restored
+from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
 from elixir.tracer.values.shadows import Shadows
-from elixir.tracer.values.unknowns import is_user_code, user_location
+from elixir.tracer.values.unknown_number import is_user_code, user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 
@@ -98,7 +98,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
-    twin = meta_twin(model, dtype)
+    twin = meta_copy(model, dtype)
     batch, inputs = meta_input(inp, dtype)
     parameters = twin.parameters
     ledger = Ledger(target.round_bytes)
@@ -155,7 +155,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
 
 def _run_step(
-    twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
+    twin: MetaCopy, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
     unheard = _gradients_heard(twin.parameters, order)  # before the parameters announce what they are asked
     access = Interception(twin.model, order, scripts=False)
@@ -216,7 +216,7 @@ def _tensors(inp: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(inp) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
-def _assumptions(twin: Twin, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
+def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
     """Assumptions of the numbers, said so that nobody takes them for measured."""
     found = list(shadows.supposed)
     if fused.counts:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from elixir.tracer.values.unknowns import is_user_code
+from elixir.tracer.values.unknown_number import is_user_code
 
 logger = logging.getLogger(__name__)
 

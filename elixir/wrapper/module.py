@@ -17,7 +17,7 @@ from elixir.access.autograd import hooks_were_refused
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
-from elixir.kernels.model.fused_modules import FusedKernels
+from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing

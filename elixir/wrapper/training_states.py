@@ -17,7 +17,7 @@ from elixir.chunk.host_buffers import BufferKind
 from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.memory_order import Order
-from elixir.models.buffers import buffer_places
+from elixir.models.buffer_place import buffer_places
 from elixir.plan.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from elixir.models.loading import build_shape
-from elixir.models.shapes import ModelShape, describe
+from elixir.models.model_shape import ModelShape, describe
 
 _NAMED = {
     "opt": "opt-125m",

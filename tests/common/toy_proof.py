@@ -23,7 +23,7 @@ from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import numel_of, shape_of
 from elixir.microbench import bench as bench_module
 from elixir.microbench import compute
-from elixir.models.shapes import ModelShape
+from elixir.models.model_shape import ModelShape
 from elixir.tracer.device.cuda import cuda_target
 from elixir.units import MIB
 

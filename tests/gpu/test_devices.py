@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
-from elixir.kernels.adam.compiled import Combination
+from elixir.kernels.adam.adam_rule import AdamOptions
+from elixir.kernels.adam.compiled_step import Combination
 from elixir.kernels.adam.moments import make_moments
-from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu

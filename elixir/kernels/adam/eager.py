@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elixir.kernels.adam.moments import STEPS, States, step_arguments
-from elixir.kernels.adam.rule import AdamOptions, adam_scalars
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars
+from elixir.kernels.adam.moments import STEPS, MasterStates, step_arguments
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
 from elixir.torch_private import fused_adam, fused_adamw
 
@@ -26,7 +26,7 @@ each operator on each piece, which costs a time slice where others want the core
 
 def eager_step(
     gradient: torch.Tensor,
-    states: States,
+    states: MasterStates,
     weight_out: torch.Tensor | None,
     options: AdamOptions,
     step: int,
@@ -56,7 +56,7 @@ def step_pieces(  # noqa: PLR0913 - a step's arguments, and how to make it
     function: Callable[[int], Callable[..., object]],
     piece_numel: int,
     gradient: torch.Tensor,
-    states: States,
+    states: MasterStates,
     weight_out: torch.Tensor | None,
     options: AdamOptions,
     step: int,
@@ -101,7 +101,7 @@ def fused_step(
 
 def _fused_pieces(
     gradient: torch.Tensor,
-    states: States,
+    states: MasterStates,
     weight_out: torch.Tensor | None,
     options: AdamOptions,
     step: int,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam.rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
+from elixir.kernels.adam.adam_rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
 from elixir.optimizer_states import (
     BLOCK_NUMEL,
     SIGNED_MAX,
@@ -71,7 +71,7 @@ class Moments:
         return Moments(self.kind, self.exp_avg[part], self.exp_avg_sq[part], *scales)
 
 
-class States(NamedTuple):
+class MasterStates(NamedTuple):
     """Master weights and their moments, all flat."""
 
     master: torch.Tensor
@@ -282,7 +282,7 @@ STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": ad
 
 def step_arguments(
     gradient: torch.Tensor,
-    states: States,
+    states: MasterStates,
     weight_out: torch.Tensor | None,
     scalars: torch.Tensor,
     step: int,

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from elixir.kernels.adam.compiled import Combination, Run
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars, step_numbers
+from elixir.kernels.adam.compiled_step import Combination, Run
 from elixir.kernels.adam.eager import eager_step
-from elixir.kernels.adam.moments import States, make_moments, noise_seed, write_moments
-from elixir.kernels.adam.rule import AdamOptions, adam_scalars, step_numbers
+from elixir.kernels.adam.moments import MasterStates, make_moments, noise_seed, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _States(ctypes.Structure):
     ]  # fmt: skip
 
 
-Kernel = Callable[[torch.Tensor, States, States, torch.Tensor | None, AdamOptions, int, float, int], None]
+Kernel = Callable[[torch.Tensor, MasterStates, MasterStates, torch.Tensor | None, AdamOptions, int, float, int], None]
 """A function of (gradient, old, new, weight_out, options, step, factor, position of the first element), all of these
 elements only; `new` may be `old`. 8-bit moments are of whole blocks."""
 
@@ -155,8 +155,8 @@ def _processor() -> str:
 def _call(  # noqa: PLR0913 - as a step takes them
     library: ctypes.CDLL,
     gradient: torch.Tensor,
-    old: States,
-    new: States,
+    old: MasterStates,
+    new: MasterStates,
     weight_out: torch.Tensor | None,
     options: AdamOptions,
     step: int,
@@ -184,7 +184,7 @@ def _call(  # noqa: PLR0913 - as a step takes them
     )
     if whole < numel:
         rest = slice(whole, numel)
-        tail = States(new.master[rest], after.cut(whole, numel))
+        tail = MasterStates(new.master[rest], after.cut(whole, numel))
         tail.master.copy_(old.master[rest])
         for mine, theirs in zip(tail.moments.tensors(), before.cut(whole, numel).tensors(), strict=True):
             mine.copy_(theirs)
@@ -235,7 +235,7 @@ def _has_same_bits(combination: Combination, kernel: Kernel) -> bool:
     return True
 
 
-def _made(start: torch.Tensor, combination: Combination) -> States:
+def _made(start: torch.Tensor, combination: Combination) -> MasterStates:
     moments = make_moments(start.shape[1], combination.moments)
     write_moments(moments, 0, start[2], start[3])
-    return States(start[1].clone(), moments)
+    return MasterStates(start[1].clone(), moments)

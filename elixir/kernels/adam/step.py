@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from elixir.errors import InputError, InputTypeError
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars, check_step
 from elixir.kernels.adam.eager import IN_PIECES, eager_step
-from elixir.kernels.adam.moments import Moments, States, adam_8bit_part_, moment_numel
-from elixir.kernels.adam.rule import AdamOptions, adam_scalars, check_step
+from elixir.kernels.adam.moments import MasterStates, Moments, adam_8bit_part_, moment_numel
 from elixir.kernels.adam.when_compiled import combination_of, compiled_step, kernel_for
 from elixir.optimizer_states import BLOCK_NUMEL
 
@@ -56,7 +56,7 @@ def adam_step(
     compiled = compiled_step(combination_of(gradient, master, weight_out, moments), numel)
     begin, end = _whole_blocks(first, numel) if moments.kind == "8bit" else (0, numel)
     whole = slice(begin, end)
-    states = States(master[whole], moments.cut(first + begin, first + end))
+    states = MasterStates(master[whole], moments.cut(first + begin, first + end))
     out = None if weight_out is None else weight_out[whole]
     with torch.no_grad():
         if compiled is None:
@@ -76,8 +76,8 @@ def adam_step(
 
 def adam_step_out_of_place(
     gradient: torch.Tensor,
-    old: States,
-    new: States,
+    old: MasterStates,
+    new: MasterStates,
     weight_out: torch.Tensor | None,
     options: AdamOptions,
     step: int,
@@ -108,7 +108,7 @@ def adam_step_out_of_place(
     check_step(step, factor)
     numel, first = old.master.numel(), at or 0
     kernel = kernel_for(combination_of(gradient, old.master, weight_out, old.moments))
-    mine, theirs = (States(each.master, each.moments.cut(first, first + numel)) for each in (new, old))
+    mine, theirs = (MasterStates(each.master, each.moments.cut(first, first + numel)) for each in (new, old))
     with torch.no_grad():
         if kernel is None:
             new.master.copy_(old.master)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from elixir.kernels.adam.compiled import Background, Combination, Run, Step, compile_step, missing_compiler, mode
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars
+from elixir.kernels.adam.compiled_step import Combination, CompiledStep, Run, Step, compile_step, missing_compiler, mode
 from elixir.kernels.adam.eager import step_pieces
 from elixir.kernels.adam.moments import (
     STEPS,
+    MasterStates,
     Moments,
-    States,
     adam_8bit_,
     encode_8bit_,
     find_8bit_scales,
@@ -22,7 +23,6 @@ from elixir.kernels.adam.moments import (
     step_arguments,
 )
 from elixir.kernels.adam.native import Kernel, build_kernel
-from elixir.kernels.adam.rule import AdamOptions, adam_scalars
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 logger = logging.getLogger(__name__)
@@ -60,24 +60,24 @@ class _Progress:
         device = combination.device_type
         self.after_numel = COMPILE_COST_S[device] / GAIN_S_PER_NUMEL[device, combination.moments]
         self.stepped_numel = 0
-        self.background: Background | None = None
+        self.compiling: CompiledStep | None = None
         lacking = missing_compiler(device)
         if lacking is not None:
             logger.info("%s runs uncompiled: %s", combination, lacking)
             return
         build = build_kernel if device == "cpu" else build_step
-        self.background = Background(str(combination), functools.partial(build, combination))
+        self.compiling = CompiledStep(str(combination), functools.partial(build, combination))
 
     def ready(self, *, begin: bool) -> Kernel | None:
         """The compiled step if it is there; without it, compiling begins if it may."""
-        if self.background is None:
+        if self.compiling is None:
             return None
-        if self.background.step is None:
+        if self.compiling.step is None:
             if mode() == "wait":
-                return self.background.wait()
+                return self.compiling.wait()
             if begin:
-                self.background.start()
-        return self.background.step
+                self.compiling.start()
+        return self.compiling.step
 
 
 _progress: dict[Combination, _Progress] = {}
@@ -120,14 +120,14 @@ def begin_kernel(gradient: torch.dtype, weight: torch.dtype | None, moments: Mom
         moments: how they are kept; 8-bit ones are never stepped out of place.
     """
     combination = Combination("cpu", gradient, weight, moments)
-    if _steps_out_of_place(combination) and (background := _asked(combination).background) is not None:
+    if _steps_out_of_place(combination) and (background := _asked(combination).compiling) is not None:
         background.start()
 
 
 def absent_kernels() -> list[str]:
     """Waits for all of the host's kernels that have begun; the names of those that are not there all the same."""
     with _lock:
-        asked = [(name, each.background) for name, each in _progress.items() if name.device_type == "cpu"]
+        asked = [(name, each.compiling) for name, each in _progress.items() if name.device_type == "cpu"]
     return [str(name) for name, each in asked if each is None or (each.started and each.wait() is None)]
 
 
@@ -159,7 +159,7 @@ def build_step(combination: Combination, run: Run | None = None) -> Kernel:
         step, _ = compile_step(plain, _example(combination))
     _check_against_plain(combination, step)
 
-    def kernel(gradient: torch.Tensor, old: States, new: States, *rest: Any) -> None:
+    def kernel(gradient: torch.Tensor, old: MasterStates, new: MasterStates, *rest: Any) -> None:
         # One element or one row would be compiled anew, as a special length.
         step_pieces(lambda numel: plain if numel <= BLOCK_NUMEL else step, _WHOLE_NUMEL, gradient, old, *rest)
 
@@ -174,7 +174,7 @@ def _example(combination: Combination) -> list[torch.Tensor | None]:
     weight = None if combination.weight is None else torch.zeros_like(master, dtype=combination.weight)
     moments = make_moments(_EXAMPLE_NUMEL, combination.moments, device)
     scalars = adam_scalars(AdamOptions(weight_decay=0.1), 1, 1.0, device)
-    return step_arguments(gradient, States(master, moments), weight, scalars, 1, slice(0, _EXAMPLE_NUMEL))
+    return step_arguments(gradient, MasterStates(master, moments), weight, scalars, 1, slice(0, _EXAMPLE_NUMEL))
 
 
 def _check_against_plain(combination: Combination, compiled: Step) -> None:

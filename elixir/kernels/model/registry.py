@@ -20,8 +20,8 @@ from typing import Any
 
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.kernels.model import libraries
-from elixir.kernels.model.cross_entropy import linear_cross_entropy
 from elixir.kernels.model.fused_ops import rms_norm, silu_mul, torch_rms_norm
+from elixir.kernels.model.linear_cross_entropy import linear_cross_entropy
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenKernel:
     """The provider that runs a kind of operation on a device."""
 
     kind: str
@@ -122,7 +122,7 @@ def wishes(use_fused_kernels: bool | Mapping[str, str]) -> dict[str, str] | None
     return asked
 
 
-def choose(kind: str, device_type: str, prefer: str | None = None) -> Choice:
+def choose(kind: str, device_type: str, prefer: str | None = None) -> ChosenKernel:
     """The provider of `kind` on a device: the one preferred if it can be used, else the best that can.
 
     Args:
@@ -143,10 +143,10 @@ def choose(kind: str, device_type: str, prefer: str | None = None) -> Choice:
             break
         kernel = _kernel(kind, provider.name, provider.load) if device_type in provider.device_types else None
         if kernel is not None:
-            return Choice(kind, provider.name, kernel, provider.whole_block)
+            return ChosenKernel(kind, provider.name, kernel, provider.whole_block)
         if provider.name == prefer:
             logger.warning("%s cannot be run by %s on %s; the next best is taken", kind, prefer, device_type)
-    return Choice(kind, PLAIN, None)
+    return ChosenKernel(kind, PLAIN, None)
 
 
 def _kernel(kind: str, name: str, load: Callable[[], Kernel]) -> Kernel | None:

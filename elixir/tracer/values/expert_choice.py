@@ -19,7 +19,7 @@ MAX_EXPERTS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """One operator that picks entries of floating scores along an axis."""
 
     scores: torch.Tensor
@@ -43,7 +43,7 @@ class Choice:
         return int(self.indices.shape[self.axis]) if self.keeps_axis else 1
 
 
-def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Choice | None:
+def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> ExpertChoice | None:
     """The choice that an operator makes by floating scores; None where it makes none.
 
     Args:
@@ -60,12 +60,12 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
         return None
     axis %= scores.dim()
     if func is aten.multinomial.default:
-        return Choice(scores, results[0], scores.dim() - 1, keeps_axis=True)
+        return ExpertChoice(scores, results[0], scores.dim() - 1, keeps_axis=True)
     if func in (aten.argmax.default, aten.argmin.default):
-        return Choice(scores, results[0], axis, keeps_axis=given.get("keepdim", False))
+        return ExpertChoice(scores, results[0], axis, keeps_axis=given.get("keepdim", False))
     if func in (aten.max.dim, aten.min.dim):
-        return Choice(scores, results[1], axis, keeps_axis=given.get("keepdim", False))
-    return Choice(scores, results[1], axis, keeps_axis=True, ordered=func is not aten.topk.default)
+        return ExpertChoice(scores, results[1], axis, keeps_axis=given.get("keepdim", False))
+    return ExpertChoice(scores, results[1], axis, keeps_axis=True, ordered=func is not aten.topk.default)
 
 
 CHOOSES = frozenset(
@@ -89,7 +89,7 @@ def _names(func: Any) -> list[str]:
 class Routing(Protocol):
     """Says which entries a router picks where its scores are unknown."""
 
-    def route(self, shadows: Shadows, call: object, choice: Choice) -> None:
+    def route(self, shadows: Shadows, call: object, choice: ExpertChoice) -> None:
         """Gives the indices of a choice known values, if it can.
 
         Args:
@@ -113,7 +113,7 @@ class BalancedRouting:
         self._call: object = None
         self._taken: dict[torch.Size, int] = {}
 
-    def route(self, shadows: Shadows, call: object, choice: Choice) -> None:
+    def route(self, shadows: Shadows, call: object, choice: ExpertChoice) -> None:
         """Token t takes experts t*k, t*k+1, ... modulo their number.
 
         A router that asks for one expert after the other, among the scores that are left, gets another one each time.
@@ -179,7 +179,7 @@ class RecordedRouting:
         self._choices = list(choices)
         self._next = 0
 
-    def route(self, shadows: Shadows, call: object, choice: Choice) -> None:
+    def route(self, shadows: Shadows, call: object, choice: ExpertChoice) -> None:
         """Takes the next recorded choice."""
         if self._next >= len(self._choices):
             raise TraceError(f"the step chooses by scores more often than the {len(self._choices)} recorded choices")

@@ -3,7 +3,7 @@
 A meta tensor has no values, yet a model may decide by one: skip a layer, pick an expert, stop at a padding token. What
 follows from real data (token ids, masks, positions) is known, so storages of such tensors carry a *shadow*: their
 values on the CPU, worked out only when something asks. What follows from weights or activations is not known, and is
-never guessed: see `elixir.tracer.values.unknowns`.
+never guessed: see `elixir.tracer.values.unknown_number`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from elixir.torch_private import DisableTorchDispatch, tree_map
 from elixir.tracer.ledger import Ledger, StorageRecord
-from elixir.tracer.values.unknowns import undecidable
+from elixir.tracer.values.unknown_number import undecidable
 
 MAX_SHADOW_NUMEL = 2**26
 """Values of larger tensors are not worked out: 512 MiB of int64."""

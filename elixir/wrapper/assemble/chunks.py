@@ -19,7 +19,7 @@ from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware.memory import total_host_bytes
 from elixir.hardware.profile import other_device
 from elixir.memory_order import is_dense
-from elixir.models.buffers import buffer_places
+from elixir.models.buffer_place import buffer_places
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.plannable import refuse_compiled, refuse_unplannable
 from elixir.plan.chunk_plan import ChunkPlan

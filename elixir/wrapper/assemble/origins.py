@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
 from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError, few
-from elixir.models.buffers import buffer_places
+from elixir.models.buffer_place import buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes
-from elixir.models.buffers import BufferPlace, buffer_places
+from elixir.models.buffer_place import BufferPlace, buffer_places
 from elixir.torch_private import has_internal_overlap, version_counter_kept
 
 _ALIGNMENT = 16

@@ -18,7 +18,7 @@ from torch import nn
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
-from elixir.models.buffers import buffer_places
+from elixir.models.buffer_place import buffer_places
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 logger = logging.getLogger(__name__)

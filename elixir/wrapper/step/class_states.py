@@ -14,8 +14,8 @@ from elixir.chunk.pages import host_zeros
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam.of_class import Kept, can_step_like, step_like
 from elixir.kernels.adam.step import COPIED
+from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options

@@ -12,10 +12,9 @@ from torch import nn
 from elixir.chunk.pages import host_zeros
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
-from elixir.kernels.adam.hybrid import HybridAdam
-from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
-from elixir.kernels.adam.moments import States as AdamStates
-from elixir.kernels.adam.rule import group_options
+from elixir.kernels.adam.adam_rule import group_options
+from elixir.kernels.adam.hybrid_adam import HybridAdam
+from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments, write_moments
 from elixir.kernels.adam.step import COPIED, adam_step, adam_step_out_of_place
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 from elixir.units import dtype_name
@@ -172,7 +171,7 @@ class FusedStates(States):
         for segment in into.segments:
             if segment.place in places:
                 into.count(segment).fill_(number)
-        old, new = (AdamStates(states.master[part], states.moments) for states in (self, into))
+        old, new = (MasterStates(states.master[part], states.moments) for states in (self, into))
         return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
 
     # --- memory ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam.of_class import can_step_like
+from elixir.kernels.adam.step_like import can_step_like
 from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine

@@ -32,11 +32,11 @@ from elixir.hardware.threads import (
     quota_cores,
     rank_threads,
 )
-from elixir.kernels.adam.compiled import Combination, missing_compiler
+from elixir.kernels.adam.adam_rule import AdamOptions
+from elixir.kernels.adam.compiled_step import Combination, missing_compiler
 from elixir.kernels.adam.eager import fused_step
-from elixir.kernels.adam.moments import States, make_moments
+from elixir.kernels.adam.moments import MasterStates, make_moments
 from elixir.kernels.adam.native import build_kernel
-from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates
@@ -205,7 +205,7 @@ def _compiled() -> Callable[[], object]:
         pytest.skip(lacking)
     combination = Combination("cpu", torch.bfloat16, torch.bfloat16, "float32")
     kernel = build_kernel(combination, partial(subprocess.run, check=True))
-    states = States(torch.zeros(2**20), make_moments(2**20, "float32", "cpu"))
+    states = MasterStates(torch.zeros(2**20), make_moments(2**20, "float32", "cpu"))
     gradient = torch.ones_like(states.master, dtype=torch.bfloat16)
     return partial(kernel, gradient, states, states, torch.zeros_like(gradient), AdamOptions(), 1, 1.0, 0)
 

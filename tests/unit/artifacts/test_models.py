@@ -16,7 +16,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
-from elixir.models.shapes import describe, model_names
+from elixir.models.model_shape import describe, model_names
 from elixir.models.step import default_input, default_step
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
@@ -220,7 +220,7 @@ import sys
 from elixir.errors import InputError
 from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
-from elixir.models.shapes import describe, model_names
+from elixir.models.model_shape import describe, model_names
 assert len(model_names()) > 20 and describe("opt-175b").parameters > 174e9
 assert "transformers" not in sys.modules
 sys.modules["transformers"] = None

@@ -486,7 +486,7 @@ def test_checkpoint_takes_a_form_or_none(argv: str, form: str | None, model: str
 
 
 def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    from elixir.models.shapes import model_names
+    from elixir.models.model_shape import model_names
 
     out = run(capsys, "models")[1]
     record = json.loads(run(capsys, "models", "--json")[1])

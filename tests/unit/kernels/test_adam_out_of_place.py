@@ -15,11 +15,11 @@ import torch
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam import native, when_compiled
-from elixir.kernels.adam.compiled import Combination
-from elixir.kernels.adam.moments import States, make_moments
-from elixir.kernels.adam.of_class import Kept, can_step_like, step_like
-from elixir.kernels.adam.rule import AdamOptions
+from elixir.kernels.adam.adam_rule import AdamOptions
+from elixir.kernels.adam.compiled_step import Combination
+from elixir.kernels.adam.moments import MasterStates, make_moments
 from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
+from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,23 +50,23 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
 
 
-def states(numel: int, kind: str, seed: int, at: int = 0) -> States:
+def states(numel: int, kind: str, seed: int, at: int = 0) -> MasterStates:
     """Some states after a few steps; moments of more elements where these begin `at` a later one."""
     generator = torch.Generator().manual_seed(seed)
     master, moments = torch.randn(numel, generator=generator), make_moments(at + numel, kind)
     for number in (1, 2):
         adam_step(torch.randn(numel, generator=generator), master, None, moments, AdamOptions(), number, at=at)
-    return States(master, moments)
+    return MasterStates(master, moments)
 
 
-def copied(given: States, at: int) -> States:
+def copied(given: MasterStates, at: int) -> MasterStates:
     made = make_moments(at + given.master.numel(), given.moments.kind)
     for mine, theirs in zip(made.tensors(), given.moments.tensors(), strict=True):
         mine.copy_(theirs)
-    return States(given.master.clone(), made)
+    return MasterStates(given.master.clone(), made)
 
 
-def bits(given: States, weights: torch.Tensor | None = None) -> list[bytes]:
+def bits(given: MasterStates, weights: torch.Tensor | None = None) -> list[bytes]:
     tensors = (given.master, *given.moments.tensors(), *([] if weights is None else [weights]))
     return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
@@ -97,7 +97,7 @@ def test_the_kernel_has_the_bits_of_the_step_in_place(
 ) -> None:
     for numel in (1, 15, 16, 31, 32, 33, 1000, 4096, 10_007):
         both_ways(gradient_of(numel, gradient), kind, weight)
-    assert (background := when_compiled._progress[Combination("cpu", gradient, weight, kind)].background) is not None
+    assert (background := when_compiled._progress[Combination("cpu", gradient, weight, kind)].compiling) is not None
     assert background.step is not None  # it was the kernel, and no copy
 
 
@@ -139,7 +139,7 @@ def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_com
 
 def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
     both_ways(gradient_of(1000, torch.float32), "float32", None)
-    assert [each.background for each in when_compiled._progress.values()] == [None]
+    assert [each.compiling for each in when_compiled._progress.values()] == [None]
     assert absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
 
 

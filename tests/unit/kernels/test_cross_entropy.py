@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import elixir.kernels.model.cross_entropy as module
+import elixir.kernels.model.linear_cross_entropy as module
 from elixir.errors import InputError
-from elixir.kernels.model.cross_entropy import linear_cross_entropy, slice_columns
+from elixir.kernels.model.linear_cross_entropy import linear_cross_entropy, slice_columns
 
 TOKENS, FEATURES, CLASSES = 37, 24, 130
 

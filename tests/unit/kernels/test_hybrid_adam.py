@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import hybrid as implementation
+from elixir.kernels.adam import hybrid_adam as implementation
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHAPES = ((7, 5), (11,), (256, 257), ())

@@ -19,7 +19,7 @@ import elixir.tracer.trace
 import elixir.wrapper.module
 from elixir.errors import ElixirError, InputError, InputTypeError
 from elixir.kernels.model import registry
-from elixir.kernels.model.fused_modules import FusedKernels
+from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.kernels.model.registry import choose
 from elixir.wrapper import Debug, ElixirModule
 from tests.common.fused import language_case, train_with_plain

@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from elixir.errors import InputError, InputTypeError
-from elixir.kernels.adam import compiled as compiling
+from elixir.kernels.adam import compiled_step as compiling
 from elixir.kernels.adam import when_compiled
-from elixir.kernels.adam.compiled import Background
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_, adam_scalars
+from elixir.kernels.adam.compiled_step import CompiledStep
 from elixir.kernels.adam.eager import eager_step
-from elixir.kernels.adam.moments import Moments, States, make_moments, read_moments
-from elixir.kernels.adam.rule import AdamOptions, adam_, adam_scalars
+from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.optimizer_states import state_bytes
 
@@ -279,7 +279,7 @@ def step_once(numel: int, moments: Moments | None = None) -> None:
 def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("ELIXIR_COMPILE", "1")
-    monkeypatch.setattr(Background, "start", lambda self: started.append(self.name))
+    monkeypatch.setattr(CompiledStep, "start", lambda self: started.append(self.name))
     monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
     cost_s = when_compiled.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * when_compiled.SMALL_NUMEL["float32"]
     monkeypatch.setitem(when_compiled.COMPILE_COST_S, "cpu", cost_s)
@@ -306,7 +306,7 @@ def test_a_compiler_that_fails_is_said_once_and_changes_nothing(caplog: pytest.L
     def build(run: compiling.Run) -> compiling.Step:
         raise RuntimeError("it is broken")
 
-    background = Background("test", build)
+    background = CompiledStep("test", build)
     with caplog.at_level(logging.INFO, logger="elixir.kernels"):
         assert background.wait() is None
         assert background.wait() is None
@@ -315,7 +315,7 @@ def test_a_compiler_that_fails_is_said_once_and_changes_nothing(caplog: pytest.L
 
 
 def test_a_child_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    background = Background("test", lambda run: run(["sh", "-c", "echo no luck >&2; exit 1"]))
+    background = CompiledStep("test", lambda run: run(["sh", "-c", "echo no luck >&2; exit 1"]))
     with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
         assert background.wait(60) is None
     assert "no luck" in caplog.text
@@ -353,8 +353,8 @@ def test_the_variable_has_four_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_ends_at_once_while_a_child_compiles() -> None:
     """The child would sleep for ten minutes; ending the process ends it."""
     source = (
-        "import time\nfrom elixir.kernels.adam.compiled import Background\n"
-        "b = Background('test', lambda run: run(['sleep', '600']))\n"
+        "import time\nfrom elixir.kernels.adam.compiled_step import CompiledStep\n"
+        "b = CompiledStep('test', lambda run: run(['sleep', '600']))\n"
         "b.start()\nwhile b._process is None: time.sleep(0.01)\nprint(b._process.pid)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -372,9 +372,7 @@ def test_a_process_that_is_killed_leaves_neither_the_child_nor_its_compiler(numb
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     command = ["sh", "-c", f"exec > {pipe}; echo; sleep 100"]
-    source = (
-        f"from elixir.kernels.adam.compiled import Background\nBackground('test', lambda run: run({command})).wait()"
-    )
+    source = f"from elixir.kernels.adam.compiled_step import CompiledStep\nCompiledStep('test', lambda run: run({command})).wait()"
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
@@ -440,7 +438,7 @@ def test_what_torch_compiles_gives_eager_numbers() -> None:
             weights, gradients = recorded(numel, 20, torch.bfloat16)
             results = []
             for each in (step, lambda gradient, states, _, *rest: eager_step(gradient, states, *rest)):
-                states, out = States(weights.clone(), make_moments(numel, kind)), weights.bfloat16()
+                states, out = MasterStates(weights.clone(), make_moments(numel, kind)), weights.bfloat16()
                 with torch.no_grad():
                     for number, gradient in enumerate(gradients, 1):
                         each(gradient, states, states, out, AdamOptions(lr=1e-2, weight_decay=0.1), number, 0.5, 0)

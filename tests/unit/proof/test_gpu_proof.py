@@ -27,7 +27,7 @@ from benchmark.proof.memory import memory_cases
 from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.report import missing, verdicts
-from elixir.models.shapes import describe
+from elixir.models.model_shape import describe
 from tests.common.proof_rows import assert_early_states_are_kept_unless_clipped, memory_row, speed_row
 
 ROOT = Path(__file__).parents[3]

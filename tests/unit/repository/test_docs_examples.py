@@ -12,7 +12,7 @@ import torch
 
 from elixir.hardware.profile import preset
 from elixir.models.loading import build_shape
-from elixir.models.shapes import describe
+from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search

@@ -15,7 +15,7 @@ from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.models.activation_checkpointing import checkpointable_layers
 from elixir.models.loading import build_shape
-from elixir.models.shapes import describe
+from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir.errors import TraceError
-from elixir.tracer.meta_copy import meta_twin
+from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.trace import trace_step
 from tests.common.tracing import H200, cpu_trace, sum_step
 
@@ -117,7 +117,7 @@ def test_functions_that_hold_nothing_of_the_model_stay_what_they_are() -> None:
     run = lambda x: other(x)  # noqa: E731
     model = Tail()
     model.run, model.act = run, nn.functional.relu
-    twin = meta_twin(model, None).model
+    twin = meta_copy(model, None).model
     assert (twin.run, twin.act) == (run, nn.functional.relu)
 
 

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import meta_twin
-from elixir.tracer.operators import Arguments, OperatorCache, traits
-from elixir.tracer.order import UseOrder
+from elixir.tracer.meta_copy import meta_copy
+from elixir.tracer.operator_cache import Arguments, OperatorCache, traits
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.trace import trace_step
+from elixir.tracer.use_order import UseOrder
 from elixir.tracer.values.shadows import Shadows
 from tests.common.tracing import CPU, H200
 
@@ -76,7 +76,7 @@ def described(items: list[Any]) -> list[Any]:
 def recorder(cache: bool, hardware: Any = CPU) -> tuple[Recorder, Ledger]:
     target = target_for(hardware)
     ledger = Ledger(target.round_bytes)
-    order = UseOrder(meta_twin(nn.Linear(1, 1), None), ledger.log)
+    order = UseOrder(meta_copy(nn.Linear(1, 1), None), ledger.log)
     return Recorder(target, ledger, order, Shadows(ledger), None, cache), ledger
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
-from elixir.tracer import operators
+from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.attention import Attention
 from elixir.tracer.trace import trace_step
@@ -344,10 +344,10 @@ def test_attention_whose_heads_share_keys_costs_as_if_they_did_not(
         return 7 * sum(map(math.prod, shapes))
 
     if not takes_groups:
-        monkeypatch.setattr(operators, "_FORMULAS_TAKE_GROUPS", False)
-        for kernel in operators._QUERY_AT:
-            monkeypatch.setitem(operators.flop_registry, kernel, refuses)
-    elif not operators._formulas_take_groups():
+        monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
+        for kernel in operator_cache._QUERY_AT:
+            monkeypatch.setitem(operator_cache.flop_registry, kernel, refuses)
+    elif not operator_cache._formulas_take_groups():
         pytest.skip("this PyTorch does not take groups")
     flops = [attending(8, kv_heads).flops for kv_heads in (8, 2, 1)]
     assert flops[0] > 0

@@ -18,8 +18,8 @@ from elixir.errors import InputError, InputTypeError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.kernels import HybridAdam
+from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import make_moments, read_moments
-from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.models.step import default_step
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes

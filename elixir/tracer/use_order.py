@@ -23,7 +23,7 @@ from elixir.torch_private import (
     sequence_number,
     tree_leaves,
 )
-from elixir.tracer.meta_copy import Twin
+from elixir.tracer.meta_copy import MetaCopy
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class UseOrder:
         log: the ledger's, whose length says when something happened.
     """
 
-    def __init__(self, twin: Twin, log: Sized) -> None:
+    def __init__(self, twin: MetaCopy, log: Sized) -> None:
         self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
         self._parameters = twin.parameters
         self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}

@@ -11,10 +11,10 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.files import PathLike
+from elixir.kernels.adam.adam_rule import AdamOptions, check_step, group_options
 from elixir.kernels.adam.disk_states import DiskStates, chosen
 from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import Moments, make_moments
-from elixir.kernels.adam.rule import AdamOptions, check_step, group_options
 from elixir.kernels.adam.step import adam_step
 from elixir.memory_order import is_dense
 from elixir.optimizer_states import check_kind

@@ -12,10 +12,10 @@ import torch
 
 from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace
 from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
-from elixir.tracer.meta_copy import Twin
+from elixir.tracer.meta_copy import MetaCopy
 from elixir.tracer.optimizer_phase import OptimizerPhase
-from elixir.tracer.order import UseOrder
 from elixir.tracer.peaks import contributors, find_peaks, operator_name, samples
+from elixir.tracer.use_order import UseOrder
 from elixir.units import dtype_name
 
 
@@ -23,7 +23,7 @@ from elixir.units import dtype_name
 class Observed:
     """Facts of a trace apart from its ledger and its use order."""
 
-    twin: Twin
+    twin: MetaCopy
     model_name: str
     model_fingerprint: str
     device: str
@@ -105,7 +105,7 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
+def _parameters(twin: MetaCopy, order: UseOrder) -> tuple[ParamInfo, ...]:
     return tuple(
         ParamInfo(
             name=aliases[0],
@@ -143,7 +143,7 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
     )
 
 
-def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
+def _unused_modules(twin: MetaCopy, order: UseOrder) -> tuple[str, ...]:
     """Modules that hold parameters and neither ran nor had those parameters used by another module."""
     index = {parameter: position for position, parameter in enumerate(twin.parameters)}
     touched = {position for use in order.uses for position in use.parameters}

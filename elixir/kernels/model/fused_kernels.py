@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elixir.kernels.model.deferred import deferring_forward, deferring_layer, last_layer_of
-from elixir.kernels.model.registry import KINDS, Choice, Kernel, choose, wishes
+from elixir.kernels.model.deferred_logits import deferring_forward, deferring_layer, last_layer_of
+from elixir.kernels.model.registry import KINDS, ChosenKernel, Kernel, choose, wishes
 
 _PROBE_TOLERANCE = 1e-5
 
@@ -71,7 +71,7 @@ class FusedKernels:
         )
         return "fused kernels: " + ", ".join(parts) if self.counts else "no fused kernels"
 
-    def _fuse(self, module: nn.Module, choice: Choice, kernel: Kernel) -> bool:
+    def _fuse(self, module: nn.Module, choice: ChosenKernel, kernel: Kernel) -> bool:
         """Puts a kernel into a module if it takes one of this kind."""
         if choice.kind == "cross_entropy":
             layer = last_layer_of(module)
@@ -92,7 +92,7 @@ class FusedKernels:
         self._replaced.append((module, forward))
 
 
-def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
+def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if len(list(module.parameters())) != 1 or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return None
@@ -109,7 +109,7 @@ def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
     return MethodType(forward, module)
 
 
-def _layer_norm_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
+def _layer_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     if type(module) is not nn.LayerNorm or module.bias is None or len(module.normalized_shape) != 1:
         return None
     plain = nn.LayerNorm.forward
@@ -124,7 +124,7 @@ def _layer_norm_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> An
     return MethodType(forward, module)
 
 
-def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
+def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(layer, nn.Module) for layer in projections) or not _is_swiglu(module):
         return None
@@ -144,7 +144,7 @@ def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
     return MethodType(wraps(type(module).forward)(forward), module)
 
 
-def _rotary_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
+def _rotary_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     """The class's forward with another `apply_rotary_pos_emb` among its global names, for this instance alone."""
     plain = type(module).forward
     name = "apply_rotary_pos_emb"
@@ -163,7 +163,7 @@ def _rotary_forward(module: nn.Module, kernel: Kernel, choice: Choice) -> Any:
     return MethodType(wraps(plain)(forward), module)
 
 
-_FORWARDS: dict[str, Callable[[nn.Module, Kernel, Choice], Any]] = {
+_FORWARDS: dict[str, Callable[[nn.Module, Kernel, ChosenKernel], Any]] = {
     "layer_norm": _layer_norm_forward,
     "rms_norm": _rms_norm_forward,
     "rotary": _rotary_forward,

@@ -142,7 +142,7 @@ def _twin(function: Step) -> Step:
     return twin
 
 
-class Background:
+class CompiledStep:
     """A step that is compiled once, in the background.
 
     Args:

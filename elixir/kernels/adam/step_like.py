@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam.hybrid import HybridAdam, flat
-from elixir.kernels.adam.moments import Moments, States
-from elixir.kernels.adam.rule import group_options
+from elixir.kernels.adam.adam_rule import group_options
+from elixir.kernels.adam.hybrid_adam import HybridAdam, flat
+from elixir.kernels.adam.moments import MasterStates, Moments
 from elixir.kernels.adam.step import adam_step, adam_step_out_of_place
 
 
@@ -84,6 +84,6 @@ def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bo
     )
 
 
-def _states(kept: Kept) -> States:
+def _states(kept: Kept) -> MasterStates:
     moments = Moments("float32", flat(kept.state["exp_avg"]), flat(kept.state["exp_avg_sq"]))
-    return States(flat(kept.weights), moments)
+    return MasterStates(flat(kept.weights), moments)

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from elixir.torch_private import enter_autocast, exit_autocast
 from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.device.common.autocast import Autocast
-from elixir.tracer.values.unknowns import printable
+from elixir.tracer.values.unknown_number import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -34,7 +34,7 @@ from elixir.tracer.device.common.target import Target
 from elixir.tracer.operation_kinds import operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
-from elixir.tracer.values.unknowns import user_location
+from elixir.tracer.values.unknown_number import user_location
 
 aten = torch.ops.aten
 
