@@ -12,6 +12,7 @@ Nothing here is shared with `elixir.search.propose.original_elixir`, so that one
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -124,7 +125,7 @@ class OriginalRule:
         """Loads of chunks whose shard is on the host, and gradients that leave for states there."""
         world, chunks = self.setting.world_size, model.work.chunks
         required = [[c for c in used if not placement.resident[c]] for used in model.work.required]
-        loads = Schedule(required, self.depth).simulate(blocks).loads_by_chunk
+        loads = Counter(Schedule(required, self.depth).simulate(blocks).chunks)
         fetched = sum(
             times * chunks[c].bytes // world for c, times in loads.items() if not placement.weight_on_device[c]
         )

@@ -65,11 +65,6 @@ class ScheduleResult:
         """(position, chunk) of every load."""
         return tuple(zip(self.positions, self.chunks, strict=True))
 
-    @property
-    def loads_by_chunk(self) -> dict[int, int]:
-        """Loads per chunk, in order of chunk id."""
-        return dict(sorted(Counter(self.chunks).items()))
-
 
 @dataclass(frozen=True)
 class StepLoads:
@@ -86,10 +81,7 @@ class StepLoads:
 
 
 class EvictionPolicy:
-    """Names the victim: the chunk whose next use lies furthest away.
-
-    Two forms. `victim(position, residents, pinned)` keeps nothing between calls. `start()` gives a `CacheView` that
-    follows residents step by step and answers in constant time; both give the same answer.
+    """The order of uses, by which the chunk whose next use lies furthest away leaves first; see `CacheView`.
 
     The order is a row of *requests*, one for each chunk at each position, counted through all positions. A chunk that
     is never used again has a request after the end, so that of those the one with the highest id leaves first.
@@ -132,44 +124,16 @@ class EvictionPolicy:
                 found[len(chunks)] = len(last) - bisect_left(last, self.starts[position])
         return found
 
-    def next_use(self, chunk: int, position: int) -> int | None:
-        """First position from `position` on that requires `chunk`; None if no position does."""
-        request = self._request(chunk, position)
-        if request >= self.end:
-            return None
-        return bisect_left(self.starts, request + 1) - 1
-
-    def victim(self, position: int, residents: Iterable[int], pinned: Iterable[int] = ()) -> int | None:
-        """The resident to evict at `position`, or None where all are pinned.
-
-        Next uses count from `position` on, its own requirements included. Chunks the order does not know leave first.
-        """
-        kept = frozenset(pinned)
-        return max(
-            (chunk for chunk in residents if chunk not in kept),
-            key=lambda chunk: (self._request(chunk, position), chunk),
-            default=None,
-        )
-
     def start(self) -> CacheView:
         """An empty cache at the start of the order."""
         return CacheView(self)
-
-    def _request(self, chunk: int, position: int) -> int:
-        request = self.first_request.get(chunk)
-        if request is None:
-            return self.end + len(self.requested) + chunk
-        begin = self.starts[min(position, len(self.required))]
-        while request < begin:
-            request = self.next_request[request]
-        return request
 
 
 class CacheView:
     """The chunks that lie in blocks while the order is walked, ready to name a victim at once.
 
     Residents are the bits of an integer at the requests of their next uses: the furthest is the highest bit. Only for
-    chunks that the order knows; a runtime that has fetched another asks `EvictionPolicy.victim`.
+    chunks that the order knows.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -208,6 +172,9 @@ class CacheView:
 
 class Schedule:
     """One recorded order, ready to be simulated with any number of blocks.
+
+    >>> Schedule([[0], [1, 2], [3], [3], [1, 2], [0]]).simulate(blocks=2).loads
+    6
 
     While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks needed
     after it. A window that fits can always be loaded, so prefetch cannot deadlock.
@@ -371,12 +338,3 @@ def required_chunks(
     if residents:
         required = [tuple(chunk for chunk in chunks if chunk not in residents) for chunks in required]
     return tuple(required)
-
-
-def simulate(required: Sequence[Sequence[int]], blocks: int, prefetch_depth: int = 0) -> ScheduleResult:
-    """Loads of one step with `blocks` rCache blocks; `TooFewBlocksError` where a position needs more.
-
-    >>> simulate([[0], [1, 2], [3], [3], [1, 2], [0]], blocks=2).loads
-    6
-    """
-    return Schedule(required, prefetch_depth).simulate(blocks)

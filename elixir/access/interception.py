@@ -59,6 +59,13 @@ _DATA = torch.Tensor.data
 _TUPLE_ITERATOR = type(iter(()))
 
 
+def _plain_copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    if id(parameter) not in memo:
+        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    copied: nn.Parameter = memo[id(parameter)]
+    return copied
+
+
 class TrackedParameter(nn.Parameter):
     """A parameter that tells its listener before a torch function reads it."""
 
@@ -79,10 +86,7 @@ class TrackedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values, which must be at hand."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return _plain_copy(self, memo)
 
 
 class CountedParameter(nn.Parameter):
@@ -107,10 +111,7 @@ class CountedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return _plain_copy(self, memo)
 
 
 class TrackedView(torch.Tensor):

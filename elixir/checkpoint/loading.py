@@ -34,7 +34,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step.user_optimizer import take_options
-from elixir.wrapper.training_states import SCALE_SUFFIX, SavedStates, SmallStates, TrainingStates
+from elixir.wrapper.training_states import SCALE_SUFFIX, SavedStates, SmallStates, StateForm, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -430,30 +430,18 @@ class CheckpointStates(SavedStates):
         codes = self._saved.index.tensors.get(f"{kind.removesuffix(SCALE_SUFFIX)}/{name}")
         return kind.endswith(SCALE_SUFFIX) and codes is not None and codes.block_numel is not None
 
-    def kinds(self, name: str) -> Collection[str]:
+    def forms(self, name: str) -> Mapping[str, StateForm]:
         """See `SavedStates`."""
-        return self._kinds.get(name, ())
-
-    def dtype(self, kind: str, name: str) -> torch.dtype:
-        """See `SavedStates`."""
-        return self._tensor(kind, name).torch_dtype
-
-    def has_codes(self, kind: str, name: str) -> bool:
-        """See `SavedStates`."""
-        return self._tensor(kind, name).block_numel is not None
-
-    def order(self, kind: str, name: str) -> Order | None:
-        """See `SavedStates`."""
-        return self._tensor(kind, name).order
+        saved = {kind: self._saved.index.tensors[f"{kind}/{name}"] for kind in self._kinds.get(name, ())}
+        return {
+            kind: StateForm(each.torch_dtype, each.order, each.block_numel is not None) for kind, each in saved.items()
+        }
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
         if name not in self._names:
             return SmallStates()
         return SmallStates(self._saved.index.steps.get(name), self._saved.scalars(name))
-
-    def _tensor(self, kind: str, name: str) -> SavedTensor:
-        return self._saved.index.tensors[f"{kind}/{name}"]
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
         """See `SavedStates`."""
@@ -485,7 +473,7 @@ class CheckpointStates(SavedStates):
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
         """Fills a stretch of a parameter's weights, or their masters; a note where they are rounded."""
         self.fill("weight", name, start, out)
-        saved = self.dtype("weight", name)
+        saved = self._saved.index.tensors[f"weight/{name}"].torch_dtype
         if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):
             return {f"weights saved in {dtype_name(saved)} are rounded to {dtype_name(out.dtype)}"}
         return set()

@@ -317,6 +317,11 @@ class Engine:
         """Every rank's `value`, in order of rank, after what the network is doing; see `Group.exchange`."""
         return self.lanes.network.ask(lambda: self.group.exchange(what, value))
 
+    def chunks_by_use(self) -> list[Chunk]:
+        """The chunks in the order in which the next forward asks for them; those that it never uses come last."""
+        used = dict.fromkeys(index for use in self.plan.order for index in sorted(use.chunks))
+        return [self.chunks[index] for index in dict.fromkeys([*used, *range(len(self.chunks))])]
+
     def holds_gradients(self) -> bool:
         """Whether this rank has gradients that no step or `zero_grad` has cleared."""
         ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)

@@ -46,19 +46,7 @@ from elixir.wrapper.weights_io.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
-PUBLIC = (
-    "module",
-    "plan",
-    "device",
-    "last_report",
-    "gathered",
-    "rehome",
-    "no_sync",
-    "clip_grad_norm_",
-    "settle",
-    "release",
-    "close",
-)
+PUBLIC = "module plan device last_report gathered rehome no_sync clip_grad_norm_ settle release close".split()
 """Names of an `ElixirModule` that are not `torch.nn.Module`'s. All others are looked up in the model."""
 
 

@@ -6,7 +6,7 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,9 @@ from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, StateTensor, small_states
+from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, StateForm, StateTensor, small_states
 
-__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "TrainingStates"]
+__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "StateForm", "TrainingStates"]
 
 _COPIES = "copies for a checkpoint"
 WEIGHT = "weight"
@@ -67,7 +67,11 @@ class ChunkStates:
 
     def tensors(self) -> list[StateTensor]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""
-        found = list(self._weights())
+        memory, stored = self._weights_of_then, self.chunk.stored
+        found = [
+            StateTensor(WEIGHT, held, memory[held.part], held.slot.order, MASTERS, held.part.start, stored)
+            for held in self.chunk.held.values()
+        ]
         for states in self._states_of_then:
             found += states.tensors()
         return found
@@ -78,12 +82,6 @@ class ChunkStates:
         for states in self._states_of_then:
             found |= small_states(states)
         return found
-
-    def _weights(self) -> Iterator[StateTensor]:
-        memory, stored = self._weights_of_then, self.chunk.stored
-        for held in self.chunk.held.values():
-            where = MASTERS, held.part.start, stored
-            yield StateTensor(WEIGHT, held, memory[held.part], held.slot.order, *where)
 
     @property
     def target(self) -> torch.Tensor:
@@ -170,13 +168,8 @@ class TrainingStates:
 
     def chunks(self, *, frozen: bool = True) -> list[ChunkStates]:
         """The chunks, in the order in which they are updated next; without `frozen` only those that are trained."""
-        first: dict[int, int] = {}
-        for position, use in enumerate(self.plan.order):
-            for index in use.chunks:
-                first.setdefault(index, position)
-        ordered = sorted(self._engine.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
         found = []
-        for chunk in ordered:
+        for chunk in self._engine.chunks_by_use():
             if frozen or chunk.plan.trainable:
                 shards = [stepper.shards[chunk.index] for stepper in self._steppers.values() if chunk.plan.trainable]
                 found.append(ChunkStates(chunk, shards))
@@ -192,18 +185,11 @@ class TrainingStates:
     def aliases(self) -> dict[str, str]:
         """Other names of tied parameters and buffers -> their first name."""
         first: dict[int, str] = {}
-        found: dict[str, str] = {}
-        for names in (
-            self._model.named_parameters(remove_duplicate=False),
-            self._model.named_buffers(remove_duplicate=False),
-        ):
-            for name, tensor in names:
-                known = first.setdefault(id(tensor), name)
-                if known != name:
-                    found[name] = known
-        persistent = set(self.buffers())
-        parameters = self.parameters()
-        return {name: target for name, target in found.items() if target in persistent or target in parameters}
+        saved = {*self.buffers(), *self.parameters()}
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        named = [*parameters, *self._model.named_buffers(remove_duplicate=False)]
+        targets = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+        return {name: target for name, target in targets.items() if name != target and target in saved}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each once."""

@@ -20,7 +20,7 @@ from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options
 from elixir.wrapper.step.segments import Arrived, Segment
-from elixir.wrapper.step.states import BY_CLASS, MakeMemory, SavedStates, States, StateTensor, kept_dtype, other_form
+from elixir.wrapper.step.states import BY_CLASS, MakeMemory, SavedStates, StateForm, States, StateTensor
 
 _ALIGNED_NUMEL = 16
 """Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
@@ -222,8 +222,8 @@ class ClassStates(States):
         if self._extent is not None:
             saved.filled()  # regions that are made may move the others in memory
             for segment in self.segments:
-                for kind in saved.kinds(segment.name):
-                    self._new(kind, segment, kept_dtype(saved, kind, segment))
+                for kind, form in saved.forms(segment.name).items():
+                    self._new(kind, segment, form.dtype_in(segment))
         for segment in self.segments:
             notes |= self._load(segment, saved)
         saved.filled()  # states that were made here may be moved now
@@ -234,8 +234,8 @@ class ClassStates(States):
 
     def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
         name, made, group = segment.name, self.state_of(segment), self.optimizer.param_groups[segment.group]
-        kinds, small = saved.kinds(name), saved.small(name)
-        if not kinds and small.step is None and not small.others:
+        forms, small = saved.forms(name), saved.small(name)
+        if not forms and small.step is None and not small.others:
             self._reset(segment)
             return set()
         notes: set[str] = set()
@@ -244,14 +244,14 @@ class ClassStates(States):
             count = made.get("step")
             own = count if isinstance(count, torch.Tensor) else _new_count(segment, group)
             state["step"] = own.fill_(float(small.step))
-        for kind in kinds:
-            if saved.is_held(kind, name):
+        for kind, form in forms.items():
+            if form.is_held:
                 state[kind] = _take(saved.held(kind, name), made.get(kind), segment)
-                continue
-            state[kind] = self._filled(kind, segment, saved)
-            wanted = kept_dtype(saved, kind, segment)
-            if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
-                notes |= other_form(saved, name, dtype_name(wanted), kind)
+            else:
+                state[kind] = self._filled(kind, segment, saved, form)
+                mine = dtype_name(form.dtype_in(segment))
+                if form.name != mine:
+                    notes.add(form.rounded_to(mine))
         device = _counts_on(segment, group)
         for kind, value in small.others.items():
             found = value if small.are_live else scalar_state(value)
@@ -270,8 +270,8 @@ class ClassStates(States):
             if isinstance(value, torch.Tensor):
                 value.zero_()
 
-    def _filled(self, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
-        mine = self._to_fill(kind, segment, saved)
+    def _filled(self, kind: str, segment: Segment, saved: SavedStates, form: StateForm) -> torch.Tensor:
+        mine = self._to_fill(kind, segment, form)
         if order_of(mine.shape, mine.stride()) == segment.order:
             saved.fill(kind, segment.name, segment.first, flattened(mine.detach(), segment.order))
         else:
@@ -281,15 +281,14 @@ class ClassStates(States):
             mine.copy_(shaped(flat, mine.shape, segment.order))
         return mine
 
-    def _to_fill(self, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
+    def _to_fill(self, kind: str, segment: Segment, form: StateForm) -> torch.Tensor:
         """The state that the class has made if it is one to go on with, otherwise another."""
-        weights, wanted, made = segment.weights, kept_dtype(saved, kind, segment), self.state_of(segment).get(kind)
+        weights, wanted, made = segment.weights, form.dtype_in(segment), self.state_of(segment).get(kind)
         fits = isinstance(made, torch.Tensor) and (made.shape, made.dtype) == (weights.shape, wanted)
         if isinstance(made, torch.Tensor) and fits and is_dense(made.shape, made.stride()):
             return made
-        order = saved.order(kind, segment.name)
-        if weights is segment.source and order != segment.order:  # as plain PyTorch, which keeps what is loaded
-            return shaped(weights.new_zeros(weights.numel(), dtype=wanted), weights.shape, order)
+        if weights is segment.source and form.order != segment.order:  # plain PyTorch, too, keeps the order it loads
+            return shaped(weights.new_zeros(weights.numel(), dtype=wanted), weights.shape, form.order)
         return self._new(kind, segment, wanted)
 
     def _new(self, kind: str, segment: Segment, dtype: torch.dtype) -> torch.Tensor:

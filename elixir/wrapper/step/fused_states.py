@@ -27,8 +27,6 @@ from elixir.wrapper.step.states import (
     SavedStates,
     States,
     StateTensor,
-    changed_form,
-    other_form,
 )
 
 _MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
@@ -267,7 +265,7 @@ class FusedStates(States):
     def load(self, saved: SavedStates) -> set[str]:
         """See `States`. Moments in another form are rounded to the nearest (`write_moments`)."""
         notes: set[str] = set()
-        wanted = [segment for segment in self.segments if saved.kinds(segment.name)]
+        wanted = [segment for segment in self.segments if saved.forms(segment.name)]
         for tensor in self.moments.tensors() if wanted or self._moments is not None else ():
             tensor.zero_()
         self._steps.clear()
@@ -278,12 +276,13 @@ class FusedStates(States):
 
     def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
         moments, name, first, part = self.moments, segment.name, segment.first, segment.part
+        forms = saved.forms(name)
         if self._kind != "8bit":
             for kind in ADAM_KINDS:
                 saved.fill(kind, name, first, getattr(moments, kind)[part])
-            return other_form(saved, name, self._kind)
+            return set() if forms["exp_avg"].name == self._kind else {forms["exp_avg"].rounded_to(self._kind)}
         order = segment.slot.order
-        if all(saved.has_codes(kind, name) and saved.order(kind, name) == order for kind in ADAM_KINDS):
+        if all(forms[kind].has_codes and forms[kind].order == order for kind in ADAM_KINDS):
             for kind in ADAM_KINDS:
                 saved.fill(kind, name, first, getattr(moments, kind)[part])
                 scales = getattr(moments, kind + SCALE_SUFFIX)[_blocks(segment)]
@@ -295,7 +294,7 @@ class FusedStates(States):
                 saved.fill(kind, name, first + begin - part.start, values)
             saved.filled()
             write_moments(moments, begin, *(values.to(moments.exp_avg.device) for values in pair))
-        return {changed_form(dtype_name(saved.dtype("exp_avg", name)), "8bit")}
+        return {forms["exp_avg"].rounded_to(self._kind)}
 
 
 def _part(run: list[Segment]) -> slice:

@@ -38,11 +38,6 @@ def each_norm(
     return [norm for norm in norms if norm is not None]
 
 
-def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
-    """The 2-norm of all elements of all `gradients`; see `each_norm` and `norm_of_norms`."""
-    return norm_of_norms(each_norm(gradients, threads))
-
-
 def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of tensors with these `norms`, in their dtype; of none it is 0.
 

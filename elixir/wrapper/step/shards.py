@@ -93,12 +93,7 @@ class Shards:
         self._left.clear()
 
     def _make_shards(self) -> None:
-        plan = self._engine.plan
-        first: dict[int, int] = {}
-        for position, use in enumerate(plan.order):
-            for index in use.chunks:
-                first.setdefault(index, position)
-        for chunk in sorted(self._engine.chunks, key=lambda each: (first.get(each.index, len(first)), each.index)):
+        for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
                 with chunk.at_hand(alone=self._user.begins_with_states):
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -108,37 +108,54 @@ class SmallStates:
     """Whether `others` are as the optimizer keeps them instead."""
 
 
+class StateForm(NamedTuple):
+    """The form in which an elementwise state of a parameter is saved."""
+
+    dtype: torch.dtype
+    """That of its codes if it has any."""
+    order: Order | None
+    """The order of its elements, whatever the order in which the parameter has them here."""
+    has_codes: bool = False
+    """Whether it is saved as codes of 8 bits."""
+    is_held: bool = False
+    """Whether `SavedStates.held` gives it, so that it goes on in its dtype; otherwise `SavedStates.fill` copies it."""
+
+    @property
+    def name(self) -> str:
+        """The form in words: a dtype, or 8bit."""
+        return "8bit" if self.has_codes else dtype_name(self.dtype)
+
+    def rounded_to(self, mine: str) -> str:
+        """The note on a state that is kept in the form `mine` here."""
+        return f"moments saved in {self.name} are kept in {mine} here, to the nearest value"
+
+    def dtype_in(self, segment: Segment) -> torch.dtype:
+        """The dtype in which the state goes on: its own if held, otherwise at least as wide as that of the weights."""
+        if self.is_held:
+            return self.dtype
+        weights = segment.weights.dtype
+        narrow = self.dtype.is_floating_point and self.dtype.itemsize < weights.itemsize
+        return weights if narrow or self.has_codes else self.dtype
+
+
 class SavedStates(Protocol):
-    """States to go on from, by parameter. An implementation inherits from it."""
+    """Saved states to go on from, by parameter. An implementation inherits from it."""
 
-    def kinds(self, name: str) -> Collection[str]:
-        """Elementwise states of a parameter, scales of codes not among them; none where it has no state."""
-
-    def dtype(self, kind: str, name: str) -> torch.dtype:
-        """In which a state is saved; that of its codes where it has any."""
-
-    def has_codes(self, kind: str, name: str) -> bool:
-        """Whether it is saved as codes of 8 bits."""
-
-    def order(self, kind: str, name: str) -> Order | None:
-        """In which its elements lie, whatever the order in which the parameter has them here."""
+    def forms(self, name: str) -> Mapping[str, StateForm]:
+        """The elementwise states of a parameter by kind, without the scales of codes; empty if it has no state."""
 
     def small(self, name: str) -> SmallStates:
-        """Its other states."""
+        """The other states of a parameter."""
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """Has `out`, flat, filled with the elements from `start` on, in the order in which the parameter has them here,
-        and in its dtype; codes only into their own. It is after `filled`."""
+        """Begins to fill `out`, flat, with the elements from `start` on, in the order in which the parameter has them
+        here and in the dtype of `out`; codes only in their own dtype. `filled` ends it."""
 
     def filled(self) -> None:
         """Waits for all that `fill` has begun; raises what went wrong with it."""
 
-    def is_held(self, kind: str, name: str) -> bool:
-        """Whether the state goes on as it is, in its dtype, by `held`; otherwise `fill` copies it."""
-        return False
-
     def held(self, kind: str, name: str) -> torch.Tensor:
-        """The elements of this rank, flat, in memory that the caller may keep; where `is_held`."""
+        """The elements of this rank, flat, in memory that the caller may keep; only if `StateForm.is_held`."""
         raise StateError(f"state {kind!r} of {name} is not held")
 
 
@@ -312,21 +329,13 @@ class MovedStates(SavedStates):
                 self._found.setdefault(each.name, {})[each.kind] = each
         return self._found.get(name, {})
 
-    def kinds(self, name: str) -> Collection[str]:
+    def forms(self, name: str) -> Mapping[str, StateForm]:
         """See `SavedStates`."""
-        return [kind for kind, each in self._tensors(name).items() if each.width == 1]
-
-    def dtype(self, kind: str, name: str) -> torch.dtype:
-        """See `SavedStates`."""
-        return self._tensors(name)[kind].tensor.dtype
-
-    def has_codes(self, kind: str, name: str) -> bool:
-        """See `SavedStates`."""
-        return self._tensors(name)[kind].has_codes
-
-    def order(self, kind: str, name: str) -> Order | None:
-        """See `SavedStates`."""
-        return self._tensors(name)[kind].order
+        return {
+            kind: StateForm(each.dtype, each.order, each.has_codes, each.keeps_dtype)
+            for kind, each in self._tensors(name).items()
+            if each.width == 1
+        }
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`; what is a tensor stays one."""
@@ -347,10 +356,6 @@ class MovedStates(SavedStates):
         first = start - each.first
         out.copy_(each.in_chunk(values)[first : first + out.numel()])
 
-    def is_held(self, kind: str, name: str) -> bool:
-        """See `SavedStates`."""
-        return self._tensors(name)[kind].keeps_dtype
-
     def held(self, kind: str, name: str) -> torch.Tensor:
         """See `SavedStates`."""
         each = self._tensors(name)[kind]
@@ -358,23 +363,3 @@ class MovedStates(SavedStates):
 
     def filled(self) -> None:
         """See `SavedStates`; `fill` waits."""
-
-
-def kept_dtype(saved: SavedStates, kind: str, segment: Segment) -> torch.dtype:
-    """The dtype in which a state goes on: its own if it is held, otherwise one with no fewer bits than the weights."""
-    dtype, weights = saved.dtype(kind, segment.name), segment.weights
-    if saved.is_held(kind, segment.name):
-        return dtype
-    narrow = dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize
-    return weights.dtype if narrow or saved.has_codes(kind, segment.name) else dtype
-
-
-def other_form(saved: SavedStates, name: str, mine: str, kind: str = "exp_avg") -> set[str]:
-    """The note on a state that was saved in another form than it is kept in here; none if it was not."""
-    form = "8bit" if saved.has_codes(kind, name) else dtype_name(saved.dtype(kind, name))
-    return set() if form == mine else {changed_form(form, mine)}
-
-
-def changed_form(form: str, mine: str) -> str:
-    """The note on moments that change their form."""
-    return f"moments saved in {form} are kept in {mine} here, to the nearest that it has"

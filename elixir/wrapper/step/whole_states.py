@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ import torch
 from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
-from elixir.memory_order import Order, is_dense, order_of
+from elixir.memory_order import is_dense, order_of
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, small_states
+from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, StateForm, small_states
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import take_options
 
@@ -141,27 +141,15 @@ class _GivenStates(SavedStates):
         shape = self._slots[name].shape
         return isinstance(value, torch.Tensor) and value.shape == shape
 
-    def kinds(self, name: str) -> Collection[str]:
+    def forms(self, name: str) -> Mapping[str, StateForm]:
         """See `SavedStates`."""
-        return [
-            kind
+        return {
+            kind: StateForm(
+                value.dtype, order_of(value.shape, value.stride()) if is_dense(value.shape, value.stride()) else None
+            )
             for kind, value in self._state.get(name, {}).items()
             if kind != "step" and self._elementwise(name, value)
-        ]
-
-    def dtype(self, kind: str, name: str) -> torch.dtype:
-        """See `SavedStates`."""
-        found: torch.dtype = self._state[name][kind].dtype
-        return found
-
-    def has_codes(self, kind: str, name: str) -> bool:
-        """See `SavedStates`."""
-        return False
-
-    def order(self, kind: str, name: str) -> Order | None:
-        """See `SavedStates`."""
-        value = self._state[name][kind]
-        return order_of(value.shape, value.stride()) if is_dense(value.shape, value.stride()) else None
+        }
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""

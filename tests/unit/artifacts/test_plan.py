@@ -12,7 +12,7 @@ from elixir.errors import ArtifactError
 from elixir.optimizer_states import moments_size
 from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
 from elixir.plan.plan import Plan
-from elixir.schedule import simulate
+from elixir.schedule import Schedule
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
@@ -146,6 +146,6 @@ def test_a_plans_own_schedule_leaves_out_residents_and_keeps_pins() -> None:
     )
     schedule = plan.schedule()
     assert schedule.policy.required == ((0,), (0,), (0, 2))
-    assert schedule.simulate(2) == simulate([[0], [0], [0, 2]], 2)
+    assert schedule.simulate(2) == Schedule([[0], [0], [0, 2]]).simulate(2)
     with pytest.raises(ValueError, match="block_count"):
         dataclasses.replace(plan, block_count=1)

@@ -48,7 +48,7 @@ def test_moments_of_another_kind_are_rounded_once(theirs: str, mine: str, tmp_pa
         run.train(1)
         loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
         assert not loaded.exact
-        assert f"moments saved in {theirs} are kept in {mine} here, to the nearest that it has" in loaded.notes
+        assert f"moments saved in {theirs} are kept in {mine} here, to the nearest value" in loaded.notes
         assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
         found = run.optimizer.state_dict()["state"]
         with open_checkpoint(tmp_path / "run") as saved:
