@@ -251,7 +251,7 @@ class _Loading:
             optimizer = self.states.optimizers[name]
             said = self._saved.decoded(self._index.optimizers[saved_name], f"optimizers.{saved_name}")
             saved_class = said.get("class") if isinstance(said, dict) else None
-            mine = self.states.said_of(name)["class"]
+            mine = self.states.optimizer_values(name)["class"]
             if saved_class != mine and not (saved_class in _ADAMS and mine in _ADAMS):
                 raise CheckpointMismatch(
                     f"{self._folder}: {saved_name!r} was a {saved_class}, {name!r} is a {mine}, whose states "
@@ -396,7 +396,7 @@ class _Loading:
                 if states.names_of(group) == names:
                     take_options(group, options)
         for name, said in values["optimizers"].items():
-            states.load_said(name, said)
+            states.load_optimizer_values(name, said)
         scaled = states.loss_scale_state() is not None
         if scaled and values["loss_scale"] is not None:
             states.load_loss_scale(values["loss_scale"])

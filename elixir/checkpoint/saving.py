@@ -458,7 +458,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
             data, found = encode(group, f"param_groups.{name}[{number}]")
             groups.append(SavedGroup(name, names, data))
             tensors |= found
-        optimizers[name] = states.said_of(name)
+        optimizers[name] = states.optimizer_values(name)
     rank_values, own = encoded(user.rank_values, f"[{rank}]")
     rng, found = encode(rng_state(states.device), f"rng[{rank}]")
     plan = states.plan

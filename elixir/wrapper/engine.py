@@ -93,7 +93,7 @@ class AnyStepper(Protocol):
 
 
 class Engine:
-    """One plan at work on one model, which it is put under by `take_up`.
+    """One plan at work on one model, which it is put under by `install`.
 
     Args:
         model: the model inside of the wrapper.
@@ -158,7 +158,7 @@ class Engine:
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
-    def take_up(self, plan: Plan, build: Build) -> None:
+    def install(self, plan: Plan, build: Build) -> None:
         """Puts the model under a plan. If that fails it does so on all ranks, and `chunks` are those that have the
         weights."""
         self.plan, self.arena = plan, Arena(self.device)
@@ -217,7 +217,7 @@ class Engine:
         )
 
     @property
-    def has_taken_up(self) -> bool:
+    def has_plan(self) -> bool:
         """Whether the plan could be taken up to its end."""
         return "uses" in vars(self)
 
@@ -231,7 +231,7 @@ class Engine:
             if type(slot.parameter) in (nn.Parameter, CountedParameter)
         ]
 
-    def put_down(self) -> None:
+    def uninstall(self) -> None:
         """Takes everything off the model; the chunks keep their memory, and parameters point to it."""
         for parameter, _ in self._counted():
             parameter.__class__ = nn.Parameter
@@ -242,9 +242,9 @@ class Engine:
         while self._handles:
             self._handles.pop().remove()
 
-    def give_up_memory(self) -> None:
-        """`put_down`, and give up all memory but that of the chunks, and that through which states on a disk pass."""
-        self.put_down()
+    def release_memory(self) -> None:
+        """`uninstall`, and give up all memory but that of the chunks, and that through which states on a disk pass."""
+        self.uninstall()
         for kind in (STAGING, SUMMANDS):
             self.host_buffers.drop(kind)
         for name in ("cache", "uses", "gradients"):  # not all are there where making them has failed
@@ -253,10 +253,10 @@ class Engine:
     def change_plan(self, plan: Plan, build: Build) -> None:
         """Replaces this plan by another."""
         self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
-        self.give_up_memory()  # before there is new
-        self.take_up(plan, build)
+        self.release_memory()  # before there is new
+        self.install(plan, build)
 
-    def plan_changed(self) -> None:
+    def plan_installed(self) -> None:
         """Optimizers have taken over their states, too: nobody needs extents of the plan before any more."""
         leaving, self.leaving = self.leaving, {}
         for index, states in leaving.items():
@@ -477,7 +477,7 @@ class Engine:
 
     def end(self) -> bool:
         """Nothing may run from here on; weights can still be had. Whether the other ranks can be asked for theirs."""
-        if not self.has_taken_up:  # nothing has been begun under it
+        if not self.has_plan:  # nothing has been begun under it
             self.phase.close()
             return not self.group.is_broken
         together = not (self.phase.in_backward or self.cache.is_disturbed)
@@ -489,7 +489,7 @@ class Engine:
 
     def stop(self) -> None:
         """Takes everything off the model and stops the lanes."""
-        self.put_down()
+        self.uninstall()
         try:
             self._stop_lanes()
         finally:

@@ -1,4 +1,4 @@
-"""`LossScale`: what the loss is multiplied by, so that small gradients are not lost in float16."""
+"""`LossScale`: the factor of the loss that keeps small gradients from being lost in float16."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from elixir.errors import InputError
 
 SMALLEST = 1.0
-"""Overflows do not bring it below this: what overflows unscaled is no matter of scale."""
+"""Overflows do not bring the scale below this: a loss that overflows unscaled is not a matter of scale."""
 
 
 class LossScale:
-    """Halved where gradients overflowed, doubled after enough steps without; 1 with every other dtype.
+    """A factor that is halved when gradients overflow and doubled after enough steps without; 1 outside of float16.
 
-    One for all optimizers of a module, since each backward makes gradients for all of them. They may step at different
-    times and the scale may change in between, so each remembers by which scale its gradients were made.
+    All optimizers of a module share it, since each backward makes gradients for all of them. They may step at different
+    times and the scale may change in between, so each remembers the scale of its gradients.
 
     Args:
-        used: whether there is any scaling.
-        initial: to begin with.
+        used: whether losses are scaled at all.
+        initial: the first scale.
         growth_interval: steps without overflow after which it doubles.
 
     Raises:
@@ -38,14 +38,14 @@ class LossScale:
         self._good_steps = 0
 
     def state(self) -> dict[str, float | int]:
-        """Everything that `load` goes on from."""
+        """The values that `load` restores."""
         return {"value": self.value, "good_steps": self._good_steps, "growth_interval": self._growth_interval}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave.
+        """Restores what `state` returned.
 
         Raises:
-            InputError: it is something else.
+            InputError: `state` is something else.
         """
         try:
             loaded = LossScale(True, float(state["value"]), int(state["growth_interval"]))
@@ -54,15 +54,16 @@ class LossScale:
             raise InputError(f"not the state of a loss scale: {error}") from None
         self.value, self._growth_interval, self._good_steps = loaded.value, loaded._growth_interval, good_steps
 
-    def stepped(self, made_by: float) -> None:
-        """Gradients that a scale of `made_by` had made were finite; of a smaller scale they tell nothing."""
-        if made_by < self.value:
+    def stepped(self, grad_scale: float) -> None:
+        """Counts a step whose gradients, of loss scale `grad_scale`, were finite. A smaller scale proves nothing."""
+        if grad_scale < self.value:
             return
         self._good_steps += 1
         if self.used and self._good_steps % self._growth_interval == 0:
             self.value *= 2
 
-    def overflowed(self, made_by: float) -> None:
-        """Gradients that a scale of `made_by` had made were not finite. Said twice of one backward, it counts once."""
-        self.value = min(self.value, max(made_by / 2, SMALLEST))
+    def overflowed(self, grad_scale: float) -> None:
+        """Halves the scale: gradients of loss scale `grad_scale` were not finite. Two calls for one backward count
+        once."""
+        self.value = min(self.value, max(grad_scale / 2, SMALLEST))
         self._good_steps = 0

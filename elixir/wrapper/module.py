@@ -141,7 +141,7 @@ class ElixirModule(nn.Module):
             undone.push(partial(_undo, self._origins, engine))
             kept = self._cast if follow else None
             with engine.window.file.attempting("the model is as it came"):
-                engine.take_up(made, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
+                engine.install(made, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
             if self._fused.counts:
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
@@ -294,7 +294,7 @@ class ElixirModule(nn.Module):
             with engine.group.together("move its optimizer states"):
                 for stepper in engine.steppers:
                     stepper.take_states()
-            engine.plan_changed()
+            engine.plan_installed()
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
         self._shared_weights.attach(engine)
         self._account.another_plan()
@@ -450,7 +450,7 @@ class ElixirModule(nn.Module):
         engine = self._engine
         if engine.phase.closed:
             return
-        if engine.has_taken_up:
+        if engine.has_plan:
             engine.uses.refuse_inside("close()")
             if engine.uses.gathered:
                 raise InputError("close() is for outside of gathered(); leave it first")

@@ -65,14 +65,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
-        moving = check_optimizer(optimizer, module.plan.moments)
+        changing = check_optimizer(optimizer, module.plan.moments)
         asked_threads = check_host_threads(host_threads)
         scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = False
         self._skipped = False
         self.module = module
         self._engine = engine = engine_of(module)
-        self._given = optimizer
+        self._user_optimizer = optimizer
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self._stepper = Stepper(
             engine,
@@ -80,7 +80,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             lambda: self.param_groups,
             max_norm=max_norm or 0.0,
             host_threads=asked_threads,
-            moving=moving,
+            changing=changing,
         )
         engine.loss_scale = scale
         engine.steppers.append(self._stepper)
@@ -97,7 +97,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         With several ranks all must call them.
         """
-        given = vars(self).get("_given")
+        given = vars(self).get("_user_optimizer")
         if name in MODES and callable(getattr(given, name, None)):
             return torch.no_grad()(partial(self._stepper.rewrite, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -276,7 +276,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._skipped = not self._stepper.step()
         if not self._skipped:
             # A scheduler that was built over the optimizer given reads there whether it is called after a step.
-            self._given._opt_called = True  # type: ignore[attr-defined]
+            self._user_optimizer._opt_called = True  # type: ignore[attr-defined]
         self._has_used_gradients()
         return result
 

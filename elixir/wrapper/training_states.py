@@ -223,13 +223,13 @@ class TrainingStates:
         """Names of the parameters of a group of an optimizer."""
         return tuple(self._engine.places[parameter][1].name for parameter in group["params"])
 
-    def said_of(self, name: str) -> dict[str, Any]:
+    def optimizer_values(self, name: str) -> dict[str, Any]:
         """Other values from which an optimizer goes on."""
         stepper = self._steppers[name]
         return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.norm.was_asked_for}
 
-    def load_said(self, name: str, said: Mapping[str, Any]) -> None:
-        """Goes on from what `said_of` gave."""
+    def load_optimizer_values(self, name: str, said: Mapping[str, Any]) -> None:
+        """Goes on from what `optimizer_values` gave."""
         self._steppers[name].norm.was_asked_for = bool(said.get("asked_for_norm"))
 
     @torch.no_grad()

@@ -76,12 +76,12 @@ def build_chunks(
     for index, chunk_plan in enumerate(plan.chunks):
         parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
         chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
-        with _letting_go(chunk), group.together("fill its weights"):
+        with _released_on_error(chunk), group.together("fill its weights"):
             _make_memory(chunk, plan, arena, window)
             _load_weights(chunk, source)
         yield chunk
         for slot in chunk.slots:
-            if _has_all_bits(chunk, slot) and not source.replaces(slot.name):
+            if _has_exact_values(chunk, slot) and not source.replaces(slot.name):
                 chunk.show(slot)
     with group.together("fill its buffers"):
         source.fill_buffers()
@@ -120,7 +120,7 @@ def move_chunks(
         chunk = Chunk(old.index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
         if chunk_plan.home.states_on_disk:
             chunk.stored = leaving.get(chunk.index)
-        with _letting_go(chunk), group.together("move its chunks"):
+        with _released_on_error(chunk), group.together("move its chunks"):
             has_masters = chunk.stored is not None
             _make_memory(chunk, plan, arena, window)
             _copy_weights(old, chunk, has_masters=has_masters)
@@ -135,7 +135,7 @@ def move_chunks(
 
 
 @contextlib.contextmanager
-def _letting_go(chunk: Chunk) -> Iterator[None]:
+def _released_on_error(chunk: Chunk) -> Iterator[None]:
     """Gives up the memory of a chunk that cannot be filled, since the error keeps the chunk alive."""
     stored = chunk.stored
     try:
@@ -203,7 +203,7 @@ def _load_weights(chunk: Chunk, source: WeightSource) -> None:
                 chunk.write(slot, source.parameter(slot.name))
 
 
-def _has_all_bits(chunk: Chunk, slot: Slot) -> bool:
+def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
     """Whether the memory has exactly the values of a parameter, on all ranks together."""
     own = slot.parameter
     held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights

@@ -55,7 +55,7 @@ class Origins:
         for place, _ in self._buffers:
             if getattr(place.module, place.key, None) is not place.buffer:
                 place.put(place.buffer)
-        engine.give_up_memory()
+        engine.release_memory()
         missing: list[str] = []
         for chunk in engine.chunks:
             slots = [slot for slot in chunk.slots if chunk.shows(slot)]

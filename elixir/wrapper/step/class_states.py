@@ -31,7 +31,7 @@ class MakesOptimizer(Protocol):
 
     begins_with_states: bool
     """Whether the constructor of the class makes states."""
-    is_known: bool
+    is_predictable: bool
     """See `States`."""
 
     def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
@@ -50,7 +50,7 @@ class ClassStates(States):
         shared: an optimizer that steps other shards, too; its groups have parameters only during a call.
     """
 
-    by_torch = True
+    accepts_tensor_factor = True
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ClassStates(States):
         self.master, self.segments, self.weights = master, segments, weights
         self._user, self._extent, self._on_host = user, extent, on_host
         self._made_ahead = False  # by `make`, so that zeros are what a class begins with
-        self.optimizer, self.is_known = shared or user.over(segments), user.is_known
+        self.optimizer, self.is_predictable = shared or user.over(segments), user.is_predictable
         self.shares_call = shared is not None
         self._all_states: MutableMapping[torch.Tensor, dict[str, Any]] = self.optimizer.state
 
@@ -88,9 +88,9 @@ class ClassStates(States):
             return _step_into(self, into, arrived, float(factor), weight_out)
         return _step_in_place(self, arrived, factor, weight_out)
 
-    def given(self, arrived: Arrived) -> AbstractContextManager[None]:
+    def with_gradients(self, arrived: Arrived) -> AbstractContextManager[None]:
         """See `States`."""
-        return _given(self, arrived)
+        return _with_gradients(self, arrived)
 
     def call(self, method: str) -> None:
         """See `States`."""
@@ -143,7 +143,7 @@ class ClassStates(States):
         states = [self.state_of(segment) for segment in self.segments]
         return all(state and all(isinstance(value, kinds) for value in state.values()) for state in states)
 
-    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates:
+    def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates:
         """See `States`."""
         other = ClassStates(self._user, master, segments)
         for mine, theirs in zip(self.segments, segments, strict=True):
@@ -155,7 +155,7 @@ class ClassStates(States):
             }
         return other
 
-    def copy(self, other: ClassStates) -> None:
+    def copy_from(self, other: ClassStates) -> None:
         """See `States`."""
         self.master.copy_(other.master)
         for mine, theirs in zip(self.segments, other.segments, strict=True):
@@ -173,20 +173,20 @@ class ClassStates(States):
         self._all_states = {each.weights: pop(each.weights) for each in self.segments if each.weights in state}
         super().let_go()
 
-    def begun(self, segment: Segment) -> bool:
+    def has_stepped(self, segment: Segment) -> bool:
         """See `States`."""
         state = self.state_of(segment)
         step = state.get("step")
         return bool(state) and (step is None or bool(step > 0))
 
-    def lacking(self) -> list[Segment]:
+    def without_states(self) -> list[Segment]:
         """See `States`."""
         return [segment for segment in self.segments if not self.state_of(segment)]
 
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""
         for segment in self.segments:
-            for kind, value in self.state_of(segment).items() if moving or self.begun(segment) else ():
+            for kind, value in self.state_of(segment).items() if moving or self.has_stepped(segment) else ():
                 if not _is_elementwise(kind, value, segment):
                     continue
                 order, flat = segment.slot.order, value.detach()
@@ -199,7 +199,7 @@ class ClassStates(States):
                 region = _region(kind, value.dtype)
                 yield StateTensor(kind, segment.held, flat, order, region, segment.start, self._extent)
 
-    def wide(self, each: StateTensor) -> torch.Tensor:
+    def widened(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
         return each.tensor.to(wide_dtype(each.tensor.dtype))
 
@@ -227,7 +227,7 @@ class ClassStates(States):
         for segment in self.segments:
             notes |= self._load(segment, saved)
         saved.filled()  # states that were made here may be moved now
-        lacking = self.lacking() if self._user.begins_with_states else []
+        lacking = self.without_states() if self._user.begins_with_states else []
         if lacking:
             self.optimizer.state.update(self._user.over(lacking).state)
         return notes
@@ -336,7 +336,7 @@ def _step_into(
             group = new.optimizer.param_groups[segment.group]
             forms.add(step_like(new.optimizer, group, gradient, kept, out, factor, made))
         return forms
-    new.copy(old)
+    new.copy_from(old)
     mine = {segment.place: segment for segment in new.segments}
     _step_by_class(new, [(mine[segment.place], gradient) for segment, gradient in arrived], factor)
     if weight_out is not None:
@@ -345,7 +345,7 @@ def _step_into(
 
 
 @contextlib.contextmanager
-def _given(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
+def _with_gradients(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
     """Inside of it a call of the class finds the gradients, multiplied by `factor`."""
     segments = [segment for segment, _ in arrived] if states.shares_call else states.segments
     before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
@@ -369,7 +369,7 @@ def _given(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor =
 
 
 def _step_by_class(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor) -> None:
-    with _given(states, arrived, factor):
+    with _with_gradients(states, arrived, factor):
         states.optimizer.step()
 
 

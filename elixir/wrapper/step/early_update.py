@@ -36,7 +36,7 @@ class Inputs:
     gradients: torch.Tensor | None
     """The gradients of the whole shard, where they lie in one tensor."""
     factor: float | torch.Tensor
-    """The gradients are multiplied by it; a tensor on the device only where `Shard.follows_torch`."""
+    """The gradients are multiplied by it; a tensor on the device only where `Shard.accepts_tensor_factor`."""
     options: list[dict[str, Any]]
     """Hyperparameters, by group."""
     writes: int
@@ -47,7 +47,7 @@ class Inputs:
     """Whether the gradients themselves are multiplied, as torch.nn.utils.clip_grad_norm_ does it, where they have the
     weights' dtype. A copy would take memory that no plan counts, and half the time of the step."""
 
-    def multiplied(self, dtype: torch.dtype) -> float | torch.Tensor:
+    def multiply_in_place(self, dtype: torch.dtype) -> float | torch.Tensor:
         """Multiplies the gradients where that is done in place; the factor that is left.
 
         Args:
@@ -61,7 +61,7 @@ class Inputs:
             gradient.mul_(self.factor)
         return 1.0
 
-    def give_the_same(self, other: Inputs) -> bool:
+    def equal(self, other: Inputs) -> bool:
         """Whether another update of the same states would make the same of them."""
         if isinstance(self.factor, torch.Tensor) or isinstance(other.factor, torch.Tensor):
             return False  # to compare them is to wait for the device
@@ -80,7 +80,7 @@ class EarlyUpdate:
         after: the work that brings the gradients, and the work that still uses the memory of the new states.
     """
 
-    made: Ticket
+    ticket: Ticket
     """The work that `run` is."""
 
     def __init__(self, inputs: Inputs, old: States, new: States, after: list[Ticket]) -> None:
@@ -115,7 +115,7 @@ class EarlyUpdate:
                 self._error = error
                 if not self._is_kept:
                     return  # the chunk is stepped as it would have been, which raises the same if it must
-            self._new.copy(self._old)
+            self._new.copy_from(self._old)
             if self.rounded is not None and self._old_rounded is not None:
                 self.rounded.copy_(self._old_rounded)
             raise
@@ -146,7 +146,7 @@ def second_set(chunk: Chunk, states: States, arena: Arena, group_of: Mapping[nn.
 
     copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
     master = memory(chunk.shard_numel, states.master.dtype, pin=copied)
-    second = states.like(master, cut_segments(chunk, master, group_of), memory)
+    second = states.empty_like(master, cut_segments(chunk, master, group_of), memory)
     if chunk.low_precision:
         second.weights = memory(chunk.shard_numel, chunk.dtype, pin=True)
     return second

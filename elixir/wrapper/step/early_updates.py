@@ -40,19 +40,19 @@ class Forecast:
         clips = len(self._factors) == REFUSALS and all(self._factors)
         return not (grown or clips or self._pause)
 
-    def stepped(self, *, other_factor: bool, scale: float, made: int, kept: int) -> None:
+    def stepped(self, *, other_factor: bool, scale: float, started: int, kept: int) -> None:
         """A step is over.
 
         Args:
             other_factor: gradients were clipped, or overflowed.
             scale: of the loss, by which they were made.
-            made: chunks that had new states.
+            started: chunks that had new states.
             kept: those whose new states were right.
         """
         self._factors = [*self._factors, other_factor][-REFUSALS:]
         self._scale = scale
         self._pause = max(0, self._pause - 1)
-        if other_factor or not made:
+        if other_factor or not started:
             return
         self._refused = 0 if kept else self._refused + 1
         if self._refused >= REFUSALS:
@@ -74,7 +74,7 @@ class EarlyUpdates:
         self._backwards = 0  # that the last step had; 0 before the first
         self.forecast = Forecast()
         """Whether new states are likely to be kept."""
-        self.made = self.kept = 0
+        self.started = self.kept = 0
         """Chunks that had new states in the last step, and those whose new states were right."""
 
     def prepare(self) -> None:
@@ -102,7 +102,7 @@ class EarlyUpdates:
         backwards = self._backwards or engine.plan.accumulation
         if engine.gradients.backward_count < backwards or not self.forecast.expects_to_keep(scale):
             return
-        if shard.writes.are_there or not shard.make_second():
+        if shard.writes.exist or not shard.make_second():
             return
         names = {slot.name for slot in chunk.slots}
         inputs = shard.inputs(names, 1.0 / scale, self._user.hyperparameters(), in_place=False)
@@ -112,8 +112,8 @@ class EarlyUpdates:
     def stepping(self) -> None:
         """The optimizer's step begins."""
         self._backwards = self._engine.gradients.backward_count
-        self.made, self.kept = len(self._begun), 0
-        self._engine.early_chunks, self._engine.kept_chunks = self.made, 0
+        self.started, self.kept = len(self._begun), 0
+        self._engine.early_chunks, self._engine.kept_chunks = self.started, 0
 
     def stepped(self, *, other_factor: bool, scale: float) -> None:
         """The optimizer's step is over, or left out.
@@ -123,7 +123,7 @@ class EarlyUpdates:
             scale: of the loss, by which they were made.
         """
         self._engine.kept_chunks = self.kept
-        self.forecast.stepped(other_factor=other_factor, scale=scale, made=self.made, kept=self.kept)
+        self.forecast.stepped(other_factor=other_factor, scale=scale, started=self.started, kept=self.kept)
         self.discard()
 
     def discard(self) -> None:

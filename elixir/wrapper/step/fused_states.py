@@ -87,7 +87,7 @@ class FusedStates(States):
         extent: has the moments, where they live on a disk.
     """
 
-    by_torch, is_known = False, True
+    accepts_tensor_factor, is_predictable = False, True
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class FusedStates(States):
         factor = float(factor)
         if into is not None and self._kind == "8bit":
             # Under some plans segments share blocks, so each must find those before it stepped.
-            into.copy(self)
+            into.copy_from(self)
             mine = {segment.place: segment for segment in into.segments}
             into.step([(mine[segment.place], each) for segment, each in arrived], gradients, factor, weight_out)
             return {COPIED}
@@ -193,13 +193,13 @@ class FusedStates(States):
             _ = self.moments
         return True
 
-    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> FusedStates:
+    def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> FusedStates:
         """See `States`."""
         other = FusedStates(master, segments, self.param_groups, decoupled=self._decoupled, moments=self._kind)
         other._moments = make_moments(master.numel(), self._kind, master.device, zeros=memory)
         return other
 
-    def copy(self, other: FusedStates) -> None:
+    def copy_from(self, other: FusedStates) -> None:
         """See `States`."""
         self.master.copy_(other.master)
         for mine, theirs in zip(self.moments.tensors(), other.moments.tensors(), strict=True):
@@ -229,7 +229,7 @@ class FusedStates(States):
             count = self._steps[segment.weights] = torch.zeros((), device="cpu")
         return count
 
-    def begun(self, segment: Segment) -> bool:
+    def has_stepped(self, segment: Segment) -> bool:
         """See `States`."""
         count = self._steps.get(segment.weights)
         return count is not None and bool(count > 0)
@@ -237,11 +237,11 @@ class FusedStates(States):
     def scalars(self, segment: Segment) -> dict[str, Any]:
         """See `States`."""
         count = self._steps.get(segment.weights)
-        return {} if count is None or not self.begun(segment) else {"step": count}
+        return {} if count is None or not self.has_stepped(segment) else {"step": count}
 
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""
-        for segment in filter(self.begun, self.segments):
+        for segment in filter(self.has_stepped, self.segments):
             part, blocks, order = segment.part, _blocks(segment), segment.slot.order
             for kind in ADAM_KINDS:
                 codes, scales = getattr(self.moments, kind), getattr(self.moments, kind + SCALE_SUFFIX)
@@ -255,7 +255,7 @@ class FusedStates(States):
                     where = self._region(name, scales.dtype), blocks.start, self._extent
                     yield StateTensor(name, segment.held, scales[blocks], None, *where, width=BLOCK_NUMEL)
 
-    def wide(self, each: StateTensor) -> torch.Tensor:
+    def widened(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
         part = each.held.part
         return read_moments(self.moments, part.stop - part.start, part.start)[ADAM_KINDS.index(each.kind)]

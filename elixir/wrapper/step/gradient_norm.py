@@ -152,24 +152,24 @@ class GradientNorm:
         """Gradients are about to be stepped with, which may change them."""
         self._known.clear()
 
-    def factor(self, made_by: float, norm: torch.Tensor | None, *, needs_number: bool) -> Factor:
+    def factor(self, grad_scale: float, norm: torch.Tensor | None, *, needs_number: bool) -> Factor:
         """The factor that takes the loss scale out and clips to the limit.
 
         Args:
-            made_by: the loss scale by which the gradients were multiplied.
+            grad_scale: the loss scale by which the gradients were multiplied.
             norm: of `sum`; None where nothing is clipped.
             needs_number: whether a shard of the host, or one that is stepped in one pass, will ask for the number.
         """
         limit = self.limit
         if norm is None or limit is None:
-            return Factor(1.0 / made_by)
+            return Factor(1.0 / grad_scale)
 
         def clipping(norm: torch.Tensor) -> torch.Tensor:
-            return clip_factor(norm / made_by, limit)
+            return clip_factor(norm / grad_scale, limit)
 
         if needs_number and not norm.is_cuda:
-            return Factor(1.0 / made_by * float(clipping(norm)), clips=True)
-        value = 1.0 / made_by * clipping(norm)
+            return Factor(1.0 / grad_scale * float(clipping(norm)), clips=True)
+        value = 1.0 / grad_scale * clipping(norm)
         if not needs_number:
             return Factor(value, clips=True)
         if self._on_host is None or self._on_host.dtype != norm.dtype:
@@ -182,7 +182,7 @@ class GradientNorm:
 
         def number() -> float:
             copied.synchronize()  # the lane writes the number that is read next
-            return 1.0 / made_by * float(clipping(here[0]))
+            return 1.0 / grad_scale * float(clipping(here[0]))
 
         return Factor(value, clips=True, number=number)
 
@@ -194,7 +194,7 @@ class GradientNorm:
             used: the parameters that got a gradient on any rank.
         """
         found = [
-            (segment.source, gradient, norm, None if shard.gradients.are_brought else segment.source.grad)
+            (segment.source, gradient, norm, None if shard.gradients.are_at_home else segment.source.grad)
             for shard in self._shards
             for (segment, gradient), norm in shard.gradients.with_norms(shard.gradients.of(shard.segments, used))
         ]

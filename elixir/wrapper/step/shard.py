@@ -64,7 +64,7 @@ class ShardGradients:
         """Who uses the gradients at their home; nobody where they are autograd's own."""
 
     @property
-    def are_brought(self) -> bool:
+    def are_at_home(self) -> bool:
         """Whether they lie at the home of the states, and not with autograd."""
         return self._brought is not None
 
@@ -143,7 +143,7 @@ class WrittenWeights:
         self._seen = {segment.name: segment.version for segment in segments}  # versions of the parameters
         self._data_writes = chunk.data_writes
 
-    def by_step(self, arrived: Arrived, used: Collection[str]) -> None:
+    def record_step(self, arrived: Arrived, used: Collection[str]) -> None:
         """A step has written to weights; autograd learns that a backward over those of before would be wrong.
 
         Args:
@@ -161,16 +161,16 @@ class WrittenWeights:
                 torch.autograd.graph.increment_version(slot.parameter)
 
     @property
-    def are_there(self) -> bool:
+    def exist(self) -> bool:
         """Whether resident weights were written to since the last step."""
         if self._chunk.whole is None:
             return False
         written = self._chunk.data_writes != self._data_writes
         return written or any(slot.parameter._version != self._seen[slot.name] for slot in self._slots)
 
-    def follow(self) -> None:
+    def copy_to_masters(self) -> None:
         """Copies what was written to the masters."""
-        if not self.are_there:
+        if not self.exist:
             return
         # Another optimizer over this chunk may have stepped it: its lane writes masters, then brings the new weights.
         self._chunk.synchronize_weights()
@@ -212,11 +212,11 @@ class Shard:
         self._early: EarlyUpdate | None = None
         self._counted_states = chunk.stored is not None  # they are part of an extent, which is
         self._counted_bytes = 0
-        self.writes = WrittenWeights(chunk, segments, user.group_of if self.gradients.are_brought else ())
+        self.writes = WrittenWeights(chunk, segments, user.group_of if self.gradients.are_at_home else ())
         copied = {segment.place for segment in segments if segment.weights is not segment.source}
         self.copied = [chunk.slots[place] for place in sorted(copied)]
         """The parameters that are not stepped themselves, so that they have to lie where their chunk does."""
-        self.stow()
+        self.move_to_extent()
 
     def to(self, state: ShardState) -> None:
         """Changes the state.
@@ -239,23 +239,23 @@ class Shard:
     @property
     def has_stepped(self) -> bool:
         """Whether it has states of a step, rather than none or those made ahead of the first."""
-        return any(self.states.begun(segment) for segment in self.segments)
+        return any(self.states.has_stepped(segment) for segment in self.segments)
 
     @property
     def has_all_states(self) -> bool:
         """Whether every segment has states of a step, and no step makes others."""
-        return self.states.is_known and all(self.states.begun(segment) for segment in self.segments)
+        return self.states.is_predictable and all(self.states.has_stepped(segment) for segment in self.segments)
 
     @property
-    def rests_without_gradients(self) -> bool:
+    def skips_without_gradients(self) -> bool:
         """Whether a step without gradients does nothing."""
-        return self.states.is_known or not self.segments
+        return self.states.is_predictable or not self.segments
 
     @property
-    def follows_torch(self) -> bool:
+    def accepts_tensor_factor(self) -> bool:
         """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for
         it."""
-        return not self.gradients.are_brought and self.states.by_torch
+        return not self.gradients.are_at_home and self.states.accepts_tensor_factor
 
     def make_states(self) -> bool:
         """Makes the moments now, all zero, and counts of 0: the state in which the first step would find them.
@@ -267,7 +267,7 @@ class Shard:
             self.count_states()
         return made
 
-    def stow(self) -> None:
+    def move_to_extent(self) -> None:
         """Moves all masters and states that there are into the chunk's extent, where they live on a disk.
 
         Tensors that are there already stay. Nothing else gives states that a class has made their part of the extent.
@@ -292,7 +292,7 @@ class Shard:
         states, self.second = self.states, None
         states.let_go()
         del self.states
-        lacking = {segment.name for segment in states.lacking()}
+        lacking = {segment.name for segment in states.without_states()}
         return {segment.name: (states, segment) for segment in states.segments if segment.name not in lacking}
 
     def load(self, saved: SavedStates) -> set[str]:
@@ -303,8 +303,8 @@ class Shard:
         self.end_early(None)
         notes = self.states.load(saved)
         self.to(ShardState.STEADY)
-        self.stow()
-        if self.segments and len(self.states.lacking()) < len(self.segments):
+        self.move_to_extent()
+        if self.segments and len(self.states.without_states()) < len(self.segments):
             self.count_states()
         return notes
 
@@ -312,7 +312,7 @@ class Shard:
         """Counts the memory of the states, as far as steps have made it."""
         if self._counted_states:
             return
-        self._counted_states = not self.states.lacking()  # a gradient may come to others later
+        self._counted_states = not self.states.without_states()  # a gradient may come to others later
         nbytes = self.states.nbytes
         self._engine.arena.count(nbytes - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
         self._counted_bytes = nbytes
@@ -326,14 +326,14 @@ class Shard:
         return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
 
     def step(self, states: States, inputs: Inputs, staged: torch.Tensor | None = None) -> None:
-        """Steps in place; the caller runs `writing` afterwards.
+        """Steps in place; the caller runs `copy_out` afterwards.
 
         Args:
             states: those of when the step was submitted.
             inputs: what the step is made of.
             staged: takes the shard's new weights in their dtype, on their way to another memory.
         """
-        arrived, factor = inputs.arrived, inputs.multiplied(states.master.dtype)
+        arrived, factor = inputs.arrived, inputs.multiply_in_place(states.master.dtype)
         states.set_options(inputs.options)
         out = staged
         if self._writes_itself:
@@ -342,7 +342,7 @@ class Shard:
         if BY_CLASS in forms:
             if out is not None:
                 self._copy(arrived, states.master, out)
-            self.stow()  # the first step of some classes makes states
+            self.move_to_extent()  # the first step of some classes makes states
         if self.chunk.plan.update_home == "host":
             self._engine.host_forms.extend(forms)
         self.count_states()
@@ -356,7 +356,7 @@ class Shard:
             method: of the class.
             options: hyperparameters by group.
         """
-        self.writes.follow()
+        self.writes.copy_to_masters()
         self.chunk.about_to_write()
         with self.chunk.at_hand(write=True):
             self.states.set_options(options)
@@ -364,16 +364,16 @@ class Shard:
             arrived = [(segment, segment.weights.detach()) for segment in self.segments]
             if self._separate:
                 self._copy(arrived, self.states.master, self.chunk.shard_weights)
-        self.writes.by_step(arrived, {slot.name for slot in self.chunk.slots})
+        self.writes.record_step(arrived, {slot.name for slot in self.chunk.slots})
 
     @property
     def _writes_itself(self) -> bool:
         """Whether the step writes the weights: they are where their masters are, and it may do so in the same pass."""
         plan = self.chunk.plan
-        able = plan.update_home == "host" or not self.states.by_torch
+        able = plan.update_home == "host" or not self.states.accepts_tensor_factor
         return able and self._separate and plan.weight_home == plan.update_home
 
-    def writing(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
+    def copy_out(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
         """Work that copies new weights to where they live, in their dtype, from and to the memory of now: from
         `rounded`, which has that dtype, or else from the masters."""
         if not self._separate or self._writes_itself:
@@ -418,7 +418,7 @@ class Shard:
         if early is None or self.second is None:
             return None
         self.to(ShardState.STEADY)
-        if inputs is None or not early.inputs.give_the_same(inputs) or not early.keep():
+        if inputs is None or not early.inputs.equal(inputs) or not early.keep():
             early.discard()
             return None
         old, self.states = self.states, self.second

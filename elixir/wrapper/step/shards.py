@@ -104,7 +104,7 @@ class Shards:
         if shard.chunk.stored is not None:
             with shard.chunk.at_hand():
                 made.append(shard.make_states())
-                shard.stow()
+                shard.move_to_extent()
         elif shard.chunk.plan.state_home == "host":
             # This thread may read or move the states next; and if they have no room, wrapping must raise.
             self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states())).synchronize()
@@ -123,7 +123,7 @@ class Shards:
                 "give each parameter to one, or close the module and wrap the model again"
             )
 
-    def say_if_slow(self) -> None:
+    def warn_if_slow(self) -> None:
         """Warns where the host steps by torch's Adams without ``fused=True``, which pass over memory several times."""
         numel = sum(shard.chunk.plan.numel for shard in self if shard.chunk.plan.update_home == "host")
         kind, groups = type(self._user.given), self._user.given.param_groups

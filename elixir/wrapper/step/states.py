@@ -171,10 +171,10 @@ class States(Protocol):
     """Its parts that this optimizer steps, in order."""
     weights: torch.Tensor | None
     """Takes the weights that the master rounds to, of the whole shard; None where nothing takes them in a step."""
-    by_torch: bool
+    accepts_tensor_factor: bool
     """Whether a step takes the factor as a tensor on the device, too."""
 
-    is_known: bool
+    is_predictable: bool
     """Whether a step does nothing without a gradient, and the first one with a gradient makes all states of a
     segment."""
 
@@ -194,9 +194,9 @@ class States(Protocol):
         Args:
             arrived: the segments that got a gradient, with it, flat.
             gradients: those of the whole shard, where they lie in one tensor.
-            factor: gradients are multiplied by it first; a tensor only where `by_torch`.
+            factor: gradients are multiplied by it first; a tensor only where `accepts_tensor_factor`.
             weight_out: flat, of the shard; takes the new weights in its dtype where that can be done in the same pass.
-            into: takes the new states, while all of these stay as they are; made by `like`. `arrived` are all segments.
+            into: takes the new states, and these stay unchanged; made by `empty_like`. `arrived` then has all segments.
 
         Returns:
             The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
@@ -205,7 +205,7 @@ class States(Protocol):
     shares_call: bool = False
     """Whether one call of the class may step these and the states of other shards."""
 
-    def given(self, arrived: Arrived) -> AbstractContextManager[None]:
+    def with_gradients(self, arrived: Arrived) -> AbstractContextManager[None]:
         """Sets the gradients for a call of the class inside of it; where `shares_call`, several may be entered before
         one call."""
         return nullcontext()
@@ -222,17 +222,17 @@ class States(Protocol):
         """Whether there are states by now, and all of them can be copied."""
         return True
 
-    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self:
-        """Another set of such states over other memory, to be filled by `step` or `copy`; where `can_copy`."""
+    def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self:
+        """Another set of such states over other memory, to be filled by `step` or `copy_from`; where `can_copy`."""
 
-    def copy(self, other: Self) -> None:
+    def copy_from(self, other: Self) -> None:
         """Takes the values of another set over the same segments, its master too."""
 
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """The elementwise states of the segments that have been stepped, as views of live memory; `moving` also those
         that were made ahead of the first step, and copies of what has no memory for each element."""
 
-    def wide(self, each: StateTensor) -> torch.Tensor:
+    def widened(self, each: StateTensor) -> torch.Tensor:
         """The values of one of `tensors`, no scales, in float32 or wider."""
 
     def scalars(self, segment: Segment) -> dict[str, Any]:
@@ -247,10 +247,10 @@ class States(Protocol):
         """Bytes of all of `memory`."""
         return sum(tensor.nbytes for _, tensor, _ in self.memory())
 
-    def begun(self, segment: Segment) -> bool:
+    def has_stepped(self, segment: Segment) -> bool:
         """Whether a segment has been stepped, rather than got states ahead of its first step."""
 
-    def lacking(self) -> list[Segment]:
+    def without_states(self) -> list[Segment]:
         """The segments without any states."""
         return []
 
@@ -271,7 +271,7 @@ def small_states(states: States) -> dict[str, SmallStates]:
     Raises:
         InputError: a state is neither elementwise nor a number.
     """
-    return {segment.name: _small(states, segment) for segment in states.segments if states.begun(segment)}
+    return {segment.name: _small(states, segment) for segment in states.segments if states.has_stepped(segment)}
 
 
 def _small(states: States, segment: Segment) -> SmallStates:
@@ -351,7 +351,7 @@ class MovedStates(SavedStates):
         if values.dtype != out.dtype:
             known, values = self._wide.get(kind, ("", values))
             if known != name:
-                values = self._left[name][0].wide(each)
+                values = self._left[name][0].widened(each)
                 self._wide[kind] = name, values
         first = start - each.first
         out.copy_(each.in_chunk(values)[first : first + out.numel()])

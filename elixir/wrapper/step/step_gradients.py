@@ -9,7 +9,7 @@ from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shards import Shards
-from elixir.wrapper.step.user_optimizer import UserOptimizer, refuse_differing
+from elixir.wrapper.step.user_optimizer import UserOptimizer, refuse_different_options
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class StepGradients:
 
     def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
-        self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
+        self._scale: float | None = None  # the loss scale that the gradients there are were multiplied by
         self._has_warned = False
         self.are_mixed = False
         """Whether they are sums over backwards of several loss scales."""
@@ -35,18 +35,18 @@ class StepGradients:
     @property
     def scale(self) -> float:
         """By which the gradients there are were multiplied."""
-        return self._engine.loss_scale.value if self._made_by is None else self._made_by
+        return self._engine.loss_scale.value if self._scale is None else self._scale
 
     def scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
-        if self.are_mixed or self._made_by not in (None, by):
+        if self.are_mixed or self._scale not in (None, by):
             # Another optimizer's overflow has changed the scale. If no gradient is left, the user has cleared them.
             self.are_mixed = self._are_held()
-        self._made_by = by
+        self._scale = by
 
     def cleared(self, scale: float | None) -> None:
         """No gradients are there; or, of this loss scale, zeros."""
-        self._made_by, self.are_mixed = scale, False
+        self._scale, self.are_mixed = scale, False
 
     def _are_held(self) -> bool:
         """Whether this rank has gradients of parameters that the optimizer steps."""
@@ -109,12 +109,12 @@ class StepGradients:
             used |= gradient.arrived
         if self._engine.group.size > 1:
             mine = bytes([*(name in used for name in names), unscaled, self.are_mixed])
-            said = self._options_said(clip_limit) if stepping else {}
+            said = self._options_to_compare(clip_limit) if stepping else {}
             digest = zlib.crc32(repr(said).encode())
             answers = self._engine.exchange("gradients used", (mine, self._engine.errors.of_disk, digest))
             self._engine.errors.agree([lost for _, lost, _ in answers])
             if len({theirs for *_, theirs in answers}) > 1:
-                refuse_differing(self._engine.exchange("options", said))
+                refuse_different_options(self._engine.exchange("options", said))
             *found, unscaled, self.are_mixed = (
                 any(flags) for flags in zip(*(flags for flags, *_ in answers), strict=True)
             )
@@ -127,15 +127,15 @@ class StepGradients:
             )
         self.used = used
 
-    def _options_said(self, clip_limit: float | None) -> dict[str, str]:
+    def _options_to_compare(self, clip_limit: float | None) -> dict[str, str]:
         data_writes = sum(shard.chunk.data_writes for shard in self._shards)
-        said = self._user.said_to_ranks(clip_limit)
+        said = self._user.options_to_compare(clip_limit)
         return said | {"the number of writes through .data of weights": str(data_writes)}
 
     def _are_unscaled(self) -> bool:
         """Whether this rank has gradients without the loss scale by which they would be divided."""
         if self._engine.holds_gradients():
-            return self._engine.loss_scale.used and self._made_by is None
+            return self._engine.loss_scale.used and self._scale is None
         if not self._has_warned:
             self._has_warned = True
             logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")

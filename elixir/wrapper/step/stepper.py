@@ -39,7 +39,7 @@ class Stepper:
         groups: its parameter groups, as of now.
         max_norm: the norm of all gradients is clipped to this; 0 for no clipping.
         host_threads: see `ElixirOptimizer`.
-        moving: of `check_optimizer`.
+        changing: of `check_optimizer`.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Stepper:
         *,
         max_norm: float,
         host_threads: int | None,
-        moving: frozenset[str],
+        changing: frozenset[str],
     ) -> None:
         self._engine = engine
-        self.user = UserOptimizer(given, groups, engine, moving)
+        self.user = UserOptimizer(given, groups, engine, changing)
         self.check_plan(engine.plan)
         self.shards = Shards(engine, self.user)
         self.gradients = StepGradients(engine, self.user, self.shards)
@@ -71,7 +71,7 @@ class Stepper:
         except BaseException:
             self.shards.forget()
             raise
-        self.shards.say_if_slow()
+        self.shards.warn_if_slow()
 
     @property
     def parameters(self) -> set[torch.nn.Parameter]:
@@ -96,7 +96,7 @@ class Stepper:
     def follow_writes(self) -> None:
         """Copies to the masters what was written to resident weights since the last step, as the next step would."""
         for shard in self.shards:
-            shard.writes.follow()
+            shard.writes.copy_to_masters()
 
     def check_plan(self, plan: Plan) -> None:
         """Refuses a plan that this cannot step by; `InputError` says what to do."""
@@ -163,44 +163,44 @@ class Stepper:
         self.early.stepping()
         engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
         self.gradients.agree(self.norm.limit, stepping=True)
-        made_by = self.gradients.scale
-        factor = self._factor(made_by)
+        grad_scale = self.gradients.scale
+        factor = self._factor(grad_scale)
         self.norm.forget_limit()
         if factor is not None:
             options = self.user.hyperparameters()
-            moved = self.user.moved(self.gradients.stepped_groups)
+            changes = self.user.step_changes(self.gradients.stepped_groups)
             engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
-            self.user.move(moved)
+            self.user.apply_changes(changes)
             engine.take_back((shard.chunk, shard.copied) for shard in self.shards)
-            self._update(factor, options, in_place=factor.clips and made_by == 1.0)
-            engine.loss_scale.stepped(made_by)
-        other = factor is None or factor.is_other_than(1.0 / made_by)
-        self.early.stepped(other_factor=other, scale=made_by)
+            self._update(factor, options, in_place=factor.clips and grad_scale == 1.0)
+            engine.loss_scale.stepped(grad_scale)
+        other = factor is None or factor.is_other_than(1.0 / grad_scale)
+        self.early.stepped(other_factor=other, scale=grad_scale)
         engine.stepped(factor is None)
         return factor is not None
 
-    def _factor(self, made_by: float) -> Factor | None:
+    def _factor(self, grad_scale: float) -> Factor | None:
         """The factor of the gradients, or None if this step is left out.
 
         Args:
-            made_by: the loss scale by which the gradients were multiplied.
+            grad_scale: the loss scale by which the gradients were multiplied.
         """
         loss_scale, self.norm.last = self._engine.loss_scale, None
         if self.gradients.are_mixed:
             logger.info("a step is left out, since the loss scale has changed while its gradients were added up")
             return None
         if self.norm.limit is None and not loss_scale.used:
-            return Factor(1.0 / made_by)
+            return Factor(1.0 / grad_scale)
         norm = self.norm.sum(self.gradients.used)
         self.norm.forget()
-        self.norm.last = norm if made_by == 1.0 else norm / made_by
+        self.norm.last = norm if grad_scale == 1.0 else norm / grad_scale
         if loss_scale.used:
             norm = norm.cpu()  # whether there is a step at all depends on it
             if not math.isfinite(norm):
-                loss_scale.overflowed(made_by)
+                loss_scale.overflowed(grad_scale)
                 return None
-        needs_number = loss_scale.used or not all(shard.follows_torch for shard in self.shards)
-        return self.norm.factor(made_by, norm, needs_number=needs_number)
+        needs_number = loss_scale.used or not all(shard.accepts_tensor_factor for shard in self.shards)
+        return self.norm.factor(grad_scale, norm, needs_number=needs_number)
 
     def _update(self, factor: Factor, options: list[dict[str, Any]], *, in_place: bool) -> None:
         """Updates all shards.
@@ -213,8 +213,8 @@ class Stepper:
         shards = sorted(self.shards, key=lambda shard: order.index(shard.chunk.plan.update_home))
         updates: list[Ticket] = []
         if isinstance(factor.value, torch.Tensor):
-            first = [shard for shard in shards if shard.follows_torch]
-            shards = [shard for shard in shards if not shard.follows_torch]
+            first = [shard for shard in shards if shard.accepts_tensor_factor]
+            shards = [shard for shard in shards if not shard.accepts_tensor_factor]
             updates += self._update_each(first, factor.value, options, in_place=in_place)
         if shards:
             updates += self._update_each(shards, factor.number(), options, in_place=in_place)
@@ -228,7 +228,7 @@ class Stepper:
         updates: list[Ticket] = []
         together: list[tuple[Shard, Inputs]] = []
         for shard in shards:
-            shard.writes.follow()
+            shard.writes.copy_to_masters()
             inputs = shard.inputs(self.gradients.used, factor, options, in_place=in_place)
             if can_share(shard, inputs):
                 together.append((shard, inputs))
@@ -243,7 +243,7 @@ class Stepper:
     def _updated(self, shard: Shard, inputs: Inputs) -> list[Ticket]:
         if inputs.in_place:
             shard.gradients.forget_norms()
-        shard.writes.by_step(inputs.arrived, self.gradients.used)
+        shard.writes.record_step(inputs.arrived, self.gradients.used)
         ticket = publish(self._engine, shard.chunk)
         return [] if ticket is None else [ticket]
 
@@ -256,10 +256,10 @@ class Stepper:
             InputError: weights are in use.
         """
         engine, options = self._engine, self.user.hyperparameters()
-        moved = self.user.moved(set, method)
+        changes = self.user.step_changes(set, method)
         if all(
             same_options(change, {key: group.get(key) for key in change})
-            for change, group in zip(moved, options, strict=True)
+            for change, group in zip(changes, options, strict=True)
         ):
             return
         engine.uses.refuse_inside(f"{method}() of an optimizer")
@@ -276,6 +276,6 @@ class Stepper:
             engine.errors.record(ErrorKind.CHANGE, changed_in_part(f"{method}() of an optimizer has failed"))
             raise
         updates = [ticket for shard in self.shards if (ticket := publish(engine, shard.chunk)) is not None]
-        self.user.move(moved)
+        self.user.apply_changes(changes)
         engine.window.flush()
         engine.weights_changed(updates)

@@ -37,16 +37,16 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
     chunk = shard.chunk
     kept = shard.end_early(inputs)
     if kept is not None:
-        chunk.home_uses.written_by(kept.made)
+        chunk.home_uses.written_by(kept.ticket)
         if chunk.plan.weight_home == "device":
-            _return_weights(engine, chunk, shard.writing(inputs.arrived, kept.rounded))
+            _return_weights(engine, chunk, shard.copy_out(inputs.arrived, kept.rounded))
         if engine.options.debug.poison:
             _poison_second(engine, shard)
     elif chunk.plan.update_home != "host":
         _before_compute(shard)
         shard.step(shard.states, inputs)
-        shard.writing(inputs.arrived)()
-    elif chunk.stored is None or inputs.arrived or not shard.rests_without_gradients:
+        shard.copy_out(inputs.arrived)()
+    elif chunk.stored is None or inputs.arrived or not shard.skips_without_gradients:
         _on_host(engine, shard, inputs)  # otherwise states on a disk would be read, and written back as they are
     return kept is not None
 
@@ -66,14 +66,14 @@ def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
     with contextlib.ExitStack() as given:
         for shard, inputs in together:
             _before_compute(shard)
-            inputs.multiplied(shard.states.master.dtype)
+            inputs.multiply_in_place(shard.states.master.dtype)
             shard.states.set_options(inputs.options)
-            given.enter_context(shard.states.given(inputs.arrived))
+            given.enter_context(shard.states.with_gradients(inputs.arrived))
         if together:
             together[0][0].states.call("step")
     for shard, inputs in together:
         shard.count_states()
-        shard.writing(inputs.arrived)()
+        shard.copy_out(inputs.arrived)()
 
 
 def _before_compute(shard: Shard) -> None:
@@ -87,9 +87,9 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
     # `settled` lets `run` begin after work that has failed; `run` then raises that error, and nothing is kept.
-    early.made = engine.lanes.host_adam.submit(run, after=settled(early.after))
-    chunk.home_uses.read_by(EARLY, early.made)
-    shard.gradients.uses.read_by(EARLY, early.made)
+    early.ticket = engine.lanes.host_adam.submit(run, after=settled(early.after))
+    chunk.home_uses.read_by(EARLY, early.ticket)
+    shard.gradients.uses.read_by(EARLY, early.ticket)
 
 
 def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
@@ -116,7 +116,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     shard.gradients.uses.written_by(stepped)  # it may have multiplied them
     returned = stepped
     if chunk.plan.weight_home == "device" and inputs.arrived:
-        write: Work = shard.writing(inputs.arrived, staged)
+        write: Work = shard.copy_out(inputs.arrived, staged)
         returned = _return_weights(engine, chunk, write if read is None else partial(StoredStates.if_read, read, write))
     if staged is not None:
         stage.uses.written_by(returned)
@@ -127,12 +127,12 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
 
 def _makes_states(shard: Shard, inputs: Inputs) -> bool:
     """Whether a class may make states in this step."""
-    places = {segment.place for segment in shard.states.lacking()}
+    places = {segment.place for segment in shard.states.without_states()}
     return any(segment.place in places for segment, _ in inputs.arrived)
 
 
 def _return_weights(engine: Engine, chunk: Chunk, write: Work) -> Ticket:
-    """Copies new weights to the device by `write`, of `Shard.writing`, while the next chunk is stepped."""
+    """Copies new weights to the device by `write`, of `Shard.copy_out`, while the next chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
     # The step fills the masters or the stage that the weights come from.
     returned = engine.lanes.refresh.submit(write, after=chunk.home_uses.to_read(), nbytes=nbytes)

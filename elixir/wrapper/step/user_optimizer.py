@@ -42,7 +42,7 @@ class UserOptimizer:
         given: what the user made.
         groups: its groups as of now.
         engine: whose chunks are stepped.
-        moving: the options that its step changes by itself, of `check_optimizer`.
+        changing: the options that its step changes by itself, of `check_optimizer`.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class UserOptimizer:
         given: torch.optim.Optimizer,
         groups: Callable[[], list[dict[str, Any]]],
         engine: Engine,
-        moving: frozenset[str] = frozenset(),
+        changing: frozenset[str] = frozenset(),
     ) -> None:
         self.given = given
         self._shared: torch.optim.Optimizer | None = None  # steps all shards on the device in one call
         self._groups, self._engine = groups, engine
-        self._moving = moving
-        self._moved: dict[tuple[int, str], dict[str, Any]] = {}
+        self._changing = changing
+        self._changed: dict[tuple[int, str], dict[str, Any]] = {}
         self._lock = threading.Lock()  # several lanes step
-        self._rehearsal = Rehearsal(self._over_groups, len(groups())) if moving else None
+        self._rehearsal = Rehearsal(self._over_groups, len(groups())) if changing else None
         self.number = len(engine.steppers)
         """Its place among the optimizers of the engine."""
         self.fusible = can_fuse(given)
         self.begins_with_states = bool(given.state)
         """Whether the constructor of the class makes states."""
-        self.is_known = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
+        self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
         """Whether its step is known to do nothing without a gradient, and its first one with a gradient to make all
         states of a weight. Other classes may count steps by themselves, and make a state later."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
@@ -94,7 +94,7 @@ class UserOptimizer:
         """Options of the groups, as of now."""
         return [shard_options(group) for group in self._groups()]
 
-    def said_to_ranks(self, clip_limit: float | None) -> dict[str, str]:
+    def options_to_compare(self, clip_limit: float | None) -> dict[str, str]:
         """Everything by which a step goes and that all ranks must have alike, in words.
 
         Args:
@@ -143,7 +143,7 @@ class UserOptimizer:
             groups[segment.group].append(segment.weights)
         return self._over_groups(groups)
 
-    def moved(self, stepped: Callable[[], Collection[int]], method: str = "step") -> list[dict[str, Any]]:
+    def step_changes(self, stepped: Callable[[], Collection[int]], method: str = "step") -> list[dict[str, Any]]:
         """The options, by group, that a step of all shards changes; nothing for most classes.
 
         Args:
@@ -153,17 +153,17 @@ class UserOptimizer:
         if self._rehearsal is None:
             return [{} for _ in self._groups()]
         after = self._rehearsal.after(self.hyperparameters(), stepped(), method)
-        return [{key: group[key] for key in self._moving if key in group} for group in after]
+        return [{key: group[key] for key in self._changing if key in group} for group in after]
 
-    def move(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the groups to what `moved` says."""
+    def apply_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the groups to what `step_changes` says."""
         for group, changed in zip(self._groups(), changes, strict=True):
             take_options(group, changed)
 
     def _over_groups(self, parameters: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         groups = zip(self.hyperparameters(), parameters, strict=True)
         made = _like(self.given, [{**options, "params": mine} for options, mine in groups])
-        if self._moving:
+        if self._changing:
             self._watch(made)
         return made
 
@@ -184,10 +184,10 @@ class UserOptimizer:
 
     def _hold(self, index: int, before: str, after: dict[str, Any]) -> None:
         with self._lock:
-            first = self._moved.setdefault((index, before), after)
-            while len(self._moved) > _REMEMBERED * len(self._groups()):
-                del self._moved[next(iter(self._moved))]
-        for key in self._moving:
+            first = self._changed.setdefault((index, before), after)
+            while len(self._changed) > _REMEMBERED * len(self._groups()):
+                del self._changed[next(iter(self._changed))]
+        for key in self._changing:
             if not same_options(first.get(key), after.get(key)):
                 raise InputError(
                     f"a step of {type(self.given).__name__} has changed {key!r} of group {index} to {first.get(key)} "
@@ -284,8 +284,8 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
     if moments != "float32":
         return frozenset()
     tried = {_form(group): group for group in given.param_groups}
-    moving = [check_elementwise(type(given), partial(_over_one_group, given, group)) for group in tried.values()]
-    return frozenset().union(*moving)
+    changing = [check_elementwise(type(given), partial(_over_one_group, given, group)) for group in tried.values()]
+    return frozenset().union(*changing)
 
 
 def _form(group: Mapping[str, Any]) -> str:
@@ -333,11 +333,11 @@ def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def refuse_differing(said: Sequence[Mapping[str, str]]) -> None:
+def refuse_different_options(said: Sequence[Mapping[str, str]]) -> None:
     """Refuses a step whose ranks go by different options: each would step its part of a weight by its own.
 
     Args:
-        said: by rank, `UserOptimizer.said_to_ranks`.
+        said: by rank, `UserOptimizer.options_to_compare`.
 
     Raises:
         InputError: they differ.

@@ -219,7 +219,7 @@ def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> to
     mine = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
     for each in shard.states.tensors():
         if each.kind == kind:
-            mine[each.held.part].copy_(each.in_chunk(shard.states.wide(each)))
+            mine[each.held.part].copy_(each.in_chunk(shard.states.widened(each)))
     if engine.group.size == 1:
         return mine
     whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)

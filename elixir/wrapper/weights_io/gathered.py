@@ -30,7 +30,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
     before = dict(uses.gathered)
-    given = _given(engine)
+    moved = _moved_by_user(engine)
     try:
         for chunk in engine.chunks:
             asked = [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters]
@@ -56,11 +56,11 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
             for chunk, memory, asked in opened:
                 chunk.take(memory, asked)
                 for slot in asked:
-                    given.pop(slot.parameter, None)
+                    moved.pop(slot.parameter, None)
     finally:
         uses.gathered = before
         _hide(chunk for chunk, _, _ in opened if chunk.index not in before)
-        for parameter, data in given.items():
+        for parameter, data in moved.items():
             parameter.data = data
         if write:
             engine.renew_shared()
@@ -76,7 +76,7 @@ def _hide(chunks: Iterable[Chunk]) -> None:
             chunk.point_into(chunk.whole)
 
 
-def _given(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
+def _moved_by_user(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
     """The memory that somebody has given to plain parameters, which get it back afterwards."""
     plain = [chunk for chunk in engine.chunks if chunk.gathered is None and engine.is_ordinary(chunk)]
     return {

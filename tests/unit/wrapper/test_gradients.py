@@ -83,7 +83,7 @@ def test_a_limit_may_be_a_tensor() -> None:
         pair.optimizer.clip_grad_norm_(torch.tensor(0.125))  # type: ignore[arg-type]
         (stepper,) = pair.engine.steppers
         assert isinstance(stepper, Stepper)
-        assert stepper.user.said_to_ranks(stepper.norm.limit)["the limit of the norm"] == "0.125"
+        assert stepper.user.options_to_compare(stepper.norm.limit)["the limit of the norm"] == "0.125"
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.125)
         pair.step()
         pair.assert_same_weights()

@@ -9,7 +9,7 @@ from elixir.wrapper.step.early_updates import LONGEST_PAUSE_STEPS, REFUSALS, For
 
 def stepped(forecast: Forecast, *, clipped: bool = False, made: int = 1, kept: int | None = None) -> None:
     kept = made * (not clipped) if kept is None else kept
-    forecast.stepped(other_factor=clipped, scale=1.0, made=made, kept=kept)
+    forecast.stepped(other_factor=clipped, scale=1.0, started=made, kept=kept)
 
 
 def test_the_first_step_is_tried() -> None:
@@ -45,7 +45,7 @@ def test_a_scale_that_has_grown_may_overflow() -> None:
     forecast = Forecast()
     stepped(forecast)
     assert not forecast.expects_to_keep(2.0)
-    forecast.stepped(other_factor=False, scale=2.0, made=0, kept=0)
+    forecast.stepped(other_factor=False, scale=2.0, started=0, kept=0)
     assert forecast.expects_to_keep(2.0)
 
 

@@ -59,7 +59,7 @@ def test_the_host_gets_its_updates_before_the_device(monkeypatch: pytest.MonkeyP
     # What needs no number comes before this thread waits for the norm.
     tensors = [isinstance(inputs.factor, torch.Tensor) for _, inputs in seen]
     assert tensors == sorted(tensors, reverse=True)
-    assert tensors == [shard.follows_torch for shard, _ in seen]
+    assert tensors == [shard.accepts_tensor_factor for shard, _ in seen]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-2])
