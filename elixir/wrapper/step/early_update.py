@@ -1,11 +1,10 @@
-"""`EarlyUpdate`: new states that the host makes while backward still runs, before norm and loss scale are known.
+"""`EarlyUpdate`: new states that CPU Adam computes during backward, before norm and loss scale are known.
 
-A chunk whose gradients are home is stepped at once, into a second set of states next to the one of now. Until
-`ElixirOptimizer.step` nothing else has changed: weights are shown, saved, loaded, evaluated and differentiated as if
-nothing had begun. Then the norm of all gradients and the loss scale are known. If the gradients are to be multiplied by
-the factor with which the new states were made, and neither they nor the old states nor any option has changed since,
-the new states are kept: the two sets change places. Otherwise the chunk is stepped as it would have been. Both give the
-same bits, so ranks may differ in what they kept.
+Once the gradients of a chunk have reached their home, CPU Adam steps it into a second set of states. Nothing else
+changes until `ElixirOptimizer.step`: the model shows, saves, loads and evaluates the old weights. `step` knows the norm
+of all gradients and the loss scale. It keeps the new states, by swapping the two sets, if they were computed with the
+right factor and neither gradients, old states nor options have changed since. Otherwise it discards them and steps the
+chunk again. Both ways give the same bits, so ranks may keep different chunks.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from elixir.wrapper.step.states import States
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that new states are made of, but for the old ones."""
+    """The inputs of an update, apart from the old states."""
 
     arrived: Arrived
-    """The segments with a gradient, and it."""
+    """The segments that got a gradient, each with it."""
     gradients: torch.Tensor | None
-    """The gradients of the whole shard, where they lie in one tensor."""
+    """The gradients of the whole shard, if they lie in one tensor."""
     factor: float | torch.Tensor
-    """The gradients are multiplied by it; a tensor on the device only where `Shard.accepts_tensor_factor`."""
+    """The factor by which gradients are multiplied; a tensor on the device only if `Shard.accepts_tensor_factor`."""
     options: list[dict[str, Any]]
     """Hyperparameters, by group."""
     writes: int
@@ -44,16 +43,16 @@ class Inputs:
     changes: int
     """`ShardGradients.changes`."""
     in_place: bool = False
-    """Whether the gradients themselves are multiplied, as torch.nn.utils.clip_grad_norm_ does it, where they have the
-    weights' dtype. A copy would take memory that no plan counts, and half the time of the step."""
+    """Whether gradients in the weights' dtype are multiplied in place, as torch.nn.utils.clip_grad_norm_ does it. A
+    copy would take memory that no plan counts, and half the time of the step."""
 
     def multiply_in_place(self, dtype: torch.dtype) -> float | torch.Tensor:
-        """Multiplies the gradients where that is done in place; the factor that is left.
+        """Multiplies the gradients if `in_place` allows it; returns the factor that is left.
 
         Args:
-            dtype: of what is stepped.
+            dtype: the dtype of the weights that are stepped.
         """
-        # A tensor is not compared: this thread would wait for the device.
+        # A tensor is not compared, since this thread would wait for the device.
         scales = isinstance(self.factor, torch.Tensor) or self.factor != 1.0
         if not (self.in_place and scales and self.arrived and self.arrived[0][1].dtype == dtype):
             return self.factor
@@ -62,9 +61,9 @@ class Inputs:
         return 1.0
 
     def equal(self, other: Inputs) -> bool:
-        """Whether another update of the same states would make the same of them."""
+        """Whether an update of the same states with `other` gives the same result."""
         if isinstance(self.factor, torch.Tensor) or isinstance(other.factor, torch.Tensor):
-            return False  # to compare them is to wait for the device
+            return False  # comparing them would wait for the device
         mine = self.factor, self.writes, self.changes, [segment.name for segment, _ in self.arrived]
         theirs = other.factor, other.writes, other.changes, [segment.name for segment, _ in other.arrived]
         return mine == theirs and same_options(self.options, other.options)
@@ -74,38 +73,38 @@ class EarlyUpdate:
     """One early update.
 
     Args:
-        inputs: what the new states are made of, with all segments.
-        old: the states of now.
+        inputs: the inputs of the update, with all segments of the shard.
+        old: the current states.
         new: takes the new ones.
-        after: the work that brings the gradients, and the work that still uses the memory of the new states.
+        after: the work that brings the gradients, and the work that still uses the memory of `new`.
     """
 
     ticket: Ticket
-    """The work that `run` is."""
+    """The ticket of `run`."""
 
     def __init__(self, inputs: Inputs, old: States, new: States, after: list[Ticket]) -> None:
         self.inputs, self.after = inputs, after
         self._old, self._new = old, new
-        # As of now: states may change places before `run` begins.
+        # Read now, since the two sets may be swapped before `run` begins.
         self.rounded, self._old_rounded = new.weights, old.weights
         self._is_discarded = self._is_kept = False
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
     def run(self, release: Callable[[], None] | None, forms: deque[str]) -> None:
-        """Makes the new states, on the lane of CPU Adam.
+        """Computes the new states, on the lane of CPU Adam.
 
         Args:
             release: the checkpoint's hook (`Chunk.before_write`).
-            forms: gets those of the step.
+            forms: takes the forms of the step.
         """
         if self._is_discarded:
             return
         try:
             for ticket in self.after:
-                ticket.synchronize()  # it is over; its error is raised here, as an ordinary step would raise it
+                ticket.synchronize()  # the work is over; this raises its error, as an ordinary step would
             if release is not None:
-                release()  # else a running checkpoint would read the new states
+                release()  # otherwise a running checkpoint would read the new states
             inputs = self.inputs
             for states in (self._old, self._new):
                 states.set_options(inputs.options)
@@ -114,31 +113,31 @@ class EarlyUpdate:
             with self._lock:
                 self._error = error
                 if not self._is_kept:
-                    return  # the chunk is stepped as it would have been, which raises the same if it must
+                    return  # an ordinary step follows, which raises the same error if it meets it
             self._new.copy_from(self._old)
             if self.rounded is not None and self._old_rounded is not None:
                 self.rounded.copy_(self._old_rounded)
             raise
 
     def keep(self) -> bool:
-        """Whether the new states can be those of the chunk from here on; not if they could not be made."""
+        """Keeps the new states; False if they could not be computed."""
         with self._lock:
             self._is_kept = self._error is None
         return self._is_kept
 
     def discard(self) -> None:
-        """Drops the new states; work that has not begun does nothing."""
+        """Discards the new states; if `run` has not begun, it will do nothing."""
         self._is_discarded = True
 
 
 def second_set(chunk: Chunk, states: States, arena: Arena, group_of: Mapping[nn.Parameter, int]) -> States:
-    """Memory for the states of a shard once more, counted as the plan counts it, with the weights that they round to.
+    """Allocates a second set of states for a shard, and of the rounded weights, as the plan counts them.
 
     Args:
-        chunk: of the shard.
-        states: those of now, which can be copied.
-        arena: makes the memory.
-        group_of: as of `cut_segments`.
+        chunk: the chunk of the shard.
+        states: the current states; `States.can_copy` holds.
+        arena: allocates and counts the memory.
+        group_of: see `cut_segments`.
     """
 
     def memory(numel: int, dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`EarlyUpdates`: which chunks of one optimizer are updated early, and how that went; see `EarlyUpdate`."""
+"""`EarlyUpdates`: chooses the chunks of one optimizer that are updated early; see `EarlyUpdate`."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from elixir.wrapper.step.update import update_early
 from elixir.wrapper.step.user_optimizer import UserOptimizer, copies_states
 
 REFUSALS = 2
-"""After so many steps in a row whose new states were wrong, or would have been, none are made."""
+"""After this many discarded steps in a row, early updates pause."""
 LONGEST_PAUSE_STEPS = 64
 
 
 class Forecast:
-    """Looks at how the last steps went.
+    """Predicts from the last steps whether early updates will be kept.
 
-    Whether gradients were clipped or overflowed is seen in every step, with or without new states that were made early,
-    so a run that ceases to clip is noticed in the next step. Other reasons to make states again, such as options that
-    change between backward and `step`, are seen only if there were such states. After those it pauses, twice as long
-    each time, before it tries again.
+    Every step shows whether gradients were clipped or overflowed, with or without early updates, so a run that ceases
+    to clip is noticed in the next step. Other reasons to discard, such as options that change between backward and
+    `step`, show only if there were early updates. After those it pauses, twice as long each time.
     """
 
     def __init__(self) -> None:
-        self._factors: list[bool] = []  # of the last steps: whether gradients were multiplied by another factor
-        self._refused = 0  # steps in a row in which new states were wrong for other reasons
+        self._factors: list[bool] = []  # by step, newest last: whether gradients were clipped or overflowed
+        self._refused = 0  # steps in a row whose new states were discarded for other reasons
         self._pause = 0
-        self._scale = 0.0  # of the loss, in the last step
+        self._scale = 0.0  # the loss scale of the last step
 
     def expects_to_keep(self, scale: float) -> bool:
-        """Whether to make new states in this step.
+        """Whether to update early in this step.
 
         Args:
-            scale: of the loss. Where it has grown since the last step, gradients may overflow.
+            scale: the loss scale. If it has grown since the last step, gradients may overflow.
         """
         grown = 0.0 < self._scale < scale
         clips = len(self._factors) == REFUSALS and all(self._factors)
         return not (grown or clips or self._pause)
 
     def stepped(self, *, other_factor: bool, scale: float, started: int, kept: int) -> None:
-        """A step is over.
+        """Records a step.
 
         Args:
-            other_factor: gradients were clipped, or overflowed.
-            scale: of the loss, by which they were made.
-            started: chunks that had new states.
-            kept: those whose new states were right.
+            other_factor: whether gradients were clipped or overflowed.
+            scale: the loss scale of its gradients.
+            started: the number of chunks that were updated early.
+            kept: the number of them whose new states were kept.
         """
         self._factors = [*self._factors, other_factor][-REFUSALS:]
         self._scale = scale
@@ -63,23 +62,23 @@ class EarlyUpdates:
     """The early updates of one optimizer, from backward until its `step`.
 
     Args:
-        engine: of the chunks.
-        user: the optimizer whose options count.
-        shards: of the optimizer.
+        engine: the engine of the chunks.
+        user: the optimizer.
+        shards: its shards.
     """
 
     def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
         self._begun: dict[int, Shard] = {}
-        self._backwards = 0  # that the last step had; 0 before the first
+        self._backwards = 0  # backwards of the last step; 0 before the first
         self.forecast = Forecast()
-        """Whether new states are likely to be kept."""
+        """The prediction whether new states will be kept."""
         self.started = self.kept = 0
-        """Chunks that had new states in the last step, and those whose new states were right."""
+        """In the last step, the number of chunks that were updated early, and of those that were kept."""
 
     def prepare(self) -> None:
-        """Makes the second sets of states now, as far as the optimizer has states, so that no step makes memory, and
-        begins to compile the kernel that fills them, on which plans count."""
+        """Allocates the second sets of states now, as far as the optimizer has states, so that no step allocates.
+        Begins to compile the kernel that fills them, on which plans count."""
         given, plan = self._user.given, self._engine.plan
         copies = copies_states(given, fused_kernels=self._user.fuses, moments=plan.moments)
         for shard in self._shards:
@@ -90,11 +89,11 @@ class EarlyUpdates:
                     begin_kernel(chunk.dtype, chunk.dtype if chunk.low_precision else None, plan.moments)
 
     def begin(self, chunk: Chunk, scale: float) -> None:
-        """Makes new states of a chunk all of whose gradients are on their way home.
+        """Updates a chunk early if the update is likely to be kept. All its gradients are on their way home.
 
         Args:
-            chunk: one that the plan lets be updated early.
-            scale: of the loss, by which its gradients are divided.
+            chunk: a chunk that the plan updates early.
+            scale: the loss scale, by which its gradients are divided.
         """
         engine, shard = self._engine, self._shards[chunk.index]
         shard.end_early(None)
@@ -110,24 +109,24 @@ class EarlyUpdates:
         update_early(engine, shard, inputs)
 
     def stepping(self) -> None:
-        """The optimizer's step begins."""
+        """Notes that the optimizer's step begins."""
         self._backwards = self._engine.gradients.backward_count
         self.started, self.kept = len(self._begun), 0
         self._engine.early_chunks, self._engine.kept_chunks = self.started, 0
 
     def stepped(self, *, other_factor: bool, scale: float) -> None:
-        """The optimizer's step is over, or left out.
+        """Records a step that is over or was skipped.
 
         Args:
-            other_factor: gradients were clipped, or have overflowed.
-            scale: of the loss, by which they were made.
+            other_factor: whether gradients were clipped or have overflowed.
+            scale: the loss scale of its gradients.
         """
         self._engine.kept_chunks = self.kept
         self.forecast.stepped(other_factor=other_factor, scale=scale, started=self.started, kept=self.kept)
         self.discard()
 
     def discard(self) -> None:
-        """Ends all early updates that were not kept."""
+        """Discards all early updates that were not kept."""
         for shard in self._begun.values():
             shard.end_early(None)
         self._begun.clear()

@@ -1,4 +1,4 @@
-"""Segments: the parts of parameters of which a rank's shard of a chunk consists."""
+"""Segments: the parts of parameters that make up a rank's shard of a chunk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Segment:
     """The part of one parameter inside this rank's shard."""
 
     held: Held
-    """Where it lies in its parameter, in the chunk and in the shard."""
+    """Its place in the parameter, in the chunk and in the shard."""
     group: int
     weights: nn.Parameter
-    """The tensor that the chunk's optimizer steps: float32 master weights, or the weights themselves."""
+    """The tensor that is stepped: float32 master weights, or the weights themselves."""
     version: int
-    """The version of the parameter when the segment was made."""
+    """The version of the parameter when the segment was created."""
     order: Order | None = None
-    """In which the elements of `weights` lie, if that is the parameter itself."""
+    """The order of the elements of `weights`, if that is the parameter itself."""
 
     def __post_init__(self) -> None:
         slot, part = self.held.slot, self.held.part
@@ -33,7 +33,7 @@ class Segment:
 
 
 Arrived = list[tuple[Segment, torch.Tensor]]
-"""Segments that got a gradient, with it."""
+"""The segments that got a gradient, each with it."""
 
 
 def cut_segments(
@@ -43,18 +43,18 @@ def cut_segments(
 
     Args:
         chunk: of the shard.
-        master: the flat shard that is stepped.
+        master: the flat shard of weights or masters.
         group_of: the optimizer's parameters, with the number of their group.
-        ordinary: whether the model's own parameters are stepped, as plain PyTorch would.
+        ordinary: whether the model's own parameters are stepped, as in plain PyTorch.
     """
     segments = []
     for held in chunk.held.values():
         slot, group = held.slot, group_of.get(held.slot.parameter)
         if group is None or not slot.parameter.requires_grad:
             continue
-        weights, order = slot.parameter, slot.order  # plain PyTorch's own: same kernel, same bits
+        weights, order = slot.parameter, slot.order  # as in plain PyTorch: the same kernel and the same bits
         if not (ordinary and slot.shape):
-            # Also for a weight without dimensions: its moments would look like a count of steps.
+            # A weight without dimensions gets this, too: its moments would look like a count of steps.
             weights, order = nn.Parameter(master[held.part], requires_grad=True), None
         segments.append(Segment(held, group, weights, slot.parameter._version, order))
     return segments

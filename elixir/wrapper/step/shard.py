@@ -1,4 +1,4 @@
-"""`Shard`: what one optimizer has of one chunk on this rank: states, a second set, gradients, written weights."""
+"""`Shard`: one optimizer's part of one chunk on this rank: states, a second set, gradients, writes to weights."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
 class ShardState(enum.Enum):
-    """Which set of states is the current one. `Shard.begin_early`, `end_early`, `load` and `leave` change it.
+    """The current set of states. `Shard.begin_early`, `end_early`, `load` and `leave` change it.
 
-    Whether the work on the states is over says `Chunk.home_uses`, and whether those on a disk are in memory says
-    `Chunk.stored`: this thread would have to wait to know either.
+    Two questions are left to others, since this thread would have to wait for the answer: `Chunk.home_uses` knows
+    whether work on the states is over, and `Chunk.stored` whether states on a disk are in memory.
     """
 
     AWAITED = "awaited"
-    """The shard is new under this plan, and the states that the chunk had under the one before come next. States that a
-    class has made meanwhile are dropped."""
+    """The shard is new under this plan, and the chunk's states under the previous plan come next. States that a class
+    has created meanwhile are dropped."""
     STEADY = "steady"
-    """`states` will hold the result of the last update that was submitted."""
+    """`states` will hold the result of the last submitted update."""
     EARLY = "early"
-    """As `STEADY`; and an early update makes new states of them in `second`, which nobody else looks at."""
+    """As `STEADY`, while an early update computes new states in `second`, which nothing else reads."""
     LEFT = "left"
-    """The states have left for another shard of the chunk."""
+    """The states belong to another shard of the chunk."""
 
 
 _NEXT = {
@@ -49,11 +49,11 @@ _NEXT = {
 
 
 class ShardGradients:
-    """The gradients of one shard: autograd's own, or what the runtime has brought to the home of the states.
+    """The gradients of one shard, held by autograd or brought by the runtime to the home of the states.
 
     Args:
-        chunk: of the shard.
-        brought: what the runtime brings; None where the gradients stay with autograd.
+        chunk: the chunk of the shard.
+        brought: the gradient that the runtime brings home; None if gradients stay with autograd.
         slots: the parameters that the optimizer steps.
     """
 
@@ -61,11 +61,11 @@ class ShardGradients:
         self._chunk, self._brought = chunk, brought
         self._empty = [slot for slot in slots if not slot.numel]
         self.uses = MemoryUses() if brought is None else brought.uses
-        """Who uses the gradients at their home; nobody where they are autograd's own."""
+        """The users of the gradients at their home; empty if autograd holds them."""
 
     @property
     def are_at_home(self) -> bool:
-        """Whether they lie at the home of the states, and not with autograd."""
+        """Whether they lie at the home of the states, not with autograd."""
         return self._brought is not None
 
     @property
@@ -75,15 +75,15 @@ class ShardGradients:
 
     @property
     def changes(self) -> int:
-        """A count of the changes of the gradients."""
+        """Version counter of the gradients."""
         return 0 if self._brought is None else self._brought.changes
 
     def of(self, segments: Sequence[Segment], used: Collection[str]) -> Arrived:
-        """The segments that got a gradient, with it, flat.
+        """The segments that got a gradient, each with its flat gradient.
 
         Args:
-            segments: those in question.
-            used: where gradients are brought, the parameters that got one on any rank.
+            segments: the segments to look at.
+            used: the parameters that got a gradient on any rank; read only if gradients are brought home.
         """
         if self._brought is not None:
             memory = self._brought.memory
@@ -93,13 +93,13 @@ class ShardGradients:
             gradient, slot = segment.source.grad, segment.slot
             if gradient is not None:
                 flat = slot.flattened(gradient)
-                if flat.data_ptr() != gradient.data_ptr():  # set by hand; clipping writes to what is returned here
+                if flat.data_ptr() != gradient.data_ptr():  # set by hand in another layout; clipping must write to it
                     segment.source.grad = shaped(flat, slot.shape, slot.order)
                 found.append((segment, flat))
         return found
 
     def empty_with_gradient(self, used: Collection[str]) -> list[nn.Parameter]:
-        """The parameters without elements that got a gradient, which nobody steps; `used` as in `of`."""
+        """The parameters without elements that got a gradient; `used` as in `of`."""
         return [
             slot.parameter
             for slot in self._empty
@@ -107,21 +107,21 @@ class ShardGradients:
         ]
 
     def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
-        """Each gradient with its norm, where that was summed on the way. This waits until compute and this thread may
-        read the norms, or, if they were not summed, the gradients."""
+        """Each gradient with its norm, or with None if the norm was not summed while it arrived. Waits until compute and
+        this thread may read the norms, or the gradients."""
         norms = None if self._brought is None else self._brought.norms
         if norms is not None:
             norms.wait()  # the lane that sums them writes their values
             return [(item, norms.of(item[0].place)) for item in arrived]
-        # The step before may still multiply it in place, where no zero_grad() came in between.
+        # The previous step may still multiply it in place, if no zero_grad() came in between.
         for ticket in self.uses.to_read():
             ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
             if self._chunk.plan.update_home == "host":
-                ticket.synchronize()  # it is read by this thread
+                ticket.synchronize()  # this thread reads it
         return [(item, None) for item in arrived]
 
     def forget_norms(self) -> None:
-        """The gradients are not what they were when their norms were summed."""
+        """Drops the norms, since the gradients have changed."""
         if self._brought is not None:
             self._brought.norms = None
 
@@ -129,12 +129,12 @@ class ShardGradients:
 class WrittenWeights:
     """The writes to the weights of one shard.
 
-    Resident weights may be written to, ordinary ones by anyone, others by their own forward.
+    Anyone may write to ordinary weights; other resident weights only the model's own forward.
 
     Args:
-        chunk: of the shard.
-        segments: its parts.
-        elsewhere: the parameters of which other ranks may step parts.
+        chunk: the chunk of the shard.
+        segments: the parts of the shard.
+        elsewhere: the parameters that other ranks may step in part.
     """
 
     def __init__(self, chunk: Chunk, segments: Sequence[Segment], elsewhere: Container[nn.Parameter]) -> None:
@@ -144,17 +144,17 @@ class WrittenWeights:
         self._data_writes = chunk.data_writes
 
     def record_step(self, arrived: Arrived, used: Collection[str]) -> None:
-        """A step has written to weights; autograd learns that a backward over those of before would be wrong.
+        """Records a step's writes, and tells autograd, which then refuses a backward over the old weights.
 
         Args:
-            arrived: what this rank steps.
+            arrived: the segments that this rank steps.
             used: the parameters that got a gradient on any rank.
         """
         mine = {segment.name: segment for segment, _ in arrived}
         for slot in self._chunk.slots:
             segment = mine.get(slot.name)
             if segment is not None:
-                if segment.weights is not segment.source:  # else the step itself has
+                if segment.weights is not segment.source:  # otherwise the step itself has done it
                     torch.autograd.graph.increment_version(slot.parameter)
                 self._seen[slot.name] = slot.parameter._version
             elif slot.name in used and slot.parameter in self._elsewhere:
@@ -169,24 +169,24 @@ class WrittenWeights:
         return written or any(slot.parameter._version != self._seen[slot.name] for slot in self._slots)
 
     def copy_to_masters(self) -> None:
-        """Copies what was written to the masters."""
+        """Copies weights that were written to into the masters."""
         if not self.exist:
             return
-        # Another optimizer over this chunk may have stepped it: its lane writes masters, then brings the new weights.
+        # Another optimizer over this chunk may have stepped it: a lane then writes masters, and copies the new weights.
         self._chunk.synchronize_weights()
         self._chunk.follow_writes()
-        # Also of what is never stepped, or masters would follow in each step.
+        # Parameters that are never stepped count, too; otherwise masters would be copied in every step.
         self._seen = {slot.name: slot.parameter._version for slot in self._slots}
         self._data_writes = self._chunk.data_writes
 
 
 class Shard:
-    """One optimizer's part of one chunk. Make it while masters and states are at hand (`Chunk.at_hand`).
+    """One optimizer's part of one chunk. Create it while masters and states are at hand (`Chunk.at_hand`).
 
     Args:
-        engine: of the chunk.
-        user: the optimizer whose class or rule steps it.
-        chunk: is stepped.
+        engine: the engine of the chunk.
+        user: the optimizer.
+        chunk: the chunk.
     """
 
     def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk) -> None:
@@ -194,10 +194,9 @@ class Shard:
         brought = engine.gradients.by_chunk.get(chunk.index)
         self.gradients = ShardGradients(chunk, brought, [s for s in chunk.slots if s.parameter in user.group_of])
         self._separate = chunk.masters is not None
-        chunk.follow_writes()  # between wrapping and now
+        chunk.follow_writes()  # writes between wrapping and now
         master = chunk.shard_weights if chunk.masters is None else chunk.masters
-        # Moments in fewer bits are stepped by one function wherever gradients are, float32 ones where they lie
-        # together.
+        # One function steps moments in fewer bits, wherever gradients lie; float32 ones only if gradients lie together.
         gathered = brought is not None or engine.plan.moments != "float32"
         fuses = user.fuses and gathered and master.dtype == torch.float32
         ordinary = not self._separate and not fuses and engine.is_ordinary(chunk)
@@ -208,14 +207,14 @@ class Shard:
         self.states: States = user.states_over(chunk, master, segments, weights=weights, fuses=fuses, empty=empty)
         """The current states."""
         self.second: States | None = None
-        """Takes the states of early updates; made when there are states to copy."""
+        """The states of early updates, allocated once there are states to copy."""
         self._early: EarlyUpdate | None = None
-        self._counted_states = chunk.stored is not None  # they are part of an extent, which is
+        self._counted_states = chunk.stored is not None  # the extent counts them
         self._counted_bytes = 0
         self.writes = WrittenWeights(chunk, segments, user.group_of if self.gradients.are_at_home else ())
         copied = {segment.place for segment in segments if segment.weights is not segment.source}
         self.copied = [chunk.slots[place] for place in sorted(copied)]
-        """The parameters that are not stepped themselves, so that they have to lie where their chunk does."""
+        """The parameters of which a copy is stepped, so that they must lie where their chunk does."""
         self.move_to_extent()
 
     def to(self, state: ShardState) -> None:
@@ -238,12 +237,12 @@ class Shard:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether it has states of a step, rather than none or those made ahead of the first."""
+        """Whether it has states of a step, not only zeros for the first."""
         return any(self.states.has_stepped(segment) for segment in self.segments)
 
     @property
     def has_all_states(self) -> bool:
-        """Whether every segment has states of a step, and no step makes others."""
+        """Whether every segment has states of a step, and no step creates others."""
         return self.states.is_predictable and all(self.states.has_stepped(segment) for segment in self.segments)
 
     @property
@@ -253,14 +252,13 @@ class Shard:
 
     @property
     def accepts_tensor_factor(self) -> bool:
-        """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for
-        it."""
+        """Whether the clip factor may be a tensor: the user's class steps autograd's gradients, all on the device."""
         return not self.gradients.are_at_home and self.states.accepts_tensor_factor
 
     def make_states(self) -> bool:
-        """Makes the moments now, all zero, and counts of 0: the state in which the first step would find them.
+        """Allocates zero moments and counts of 0 now, as the first step would.
 
-        False for a class that makes its states itself.
+        Returns False for a class that creates its states itself.
         """
         made = self.states.make()
         if made and self.segments:
@@ -268,9 +266,9 @@ class Shard:
         return made
 
     def move_to_extent(self) -> None:
-        """Moves all masters and states that there are into the chunk's extent, where they live on a disk.
+        """Moves masters and states into the chunk's extent, if they live on a disk.
 
-        Tensors that are there already stay. Nothing else gives states that a class has made their part of the extent.
+        Tensors that lie there stay. States that a class has created have no place in the extent before this.
         """
         stored = self.chunk.stored
         if stored is None:
@@ -285,8 +283,8 @@ class Shard:
                 stored.keep(self, tensor, region, start)
 
     def leave(self) -> dict[str, tuple[States, Segment]]:
-        """The states and the segment by parameter, for `MovedStates`; nothing here holds them, or the weights, any
-        more."""
+        """Gives up the states: states and segment by parameter, for `MovedStates`. The shard lets go of the weights,
+        too."""
         self.end_early(None)
         self.to(ShardState.LEFT)
         states, self.second = self.states, None
@@ -296,9 +294,9 @@ class Shard:
         return {segment.name: (states, segment) for segment in states.segments if segment.name not in lacking}
 
     def load(self, saved: SavedStates) -> set[str]:
-        """Goes on from other states; notes on what is not exact.
+        """Loads other states; returns notes on inexact ones.
 
-        Nothing else may read or step the chunk meanwhile, and it is at hand (`Chunk.at_hand`).
+        Nothing else may read or step the chunk meanwhile. It must be at hand (`Chunk.at_hand`).
         """
         self.end_early(None)
         notes = self.states.load(saved)
@@ -309,10 +307,10 @@ class Shard:
         return notes
 
     def count_states(self) -> None:
-        """Counts the memory of the states, as far as steps have made it."""
+        """Counts the memory of the states that exist by now."""
         if self._counted_states:
             return
-        self._counted_states = not self.states.without_states()  # a gradient may come to others later
+        self._counted_states = not self.states.without_states()  # other segments may get a gradient later
         nbytes = self.states.nbytes
         self._engine.arena.count(nbytes - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
         self._counted_bytes = nbytes
@@ -320,7 +318,8 @@ class Shard:
     def inputs(
         self, used: Collection[str], factor: float | torch.Tensor, options: list[dict[str, object]], *, in_place: bool
     ) -> Inputs:
-        """The inputs of an update of now; later other parameters may have gradients. Arguments as of `Inputs`."""
+        """The inputs of an update, as they are now: later, other parameters may have gradients. For arguments see
+        `Inputs`."""
         arrived = self.gradients.of(self.segments, used)
         writes, changes = self.chunk.writes, self.gradients.changes
         return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
@@ -329,9 +328,9 @@ class Shard:
         """Steps in place; the caller runs `copy_out` afterwards.
 
         Args:
-            states: those of when the step was submitted.
-            inputs: what the step is made of.
-            staged: takes the shard's new weights in their dtype, on their way to another memory.
+            states: the current states when the step was submitted.
+            inputs: the inputs of the step.
+            staged: takes the shard's new weights in their dtype, from where a lane copies them to the device.
         """
         arrived, factor = inputs.arrived, inputs.multiply_in_place(states.master.dtype)
         states.set_options(inputs.options)
@@ -342,18 +341,18 @@ class Shard:
         if BY_CLASS in forms:
             if out is not None:
                 self._copy(arrived, states.master, out)
-            self.move_to_extent()  # the first step of some classes makes states
+            self.move_to_extent()  # the first step of some classes creates states
         if self.chunk.plan.update_home == "host":
             self._engine.host_forms.extend(forms)
         self.count_states()
 
     def rewrite(self, method: str, options: list[dict[str, object]]) -> None:
-        """Rewrites the weights by a method of the user's class, such as schedule-free's ``eval``, and shows them.
+        """Rewrites the weights by a method of the user's class, such as schedule-free's ``eval``.
 
         Nothing else may read or step the chunk meanwhile.
 
         Args:
-            method: of the class.
+            method: a method of the class.
             options: hyperparameters by group.
         """
         self.writes.copy_to_masters()
@@ -368,14 +367,14 @@ class Shard:
 
     @property
     def _writes_itself(self) -> bool:
-        """Whether the step writes the weights: they are where their masters are, and it may do so in the same pass."""
+        """Whether the step itself writes the weights, since they lie where their masters do."""
         plan = self.chunk.plan
         able = plan.update_home == "host" or not self.states.accepts_tensor_factor
         return able and self._separate and plan.weight_home == plan.update_home
 
     def copy_out(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
-        """Work that copies new weights to where they live, in their dtype, from and to the memory of now: from
-        `rounded`, which has that dtype, or else from the masters."""
+        """Returns work that copies new weights to their home, in their dtype: from `rounded`, which has that dtype,
+        otherwise from the masters. Both ends are the memory of now."""
         if not self._separate or self._writes_itself:
             return lambda: None
         return partial(
@@ -383,17 +382,17 @@ class Shard:
         )
 
     def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
-        """New weights of a whole shard; nobody writes to `source` before they are there."""
+        """Copies the new weights of a shard; nothing writes to `source` until they have arrived."""
         asynchronous = target.is_cuda and target.dtype == source.dtype
         if len(arrived) == len(self.chunk.slots):
             target.copy_(source, non_blocking=asynchronous)
             return
-        for segment, _ in arrived:  # the others may be another optimizer's
+        for segment, _ in arrived:  # other segments may be another optimizer's
             target[segment.part].copy_(source[segment.part], non_blocking=asynchronous)
 
     def make_second(self) -> bool:
-        """Whether there is a second set of states by now. It cannot be made while there are none to copy, nor where not
-        all of the shard is stepped by this optimizer."""
+        """Allocates the second set of states if it can; whether it exists. It cannot before the first states exist, nor
+        if another optimizer steps a part of the shard."""
         chunk = self.chunk
         whole = bool(chunk.held) and len(chunk.held) == len(self.segments)
         if self.second is None and whole and self.states.can_copy:
@@ -401,19 +400,19 @@ class Shard:
         return self.second is not None
 
     def begin_early(self, inputs: Inputs) -> EarlyUpdate:
-        """Begins an early update, which the caller submits; after `make_second`."""
+        """Begins an early update, which the caller submits. `make_second` must have returned True."""
         if self.second is None:
             raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states")
         self.to(ShardState.EARLY)
-        # The gradients arrive. The step before writes the old states, or brings weights out of the memory that the new
-        # ones take; the fetch before may read that memory as well.
+        # The gradients must have arrived. The previous step writes the old states, or copies weights out of the memory
+        # that the new ones take; the last fetch may read that memory, too.
         after = [*self.gradients.uses.to_read(), *self.chunk.home_uses.to_write()]
         self._early = EarlyUpdate(inputs, self.states, self.second, after)
         return self._early
 
     def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:
-        """Ends an early update, if one has begun; returns it if its states are kept, because a step with `inputs` would
-        make the same."""
+        """Ends an early update, if one has begun. Returns it, with its states kept, if a step with `inputs` gives the
+        same."""
         early, self._early = self._early, None
         if early is None or self.second is None:
             return None
@@ -423,7 +422,7 @@ class Shard:
             return None
         old, self.states = self.states, self.second
         self.second, shown = old, early.rounded
-        if old.weights is None:  # rounded weights leave for a device from the same memory in each step
+        if old.weights is None:  # rounded weights always leave for the device from the same memory
             old.weights, self.states.weights, shown = shown, None, None
         self.chunk.exchange_state(self.states.master, shown)
         return early

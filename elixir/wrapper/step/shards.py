@@ -19,7 +19,7 @@ from elixir.wrapper.step.user_optimizer import UserOptimizer
 logger = logging.getLogger(__name__)
 
 _SLOW_NUMEL = 10**7
-"""Weights whose steps by torch's Adams without ``fused=True`` are worth a word: some 30 ms on one core."""
+"""Number of weights from which a step by torch's Adams without ``fused=True`` is reported: some 30 ms on one core."""
 
 
 class Shards:
@@ -27,14 +27,14 @@ class Shards:
 
     Args:
         engine: of the chunks.
-        user: the optimizer whose class or rule steps them.
+        user: the optimizer.
     """
 
     def __init__(self, engine: Engine, user: UserOptimizer) -> None:
         self._engine, self._user = engine, user
         self._by_chunk: dict[int, Shard] = {}
-        self._moving: dict[str, tuple[States, Segment]] = {}  # states that have left, by parameter
-        self._left: list[tuple[StoredStates, Shard]] = []  # until others have taken over their states
+        self._moving: dict[str, tuple[States, Segment]] = {}  # states given up by shards, by parameter
+        self._left: list[tuple[StoredStates, Shard]] = []  # shards whose states others have not taken over yet
         self._refuse_parameters()
 
     def __iter__(self) -> Iterator[Shard]:
@@ -45,7 +45,7 @@ class Shards:
         return self._by_chunk[index]
 
     def make(self) -> None:
-        """Makes all shards, with the states that the plan foresees."""
+        """Creates all shards, with the states that the plan foresees."""
         self._make_shards()
         for shard in self:
             self._make_states(shard)
@@ -58,7 +58,7 @@ class Shards:
         self._by_chunk.clear()
 
     def make_states(self) -> None:
-        """Makes all optimizer states before the first step, wherever they live; a class that cannot is logged."""
+        """Allocates all optimizer states before the first step; logs a class that cannot."""
         made = [shard.make_states() for shard in self if shard.chunk.plan.state_home == "device"]
         made += [self._make_states(shard) for shard in self]
         if not all(made):
@@ -67,9 +67,9 @@ class Shards:
             )
 
     def leave(self) -> None:
-        """Takes the states of this rank's part of each parameter off the chunks; none is stepped until `arrive`."""
+        """Takes the states off the chunks; no chunk is stepped until `arrive`."""
         for shard in self:
-            # States that a shard was to take over, and could not, are still where they were.
+            # `self._moving` may still have states that no shard could take over; they are still where they were.
             self._moving = shard.leave() | self._moving
             if shard.chunk.stored is not None:
                 self._left.append((shard.chunk.stored, shard))
@@ -77,7 +77,7 @@ class Shards:
         self._by_chunk.clear()
 
     def arrive(self) -> None:
-        """Loads the states that have left, under the engine's current plan; lets go of each once it is loaded."""
+        """Loads the states that `leave` has taken, under the engine's current plan, one by one."""
         self._make_shards()
         passes = {slot.name for _, shard in self._left for slot in shard.chunk.slots}
         for shard in self:
@@ -86,7 +86,7 @@ class Shards:
                 self._make_states(shard)
                 mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
                 shard.load(MovedStates(mine, passes))
-            for segment in shard.segments:  # after `at_hand`, whose write to a disk may fail
+            for segment in shard.segments:  # only now, since the write to a disk at the end of `at_hand` may fail
                 self._moving.pop(segment.name, None)
         for stored, shard in self._left:
             stored.forget(shard)
@@ -99,14 +99,14 @@ class Shards:
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
 
     def _make_states(self, shard: Shard) -> bool:
-        """Makes them by the threads that step them, so that the memory is near; see `Shard.make_states`."""
+        """Calls `Shard.make_states` on the threads that step them, so that memory is close to their cores."""
         made = [True]
         if shard.chunk.stored is not None:
             with shard.chunk.at_hand():
                 made.append(shard.make_states())
                 shard.move_to_extent()
         elif shard.chunk.plan.state_home == "host":
-            # This thread may read or move the states next; and if they have no room, wrapping must raise.
+            # This thread may read or move the states next. If memory is too small, wrapping must raise.
             self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states())).synchronize()
         return made[-1]
 
@@ -124,7 +124,7 @@ class Shards:
             )
 
     def warn_if_slow(self) -> None:
-        """Warns where the host steps by torch's Adams without ``fused=True``, which pass over memory several times."""
+        """Warns if the host steps by torch's Adams without ``fused=True``, which read memory several times."""
         numel = sum(shard.chunk.plan.numel for shard in self if shard.chunk.plan.update_home == "host")
         kind, groups = type(self._user.given), self._user.given.param_groups
         plain = kind in (torch.optim.Adam, torch.optim.AdamW) and not self._user.fuses

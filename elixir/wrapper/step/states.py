@@ -1,7 +1,7 @@
-"""`States`: what one optimizer keeps of one shard, and the step that it makes with it.
+"""`States`: the optimizer states of one shard, and the step over them.
 
-`ClassStates` are those of a class of optimizers, by parameter; `FusedStates` those of Adam over the whole shard. What
-moves, saves, loads, copies or stores states walks over what `States` shows, whichever of the two it has.
+`ClassStates` belong to an optimizer class of the user and are kept by parameter; `FusedStates` are those of Adam in one
+pass over the shard. Code that moves, saves, loads or copies states uses this interface for both.
 
 A kind is a key of torch's per-parameter state, such as ``exp_avg``. Elementwise states are tensors over a part of the
 flattened parameter. Counts of steps and other scalars belong to the parameter as a whole.
@@ -27,85 +27,85 @@ SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
 ADAM_KINDS = ("exp_avg", "exp_avg_sq")
 BY_CLASS = "by its class"
-"""The form of a step that the user's own class makes."""
+"""The form of a step by the user's own class."""
 
 MakeMemory = Callable[[int, torch.dtype], torch.Tensor]
-"""Makes a flat tensor, given elements and dtype."""
+"""Allocates a flat tensor, given number of elements and dtype."""
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor that this rank has of a parameter: a state of each element, scales of 8-bit codes, or weights."""
+    """This rank's part of one tensor of a parameter: an elementwise state, scales of 8-bit codes, or weights."""
 
     kind: str
     held: Held
     """The part of the parameter."""
     tensor: torch.Tensor
-    """The live elements, flat; on a disk they are there only while the chunk is at hand."""
+    """The live elements, flat; of a tensor on a disk only while the chunk is at hand."""
     order: Order | None
-    """In which the elements lie in the parameter."""
+    """The order of the elements in the parameter."""
     region: str
-    """Name of the region of an extent in which it lies, where it lives on a disk."""
+    """The name of its region in an extent, if it lives on a disk."""
     start: int
     """Its first element in that region."""
     extent: StoredStates | None = None
-    """Has it, if it lives on a disk."""
+    """The extent that holds it, if it lives on a disk."""
     has_codes: bool = False
-    """Whether these are codes of 8 bits, in blocks of which the first begins where the parameter begins."""
+    """Whether these are 8-bit codes, in blocks that count from the beginning of the parameter."""
     width: int = 1
-    """Elements of the parameter for each of these: more than one for scales."""
+    """Elements of the parameter per element of this tensor: more than one for scales."""
     keeps_dtype: bool = True
-    """Whether the state goes on in its dtype in any home. That of Adam in one pass follows from the plan."""
+    """Whether the state keeps its dtype in every home. For Adam in one pass the plan gives the dtype."""
 
     @property
     def name(self) -> str:
-        """That of the parameter."""
+        """The name of the parameter."""
         return self.held.slot.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, of which all ranks have parts."""
+        """The shape of the whole tensor over all ranks."""
         slot = self.held.slot
         return tuple(slot.shape) if self.width == 1 else (-(-slot.numel // self.width),)
 
     @property
     def first(self) -> int:
-        """First element in the whole flattened tensor."""
+        """Its first element in the whole flattened tensor."""
         return self.held.first // self.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is saved."""
+        """The dtype in which it is saved."""
         return self.tensor.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes as it is saved."""
+        """Its bytes in a checkpoint."""
         return self.tensor.nbytes
 
     def values(self, first: int, stop: int) -> torch.Tensor:
-        """Elements from `first` to `stop`, where they lie; of those on a disk, in separate memory."""
+        """The elements from `first` to `stop`: a view, or for a tensor on a disk a copy."""
         if self.extent is None:
             return self.tensor[first:stop]
         return self.extent.read(self.region, self.start + first, self.start + stop)
 
     def in_chunk(self, values: torch.Tensor) -> torch.Tensor:
-        """Its values, flat, in the order in which the chunk has the elements of the parameter."""
+        """`values` of this tensor, flat, in the element order of the chunk."""
         slot = self.held.slot
         if self.order == slot.order or self.width > 1:
             return values
-        return flattened(shaped(values, slot.shape, self.order), slot.order)  # it is all of the parameter's
+        return flattened(shaped(values, slot.shape, self.order), slot.order)  # such a tensor covers the whole parameter
 
 
 @dataclass
 class SmallStates:
-    """States of a parameter that are no tensors over its elements."""
+    """The states of a parameter that are not elementwise: counts and other scalars."""
 
     step: int | None = None
     others: dict[str, Any] = field(default_factory=dict)
-    """Kind -> a number, or (dtype, number) of a tensor without dimensions."""
+    """Kind -> number, or (dtype, number) for a tensor without dimensions."""
     are_live: bool = False
-    """Whether `others` are as the optimizer keeps them instead."""
+    """Whether `others` holds the optimizer's own objects instead."""
 
 
 class StateForm(NamedTuple):
@@ -166,16 +166,16 @@ class States(Protocol):
     """
 
     master: torch.Tensor
-    """The flat shard that is stepped: masters, or the weights themselves."""
+    """The flat shard that is stepped: masters or the weights themselves."""
     segments: list[Segment]
-    """Its parts that this optimizer steps, in order."""
+    """The parts of the shard that this optimizer steps, in order."""
     weights: torch.Tensor | None
-    """Takes the weights that the master rounds to, of the whole shard; None where nothing takes them in a step."""
+    """The rounded weights of the whole shard, if a step writes them; otherwise None."""
     accepts_tensor_factor: bool
-    """Whether a step takes the factor as a tensor on the device, too."""
+    """Whether the factor of a step may be a tensor on the device."""
 
     is_predictable: bool
-    """Whether a step does nothing without a gradient, and the first one with a gradient makes all states of a
+    """Whether a step without a gradient does nothing, and the first one with a gradient creates all states of a
     segment."""
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
@@ -189,13 +189,13 @@ class States(Protocol):
         weight_out: torch.Tensor | None,
         into: Self | None = None,
     ) -> set[str]:
-        """Makes one step.
+        """Runs one step.
 
         Args:
-            arrived: the segments that got a gradient, with it, flat.
-            gradients: those of the whole shard, where they lie in one tensor.
-            factor: gradients are multiplied by it first; a tensor only where `accepts_tensor_factor`.
-            weight_out: flat, of the shard; takes the new weights in its dtype where that can be done in the same pass.
+            arrived: the segments that got a gradient, each with its flat gradient.
+            gradients: the gradients of the whole shard, if they lie in one tensor.
+            factor: multiplies the gradients first; a tensor only if `accepts_tensor_factor`.
+            weight_out: takes the new weights of the shard, flat, in its dtype, if the same pass can write them.
             into: takes the new states, and these stay unchanged; made by `empty_like`. `arrived` then has all segments.
 
         Returns:
@@ -203,65 +203,64 @@ class States(Protocol):
         """
 
     shares_call: bool = False
-    """Whether one call of the class may step these and the states of other shards."""
+    """Whether one call of the class may step several shards."""
 
     def with_gradients(self, arrived: Arrived) -> AbstractContextManager[None]:
-        """Sets the gradients for a call of the class inside of it; where `shares_call`, several may be entered before
-        one call."""
+        """Sets the gradients for a call of the class. If `shares_call`, several may be entered before one call."""
         return nullcontext()
 
     def call(self, method: str) -> None:
-        """Calls a method of the class, such as schedule-free's ``eval``; does nothing where no class steps."""
+        """Calls a method of the class, such as schedule-free's ``eval``; does nothing if no class steps."""
         return
 
     def make(self) -> bool:
-        """Makes the states of zero steps now; False where only the first step of a class can."""
+        """Creates the states of zero steps now; returns False if only the first step of a class can."""
 
     @property
     def can_copy(self) -> bool:
-        """Whether there are states by now, and all of them can be copied."""
+        """Whether states exist by now, and all of them can be copied."""
         return True
 
     def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self:
-        """Another set of such states over other memory, to be filled by `step` or `copy_from`; where `can_copy`."""
+        """Returns another set of such states over other memory, which `step` or `copy_from` fills. Needs `can_copy`."""
 
     def copy_from(self, other: Self) -> None:
-        """Takes the values of another set over the same segments, its master too."""
+        """Copies the values of another set over the same segments, and its master."""
 
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
-        """The elementwise states of the segments that have been stepped, as views of live memory; `moving` also those
-        that were made ahead of the first step, and copies of what has no memory for each element."""
+        """The elementwise states of stepped segments, as views of live memory. With `moving`, also states that were
+        created before the first step, and copies of expanded tensors."""
 
     def widened(self, each: StateTensor) -> torch.Tensor:
-        """The values of one of `tensors`, no scales, in float32 or wider."""
+        """The values of one of `tensors`, except scales, in float32 or wider."""
 
     def scalars(self, segment: Segment) -> dict[str, Any]:
-        """The other states of a segment, as they are; empty if it has not been stepped."""
+        """The other states of a segment; empty if it has not been stepped."""
 
     def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
-        """Every tensor over elements that is kept: the region of an extent in which it belongs, it, and where it begins
-        there. None for one that no extent takes."""
+        """Every elementwise tensor that is kept: its region in an extent (None if no extent takes it), the tensor, its
+        first element there."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of `memory`."""
+        """Bytes of all tensors of `memory`."""
         return sum(tensor.nbytes for _, tensor, _ in self.memory())
 
     def has_stepped(self, segment: Segment) -> bool:
-        """Whether a segment has been stepped, rather than got states ahead of its first step."""
+        """Whether a segment has been stepped; states that were only created ahead do not count."""
 
     def without_states(self) -> list[Segment]:
-        """The segments without any states."""
+        """The segments that have no states."""
         return []
 
     def load(self, saved: SavedStates) -> set[str]:
-        """Takes the states that are saved, and none where none are; notes on what is not exact."""
+        """Loads saved states and clears the others; returns notes on inexact ones."""
 
     def let_go(self) -> None:
-        """Holds no weights and masters any more; `tensors` and `scalars` still show the states."""
+        """Lets go of weights and masters; `tensors` and `scalars` still show the states."""
         self.master, self.weights = self.master.new_empty(0), None
         for segment in self.segments:
-            if segment.weights is not segment.source:  # the shape stays: it says which states are elementwise
+            if segment.weights is not segment.source:  # the shape stays, since it tells which states are elementwise
                 segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
 
 
@@ -311,17 +310,17 @@ def _count(value: Any, name: str) -> int:
 
 
 class MovedStates(SavedStates):
-    """States that leave the shard of a chunk for another home of the chunk.
+    """States that move to another home of their chunk.
 
     Args:
-        left: by parameter, the states that it has, after `States.let_go`, and the segment that they are of.
-        passes: parameters whose states lie in buffers that other chunks use next, so that nobody may keep them.
+        left: by parameter, the states after `States.let_go`, and their segment.
+        passes: parameters whose states lie in buffers that other chunks use next, so that they must be copied.
     """
 
     def __init__(self, left: Mapping[str, tuple[States, Segment]], passes: Collection[str]) -> None:
         self._left, self._passes = left, passes
         self._found: dict[str, dict[str, StateTensor]] = {}
-        self._wide: dict[str, tuple[str, torch.Tensor]] = {}  # by kind, the values of the last parameter
+        self._wide: dict[str, tuple[str, torch.Tensor]] = {}  # by kind, the last parameter and its values
 
     def _tensors(self, name: str) -> dict[str, StateTensor]:
         if name not in self._found and name in self._left:
@@ -338,7 +337,7 @@ class MovedStates(SavedStates):
         }
 
     def small(self, name: str) -> SmallStates:
-        """See `SavedStates`; what is a tensor stays one."""
+        """See `SavedStates`; tensors stay tensors."""
         states, segment = self._left.get(name, (None, None))
         scalars = {} if states is None or segment is None else states.scalars(segment)
         step = scalars.get("step")

@@ -2,13 +2,12 @@
 
 How a shard is updated follows from the home of its chunk, and is decided in `update`:
 
-* states on the device: by compute, in its order; shards that `can_share` one call of a kernel are updated together;
-* states on the host: by the lane of CPU Adam, after the gradients, the step before and the last fetch;
-* states on a disk: likewise, in a buffer of the window, between a read and a write of the disk's lane;
-* updated early: `update_early` has submitted it during backward, and `update` keeps the new states if they are right.
+* states on the device: the compute stream steps them; shards that `can_share` are stepped by one kernel call;
+* states on the host: the lane of CPU Adam steps them after the gradients, the previous step and the last fetch;
+* states on a disk: CPU Adam steps them in a buffer of the window, between a read and a write of the disk's lane;
+* updated early: `update_early` has submitted the step during backward; `update` keeps its result or steps again.
 
-What makes the states and steps them, a class or Adam in one pass, is chosen when the shard is made
-(`UserOptimizer.states_over`).
+`UserOptimizer.states_over` has chosen whether the user's class steps a shard, or Adam in one pass.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ EARLY = "early"
 
 
 def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
-    """Submits the update of a shard, or keeps the one that was made early; whether it was kept."""
+    """Submits the update of a shard, or keeps its early update; returns whether it kept one."""
     chunk = shard.chunk
     kept = shard.end_early(inputs)
     if kept is not None:
@@ -47,22 +46,22 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
         shard.step(shard.states, inputs)
         shard.copy_out(inputs.arrived)()
     elif chunk.stored is None or inputs.arrived or not shard.skips_without_gradients:
-        _on_host(engine, shard, inputs)  # otherwise states on a disk would be read, and written back as they are
+        _on_host(engine, shard, inputs)  # otherwise states on a disk would be read and written back unchanged
     return kept is not None
 
 
 def can_share(shard: Shard, inputs: Inputs) -> bool:
-    """Whether one call of a kernel may update this shard and others.
+    """Whether one kernel call may update this shard and others.
 
-    It would copy all gradients that it may not multiply in place, or that have another dtype. All ranks must answer
-    alike, whatever gradients each has: they gather weights in the order of updates.
+    A shared call would copy gradients that it may not multiply in place, or that have another dtype. The answer must be
+    the same on all ranks, whatever gradients each has: they gather weights in the order of updates.
     """
     plain = not isinstance(inputs.factor, torch.Tensor) and inputs.factor == 1.0
     return shard.states.shares_call and shard.chunk.dtype == shard.states.master.dtype and (plain or inputs.in_place)
 
 
 def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
-    """Updates shards on the device by one call of a kernel for all of them, where `can_share`."""
+    """Updates shards that `can_share` by one kernel call."""
     with contextlib.ExitStack() as given:
         for shard, inputs in together:
             _before_compute(shard)
@@ -78,15 +77,16 @@ def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
 
 def _before_compute(shard: Shard) -> None:
     for ticket in shard.gradients.uses.to_read():
-        ticket.wait()  # compute reads the gradients that it brings
+        ticket.wait()  # compute reads the gradients that this work brings
     shard.chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
 
 
 def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
-    """Submits an update that makes new states in the second set of a shard, and changes nothing else."""
+    """Submits an update into the second set of a shard's states; it changes nothing else."""
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
-    # `settled` lets `run` begin after work that has failed; `run` then raises that error, and nothing is kept.
+    # Overlaps with the rest of backward. With `settled`, `run` begins even after work that has failed; it then raises
+    # that error, and nothing is kept.
     early.ticket = engine.lanes.host_adam.submit(run, after=settled(early.after))
     chunk.home_uses.read_by(EARLY, early.ticket)
     shard.gradients.uses.read_by(EARLY, early.ticket)
@@ -94,26 +94,27 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
 
 def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     chunk, lanes = shard.chunk, engine.lanes
-    # The gradients arrive, and early updates read them. The last step writes masters and states; if it has failed, this
-    # one must fail, too. The last fetch reads the shard of weights: a block would get some of them new.
+    # This step may change the gradients: it waits until they have arrived and early updates have read them. It also
+    # waits for the last step, which writes masters and states (if that has failed, this one must fail, too), and for
+    # the last fetch, whose block would otherwise get some new weights.
     after = [*shard.gradients.uses.to_write(), *chunk.home_uses.to_write()]
     staged = None
     if chunk.plan.returns_rounded and inputs.arrived:
         stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
         staged = stage.view(chunk.shard_numel, chunk.dtype)
-        # The weights that it held last may still be on their way to the device. Whether they came is no concern here.
+        # The stage's last weights may still be on their way to the device. An error of that copy is reported elsewhere.
         after += settled(stage.uses.to_write())
-    # The hook of now: a checkpoint that begins later saves what this step makes, and waits for it.
+    # The current hook: a checkpoint that begins later waits for this step and saves its result.
     step: Work = partial(_reporting, chunk, partial(shard.step, shard.states, inputs, staged), chunk.before_write)
     read: Ticket | None = None
     if chunk.stored is not None:
         alone = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
         buffer, read = engine.window.begin_step(chunk.stored, alone=alone)
         step = partial(chunk.stored.step, buffer, read, step)
-        after.append(over(read))  # the buffer that the step works in is being filled
+        after.append(over(read))  # the read fills the buffer in which the step works
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
-    shard.gradients.uses.written_by(stepped)  # it may have multiplied them
+    shard.gradients.uses.written_by(stepped)  # the step may have multiplied them
     returned = stepped
     if chunk.plan.weight_home == "device" and inputs.arrived:
         write: Work = shard.copy_out(inputs.arrived, staged)
@@ -121,30 +122,30 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     if staged is not None:
         stage.uses.written_by(returned)
     if chunk.stored is not None:
-        # Weights that are not staged come from the buffer with the masters.
+        # Without a stage, weights are copied from the buffer with the masters, which must stay until then.
         engine.window.end_step(chunk.stored, buffer, returned if staged is None else stepped, alone=alone)
 
 
 def _makes_states(shard: Shard, inputs: Inputs) -> bool:
-    """Whether a class may make states in this step."""
+    """Whether the user's class may create states in this step."""
     places = {segment.place for segment in shard.states.without_states()}
     return any(segment.place in places for segment, _ in inputs.arrived)
 
 
 def _return_weights(engine: Engine, chunk: Chunk, write: Work) -> Ticket:
-    """Copies new weights to the device by `write`, of `Shard.copy_out`, while the next chunk is stepped."""
+    """Copies new weights to the device by `write`, which `Shard.copy_out` returned, while the next chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
-    # The step fills the masters or the stage that the weights come from.
+    # The copy waits for the step, which fills the masters or the stage that it reads.
     returned = engine.lanes.refresh.submit(write, after=chunk.home_uses.to_read(), nbytes=nbytes)
     engine.refreshed_bytes += nbytes
     return chunk.home_uses.written_by(returned)
 
 
 def _reporting(chunk: Chunk, work: Work, release: Callable[[], None] | None = None) -> None:
-    """A step on a lane, where an error is raised far from what it is about."""
+    """Runs a step on a lane. Its error is raised far from here, so it names the chunk."""
     try:
         if release is not None:
-            release()  # a checkpoint may still have to write, or copy, what this step replaces
+            release()  # a checkpoint may still have to write or copy what this step replaces
         work()
     except Exception as error:
         name = type(error).__name__
@@ -157,7 +158,7 @@ def _reporting(chunk: Chunk, work: Work, release: Callable[[], None] | None = No
 
 
 def _poison_second(engine: Engine, shard: Shard) -> None:
-    """Has what still looks at the memory of the old states see NaN."""
+    """Fills the old states with NaN, so that a stale read shows."""
     second, chunk = shard.second, shard.chunk
     if second is None:
         return
@@ -171,13 +172,13 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
         for tensor in tensors:
             tensor.fill_(0xFF)
 
-    # The new states are made of the old ones, and a fetch may still read the weights that lay there.
+    # The update still reads the old states, and a fetch the weights that lay there.
     filled = engine.lanes.host_adam.submit(fill, after=chunk.home_uses.to_write())
     chunk.home_uses.read_by(EARLY, filled)
 
 
 def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
-    """Gathers the new weights of a resident chunk on all ranks; the work after which they may be read, if any."""
+    """Gathers the new weights of a resident chunk on all ranks; returns the work that readers wait for, if any."""
     if chunk.whole is None:
         return None
     after = chunk.home_uses.to_read() if chunk.plan.update_home == "host" else []
@@ -187,14 +188,15 @@ def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
             _withhold(chunk, after[0])
         return chunk.filled
     mine = whole[chunk.mine]
-    what = f"new weights of chunk {chunk.index}"  # ranks compare it, and so the order of their updates
+    what = f"new weights of chunk {chunk.index}"  # ranks compare this text, and so the order of their updates
     engine.regathered_bytes += whole.nbytes - mine.nbytes
-    # `after` writes this rank's part, which the other ranks would otherwise get as it was before the step.
+    # Overlaps with the updates of the next chunks. `after` writes this rank's part, which the other ranks would
+    # otherwise get as it was before the step.
     _withhold(chunk, engine.lanes.network.submit(lambda: group.gather(whole, mine, what), after=after))
     return chunk.filled
 
 
 def _withhold(chunk: Chunk, written: Ticket) -> None:
-    """Lets nobody read a resident chunk's weights before they are `written`: the next use waits, announced or not."""
+    """Makes the next use of a resident chunk's weights wait until they are `written`, whether announced or not."""
     chunk.filled = written
     chunk.hold_placeholders()
