@@ -1,4 +1,4 @@
-"""`ClassStates`: the states that an optimizer of the user's class keeps of the segments of a shard."""
+"""`ClassStates`: the states that an optimizer of the user's class keeps for the segments of a shard."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.states import BY_CLASS, MakeMemory, SavedStates, StateForm, States, StateTensor
 
 _ALIGNED_NUMEL = 16
-"""Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
+"""Alignment of a float32 moment in a shared buffer: 64 bytes, as PyTorch's allocator aligns separate tensors."""
 
 
 class MakesOptimizer(Protocol):
     """Makes optimizers of the user's class; see `elixir.wrapper.step.user_optimizer.UserOptimizer`."""
 
     begins_with_states: bool
-    """Whether the constructor of the class makes states."""
+    """Whether the constructor of the class creates states."""
     is_predictable: bool
     """See `States`."""
 
     def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
-        """An optimizer of the class over segments, with their groups' options."""
+        """Creates an optimizer of the class over segments, with their groups' options."""
 
 
 class ClassStates(States):
     """See `States`.
 
     Args:
-        user: makes optimizers of the class.
-        master: the flat shard that is stepped.
+        user: creates optimizers of the class.
+        master: the flat shard of weights or masters.
         segments: its parts.
-        extent: has the states, where they live on a disk.
-        on_host: whether they live in memory of the host that no child process gets.
-        shared: an optimizer that steps other shards, too; its groups have parameters only during a call.
+        extent: holds the states if they live on a disk.
+        on_host: whether they live in host memory, which child processes must not inherit.
+        shared: an optimizer that steps several shards; its groups have parameters only during a call.
     """
 
     accepts_tensor_factor = True
@@ -65,7 +65,7 @@ class ClassStates(States):
     ) -> None:
         self.master, self.segments, self.weights = master, segments, weights
         self._user, self._extent, self._on_host = user, extent, on_host
-        self._made_ahead = False  # by `make`, so that zeros are what a class begins with
+        self._made_ahead = False  # by `make`; then resetting a segment means zeroing its states
         self.optimizer, self.is_predictable = shared or user.over(segments), user.is_predictable
         self.shares_call = shared is not None
         self._all_states: MutableMapping[torch.Tensor, dict[str, Any]] = self.optimizer.state
@@ -97,10 +97,10 @@ class ClassStates(States):
         getattr(self.optimizer, method)()
 
     def make(self) -> bool:
-        """See `States`: torch's Adams and `HybridAdam` can.
+        """See `States`. Only torch's Adams and `HybridAdam` can.
 
-        On the host they lie in memory that no child process gets; otherwise the first step would make them there, page
-        by page, and run out of memory in the middle.
+        On the host they lie in memory that child processes do not inherit. If the first step created them, page by
+        page, it could run out of memory halfway.
         """
         if self.segments and isinstance(self.optimizer, HybridAdam) and self._extent is None:
             self.optimizer.make_states()
@@ -112,12 +112,12 @@ class ClassStates(States):
         return True
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """The state that torch's Adam begins with, all of one moment in one buffer."""
+        """Creates the state with which torch's Adam begins, each moment of all segments in one buffer."""
         places, numel = [], 0
         for segment in self.segments:
             places.append(numel)
             numel += -(-segment.weights.numel() // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
-        if self._extent is not None:  # where the weights are
+        if self._extent is not None:  # at the offsets of the weights
             places, numel = [segment.start for segment in self.segments], self.master.numel()
         amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
@@ -162,13 +162,13 @@ class ClassStates(States):
             _copy_state(other.state_of(theirs), self.optimizer.state[mine.weights])
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        """The state that the class keeps of a segment."""
+        """The state that the class keeps for a segment."""
         found: dict[str, Any] = self._all_states.get(segment.weights, {})
         return found
 
     def let_go(self) -> None:
         """See `States`."""
-        # Other shards may still use the optimizer, which must not keep these states any longer than they are needed.
+        # The optimizer lives on if other shards use it, so it must not keep these states alive.
         pop, state = self.optimizer.state.pop, self.optimizer.state
         self._all_states = {each.weights: pop(each.weights) for each in self.segments if each.weights in state}
         super().let_go()
@@ -194,7 +194,7 @@ class ClassStates(States):
                     if moving and not is_dense(flat.shape, flat.stride()):
                         flat = flat.contiguous()
                     own = _order_in_memory(flat, kind, segment)
-                    order = order if own == segment.order else own  # a class may lay out its states as it likes
+                    order = order if own == segment.order else own  # a class may choose the layout of its states
                     flat = flattened(flat, own)
                 region = _region(kind, value.dtype)
                 yield StateTensor(kind, segment.held, flat, order, region, segment.start, self._extent)
@@ -220,13 +220,13 @@ class ClassStates(States):
         """See `States`."""
         notes: set[str] = set()
         if self._extent is not None:
-            saved.filled()  # regions that are made may move the others in memory
+            saved.filled()  # creating a region may move the others in memory
             for segment in self.segments:
                 for kind, form in saved.forms(segment.name).items():
                     self._new(kind, segment, form.dtype_in(segment))
         for segment in self.segments:
             notes |= self._load(segment, saved)
-        saved.filled()  # states that were made here may be moved now
+        saved.filled()  # states that were created here may be moved now
         lacking = self.without_states() if self._user.begins_with_states else []
         if lacking:
             self.optimizer.state.update(self._user.over(lacking).state)
@@ -262,9 +262,10 @@ class ClassStates(States):
         return notes
 
     def _reset(self, segment: Segment) -> None:
-        """Resets a segment to what it was before its first step; memory that was made for that is kept."""
+        """Resets a segment to its state before the first step; keeps memory that `make` has allocated."""
         if not self._made_ahead:
-            self.optimizer.state.pop(segment.weights, None)  # a class that begins with states makes them anew, below
+            # `load` creates the states anew for a class that begins with some.
+            self.optimizer.state.pop(segment.weights, None)
             return
         for value in self.state_of(segment).values():
             if isinstance(value, torch.Tensor):
@@ -277,12 +278,12 @@ class ClassStates(States):
         else:
             flat = mine.new_empty(mine.numel())
             saved.fill(kind, segment.name, segment.first, flat)
-            saved.filled()  # what it reads is copied next
+            saved.filled()  # `flat` is copied next
             mine.copy_(shaped(flat, mine.shape, segment.order))
         return mine
 
     def _to_fill(self, kind: str, segment: Segment, form: StateForm) -> torch.Tensor:
-        """The state that the class has made if it is one to go on with, otherwise another."""
+        """The state that the class has created if its shape, dtype and layout fit, otherwise a new one."""
         weights, wanted, made = segment.weights, form.dtype_in(segment), self.state_of(segment).get(kind)
         fits = isinstance(made, torch.Tensor) and (made.shape, made.dtype) == (weights.shape, wanted)
         if isinstance(made, torch.Tensor) and fits and is_dense(made.shape, made.stride()):
@@ -292,7 +293,7 @@ class ClassStates(States):
         return self._new(kind, segment, wanted)
 
     def _new(self, kind: str, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a state of a segment, in the extent if that has them."""
+        """Allocates a state of a segment, in the extent if there is one."""
         if self._extent is None:
             return torch.zeros_like(segment.weights, dtype=dtype, requires_grad=False)
         region = self._extent.region(_region(kind, dtype), self.master.numel(), dtype)
@@ -300,7 +301,7 @@ class ClassStates(States):
 
 
 def _counts_on(segment: Segment, group: Mapping[str, Any]) -> torch.device:
-    """Where torch keeps the count of steps of a segment: a fused step on a device reads it there."""
+    """The device on which torch keeps the count of steps of a segment: a fused step reads it there."""
     return segment.weights.device if group.get("fused") else torch.device("cpu")
 
 
@@ -312,7 +313,7 @@ def _new_count(segment: Segment, group: Mapping[str, Any]) -> torch.Tensor:
 def _step_in_place(
     states: ClassStates, arrived: Arrived, factor: float | torch.Tensor, weight_out: torch.Tensor | None
 ) -> set[str]:
-    """Makes one step; arguments and result as of `States.step`."""
+    """Runs one step; for arguments and result see `States.step`."""
     kept = [_kept(states, segment) for segment, _ in arrived]
     if weight_out is None or states.master.device.type != "cpu" or not can_step_like(states.optimizer, kept):
         _step_by_class(states, arrived, factor)
@@ -327,7 +328,7 @@ def _step_in_place(
 def _step_into(
     old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
 ) -> set[str]:
-    """Makes one step of `old` into `new`; arguments and result as of `States.step`."""
+    """Runs one step from `old` into `new`; for arguments and result see `States.step`."""
     before, after = ([_kept(states, segment) for segment in states.segments] for states in (old, new))
     if can_step_like(new.optimizer, (*before, *after)):
         forms = set()
@@ -346,16 +347,16 @@ def _step_into(
 
 @contextlib.contextmanager
 def _with_gradients(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
-    """Inside of it a call of the class finds the gradients, multiplied by `factor`."""
+    """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards."""
     segments = [segment for segment, _ in arrived] if states.shares_call else states.segments
-    before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
-    try:  # from here on: an error on the way, too, must leave nothing for the next call
+    before = [segment.weights.grad for segment in segments]  # ordinary parameters keep their own gradients
+    try:  # an error must leave nothing for the next call
         for segment in segments:
             segment.weights.grad = None
             if states.shares_call:
                 states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
         for segment, gradient in arrived:
-            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            # In float32 without a factor this is the gradient itself, as in plain PyTorch.
             value = gradient.to(segment.weights.dtype)
             if isinstance(factor, torch.Tensor) or factor != 1.0:
                 value = value * factor if value is gradient else value.mul_(factor)
@@ -378,7 +379,8 @@ def _kept(states: ClassStates, segment: Segment) -> Kept:
 
 
 def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:
-    """A flat state of another home, in memory that the class has made for it, or else in its own."""
+    """Puts a flat state of another home into memory that the class has created for it, otherwise keeps its own
+    memory."""
     weights = segment.weights
     if isinstance(made, torch.Tensor) and made.dim() and made.dtype == held.dtype and made.numel() == held.numel():
         return made.copy_(shaped(held, made.shape, segment.order))
@@ -386,7 +388,7 @@ def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:
 
 
 def _region(kind: str, dtype: torch.dtype) -> str:
-    """Name of the region of an extent that has a state of each element."""
+    """The name of the region of an extent that holds an elementwise state."""
     return f"{kind} {dtype_name(dtype)}"
 
 
@@ -395,7 +397,7 @@ def _is_elementwise(kind: str, value: Any, segment: Segment) -> bool:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states that are shown: float32 where the bits are fewer."""
+    """The dtype of states in a state dict: at least float32."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize else dtype
 
 
@@ -413,7 +415,7 @@ def _copied_scalar(value: Any) -> Any:
 
 
 def _copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    """Gives a parameter's state the values of another one, in its own memory as far as that goes."""
+    """Copies one parameter's state to another, in place for tensors of the same shape."""
     for kind in [kind for kind in target if kind not in source]:
         del target[kind]
     for kind, value in source.items():

@@ -1,4 +1,4 @@
-"""`FusedStates`: Adam over the whole shard of a chunk in one pass over memory, instead of a class over its segments."""
+"""`FusedStates`: steps Adam over the whole shard of a chunk in one pass over memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from elixir.wrapper.step.states import (
 )
 
 _MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
-"""In the order in which they are made."""
+"""The tensors of the moments, in the order in which they are created."""
 _PIECE_NUMEL = 2**20
-"""Elements that are converted at once where states come in another form: 4 MiB of float32, whole blocks of codes."""
+"""Elements that are converted at once if states come in another form: 4 MiB of float32, whole blocks of codes."""
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `FusedStates` can step as `optimizer` does: one of torch's Adams or ours, without further options."""
+    """Whether `FusedStates` computes what `optimizer` does: one of torch's Adams or ours, without further options."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, HybridAdam):
         return False
     refused = ("amsgrad", "differentiable")
@@ -44,15 +44,15 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: MomentKind) -> None:
-    """Refuses an optimizer that cannot step with the moments of a plan, or was made for others.
+    """Refuses an optimizer that cannot step with the moments of a plan, or was built for others.
 
     Args:
-        optimizer: with its groups.
-        fusible: whether `FusedStates` can take its place.
-        moments: of the plan.
+        optimizer: the optimizer.
+        fusible: whether `FusedStates` can step in its place.
+        moments: the form of moments in the plan.
 
     Raises:
-        InputError: says what to give instead.
+        InputError: the message says what to give instead.
     """
     said = [str(group["moments"]) for group in optimizer.param_groups if "moments" in group]
     other = next((kind for kind in said if kind != moments), None)
@@ -72,19 +72,19 @@ def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: Mome
 class FusedStates(States):
     """See `States`.
 
-    float32 moments: neighbours of one group at the same step are stepped as one run, alignment gaps between them
-    included: what is there is nobody's. A parameter between them that is not stepped here, because it is frozen or
-    another optimizer's, parts them. Moments in fewer bits: segment by segment, wherever the gradients come from, so
-    that rounding is the same in every home. Blocks of 8-bit moments count from the shard's start.
+    With float32 moments, neighbouring segments of one group at the same step are stepped as one run, with the unused
+    gaps between them. A parameter that is frozen or belongs to another optimizer ends a run. Moments in fewer bits are
+    stepped segment by segment, so that rounding is the same in every home. Blocks of 8-bit moments count from the
+    shard's start.
 
     Args:
-        master: the flat shard of weights that are stepped, float32.
+        master: the flat shard of weights or masters, float32.
         segments: its parts, in order.
         groups: options of the parameter groups.
-        decoupled: AdamW's decay, where a group does not say.
-        moments: how they are kept.
-        number: of the optimizer among those of the module, whose shards share an extent.
-        extent: has the moments, where they live on a disk.
+        decoupled: whether weight decay is AdamW's, for groups that do not say.
+        moments: the form of the moments.
+        number: the number of the optimizer: the shards of several optimizers share an extent.
+        extent: holds the moments if they live on a disk.
     """
 
     accepts_tensor_factor, is_predictable = False, True
@@ -105,7 +105,7 @@ class FusedStates(States):
         self._numel, self._device = master.numel(), master.device
         self._decoupled, self._kind, self._number, self._extent = decoupled, moments, number, extent
         self.param_groups = [dict(group) for group in groups]
-        self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by segment, the number of its last step
+        self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by weights of a segment, the number of its last step
         self._moments: Moments | None = None
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
@@ -126,7 +126,7 @@ class FusedStates(States):
         """See `States`."""
         factor = float(factor)
         if into is not None and self._kind == "8bit":
-            # Under some plans segments share blocks, so each must find those before it stepped.
+            # Under some plans segments share blocks, so each must find the segments before it stepped.
             into.copy_from(self)
             mine = {segment.place: segment for segment in into.segments}
             into.step([(mine[segment.place], each) for segment, each in arrived], gradients, factor, weight_out)
@@ -176,7 +176,7 @@ class FusedStates(States):
 
     @property
     def moments(self) -> Moments:
-        """The moments of the whole shard, which are made if there are none yet."""
+        """The moments of the whole shard, allocated at the first use."""
         if self._moments is None:
             zeros: Callable[[int, torch.dtype], torch.Tensor] | None = None
             if self._device.type == "cpu":
@@ -216,14 +216,15 @@ class FusedStates(States):
                 yield self._region(kind, tensor.dtype), tensor, 0
 
     def _region(self, kind: str, dtype: torch.dtype) -> str:
-        """Moments of a whole shard have parts of it that are another optimizer's, so each optimizer has its own."""
+        """The name of a region. Each optimizer has separate regions, since its moments also cover segments of the
+        others."""
         own = f" of optimizer {self._number}" if self._number else ""
         return f"{kind}{own} {dtype_name(dtype)}"
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def count(self, segment: Segment) -> torch.Tensor:
-        """The number of a segment's last step, without dimensions."""
+        """The number of a segment's last step, a tensor without dimensions."""
         count = self._steps.get(segment.weights)
         if count is None:
             count = self._steps[segment.weights] = torch.zeros((), device="cpu")
@@ -307,7 +308,7 @@ def _blocks(segment: Segment) -> slice:
 
 
 def _pieces(first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Parts of at most `_PIECE_NUMEL`, parted between blocks so that each block is rounded once."""
+    """Pieces of at most `_PIECE_NUMEL` that end between blocks, so that each block is rounded once."""
     while first < stop:
         end = min(stop, (first // _PIECE_NUMEL + 1) * _PIECE_NUMEL)
         yield first, end

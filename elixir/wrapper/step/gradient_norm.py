@@ -1,4 +1,4 @@
-"""The global norm of gradients, wherever they are, and the factor that clips it."""
+"""`GradientNorm`: the global norm of gradients on any device, and the factor that clips it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from elixir.wrapper.step.shards import Shards
 def each_norm(
     gradients: Sequence[torch.Tensor], threads: int, known: Sequence[torch.Tensor | None] | None = None
 ) -> list[torch.Tensor]:
-    """The 2-norm of each of the `gradients`, in float32: where it is, or where its norm is known to be.
+    """The 2-norm of each gradient, in float32, on the device of the gradient or of its known norm.
 
     Args:
-        gradients: flat, of any floating dtype and device.
-        threads: what is read on the host is read by at least so many; nothing else computes meanwhile.
-        known: the norm of each gradient that has been summed already, float32, on any device; such are not read.
+        gradients: flat tensors of any floating dtype and device.
+        threads: at least this many threads read gradients on the host; nothing else computes meanwhile.
+        known: norms that were summed before, float32, on any device; these gradients are not read.
     """
     norms: list[torch.Tensor | None] = [None] * len(gradients) if known is None else list(known)
     unread = [index for index, norm in enumerate(norms) if norm is None]
@@ -39,10 +39,10 @@ def each_norm(
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of tensors with these `norms`, in their dtype; of none it is 0.
+    """The 2-norm of tensors with these `norms`, in their dtype; 0 for none.
 
-    It is where the norms are, which nobody waits for; on the CPU where they are on several devices. In float32 it has
-    the bits of `torch.nn.utils.get_total_norm`.
+    The result is on the device of the norms, and no thread waits for it; if they are on several devices it is on the
+    CPU. In float32 it has the bits of `torch.nn.utils.get_total_norm`.
     """
     if not norms:
         return torch.zeros((), device="cpu")
@@ -51,7 +51,7 @@ def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         together = torch.empty(
             len(norms), dtype=max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize), device="cpu"
         )
-        for device in devices:  # each is waited for once
+        for device in devices:  # one wait per device: the CPU reads its norms next
             places = [index for index, norm in enumerate(norms) if norm.device == device]
             together[places] = torch.stack([norms[index] for index in places]).cpu()
     else:
@@ -63,7 +63,7 @@ def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """The number by which gradients with this `norm` are multiplied to clip it to `limit`.
 
-    As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
+    It follows torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
     """
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
@@ -81,18 +81,18 @@ def _at_least(threads: int) -> Iterator[None]:
 
 
 class KnownNorms:
-    """Norms of gradients that autograd holds, for as long as these are the tensors that they were, unwritten since."""
+    """Caches norms of gradients that autograd holds, until a gradient is replaced or written to."""
 
     def __init__(self) -> None:
         self._known: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | None, norm: torch.Tensor) -> None:
-        """Keeps the norm of the gradient of `parameter`; nothing is kept of one that autograd does not hold."""
+        """Caches the norm of the gradient of `parameter`; ignores a gradient that autograd does not hold."""
         if gradient is not None:
             self._known[parameter] = (weakref.ref(gradient), gradient._version, norm)
 
     def of(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The norm of the gradient that `parameter` has now; None if that one was not measured, or was written to."""
+        """The cached norm of the current gradient of `parameter`; None if it is unknown or out of date."""
         measured, version, norm = self._known.get(parameter, (None, 0, None))
         same = measured is not None and gradient is not None and measured() is gradient and gradient._version == version
         return norm if same else None
@@ -108,16 +108,17 @@ class GradientNorm:
     Args:
         engine: of the chunks.
         shards: of the optimizer.
-        max_norm: every step clips to this; 0 for no clipping.
-        threads: by how many the host reads gradients at least.
+        max_norm: the limit in every step; 0 for no clipping.
+        threads: the least number of threads that read gradients on the host.
     """
 
     def __init__(self, engine: Engine, shards: Shards, max_norm: float, threads: int) -> None:
         self._engine, self._shards, self._threads = engine, shards, threads
         self.max_norm = max_norm
-        self._clip_once: float | None = None  # the least limit that was asked for since gradients were cleared
+        self._clip_once: float | None = None  # the least limit given since gradients were cleared
         self.was_asked_for = False
-        """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.
+        """Whether `clip_grad_norm_` was ever called, so that norms are summed while gradients arrive; a later sum
+        rounds differently.
         """
         self.last: torch.Tensor | None = None
         """See `ElixirOptimizer.grad_norm`."""
@@ -140,16 +141,16 @@ class GradientNorm:
         return self.limit is not None or self._engine.loss_scale.used or self.was_asked_for
 
     def ask(self, limit: float) -> None:
-        """The next step clips to `limit`, too; who asks once asks again."""
+        """Makes the next step clip to `limit`, too. Later backwards sum norms while gradients arrive."""
         self._clip_once = limit if self._clip_once is None else min(limit, self._clip_once)
         self.was_asked_for = True
 
     def forget_limit(self) -> None:
-        """Drops the limit that was asked for the next step."""
+        """Drops the limit that `ask` has set for the next step."""
         self._clip_once = None
 
     def forget(self) -> None:
-        """Gradients are about to be stepped with, which may change them."""
+        """Drops cached norms, since a step may change the gradients."""
         self._known.clear()
 
     def factor(self, grad_scale: float, norm: torch.Tensor | None, *, needs_number: bool) -> Factor:
@@ -157,8 +158,8 @@ class GradientNorm:
 
         Args:
             grad_scale: the loss scale by which the gradients were multiplied.
-            norm: of `sum`; None where nothing is clipped.
-            needs_number: whether a shard of the host, or one that is stepped in one pass, will ask for the number.
+            norm: the result of `sum`; None if nothing is clipped.
+            needs_number: whether some shard needs a Python number, since it does not accept a tensor.
         """
         limit = self.limit
         if norm is None or limit is None:
@@ -175,20 +176,20 @@ class GradientNorm:
         if self._on_host is None or self._on_host.dtype != norm.dtype:
             self._on_host = pinned_zeros(norm.element_size(), norm.device).view(norm.dtype)
         here = self._on_host
-        # On a lane, so that who needs the number waits for the norm, and not for what compute is given meanwhile. The
-        # lane comes after compute that was submitted so far, which sums the norm. It has no other work by now; that of
-        # the gradients' way home has much.
+        # A lane copies the number, so that readers wait for the norm only and not for compute that is submitted
+        # meanwhile. The lane waits for the compute submitted so far, which sums the norm. `refresh` is idle now, while
+        # `offload` may still be moving gradients.
         copied = self._engine.lanes.refresh.submit(partial(here.copy_, norm.view(1), non_blocking=True))
 
         def number() -> float:
-            copied.synchronize()  # the lane writes the number that is read next
+            copied.synchronize()  # the lane writes the number that this thread reads next
             return 1.0 / grad_scale * float(clipping(here[0]))
 
         return Factor(value, clips=True, number=number)
 
     def sum(self, used: Collection[str]) -> torch.Tensor:
-        """The norm of all gradients over all ranks, loss scale included, in float32; on the device where no rank has to
-        read it.
+        """The norm of all gradients over all ranks, loss scale included, in float32. On one rank it stays on the
+        device.
 
         Args:
             used: the parameters that got a gradient on any rank.
@@ -204,26 +205,26 @@ class GradientNorm:
             self._known.add(source, held, norm)
         summed = [(source, norm) for (source, _, _, _), norm in zip(found, norms, strict=True)]
         if norms:
-            # torch sums the zeros of empty gradients, too: others are added in other groups than without them.
+            # torch sums the zeros of empty gradients, too; without them it would add the others in different groups.
             zero = torch.zeros_like(norms[0])
             summed += [(it, zero) for shard in self._shards for it in shard.gradients.empty_with_gradient(used)]
-        # In the order of the model, so that one rank sums the norms as PyTorch would.
+        # In the order of the model, so that one rank sums the norms as PyTorch does.
         summed.sort(key=lambda pair: self._position[pair[0]])
         norm = norm_of_norms([norm for _, norm in summed])
         if self._engine.group.size == 1:
             return norm
-        # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.
+        # Added in order of rank, so that all ranks get the same bits. Python's `sum` compensates in some versions.
         square = reduce(operator.add, self._engine.exchange("norm", float(norm.cpu().double() ** 2)))
         return torch.tensor(math.sqrt(square), dtype=norm.dtype, device="cpu")
 
 
 class Factor:
-    """By what gradients are multiplied: a number, or what a device may still compute.
+    """The factor of all gradients: a number, or a tensor that the device may still be computing.
 
     Args:
         value: a number, or a tensor on the device.
         clips: whether a limit may have changed it.
-        number: waits for the number, where `value` is a tensor and somebody needs it.
+        number: waits for the number, if `value` is a tensor and some shard needs a number.
     """
 
     def __init__(
@@ -233,11 +234,11 @@ class Factor:
         self._number = number
 
     def number(self) -> float:
-        """The number; this thread waits for it."""
+        """The factor as a number; this thread waits for it."""
         if self._number is not None:
             self.value, self._number = self._number(), None
         return float(self.value)
 
     def is_other_than(self, number: float) -> bool:
-        """Whether it is known, and other than `number`; a tensor is not looked at."""
+        """Whether it is a known number that differs from `number`; a tensor is not read."""
         return not isinstance(self.value, torch.Tensor) and self.value != number

@@ -1,4 +1,4 @@
-"""The lane of the host's Adam gets its threads and cores."""
+"""Gives the lane of CPU Adam its threads and cores."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def _all_cores() -> list[int] | None:
-    """Those that this thread, and so the process but for its lanes, may use."""
+    """The cores that this thread may use, and so the process except for its lanes."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def set_host_threads(engine: Engine, asked: int | None) -> int:
-    """Have what steps on the host run on `asked` threads, or on as many as the rule gives; how many.
+    """Makes CPU Adam run on `asked` threads, or by default on this rank's part of the cores; returns their number.
 
-    The lane is the engine's: of several optimizers the last one says.
+    All optimizers of an engine share the lane: the last one decides.
 
     Raises:
         InputError: ``ELIXIR_BIND`` makes no sense.

@@ -1,4 +1,4 @@
-"""A forward's arguments, on the device and in the plan's dtype."""
+"""Moves a forward's arguments to the device and casts them to the plan's dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from elixir.torch_private import tree_flatten, tree_unflatten
 
 
 def cast_inputs(arguments: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Tensors moved to `device`, floating ones cast to `dtype`; the caller's own containers where nothing changes."""
+    """Moves tensors to `device` and casts floating ones to `dtype`. Returns the caller's own containers if nothing
+    changes."""
     given, form = tree_flatten(arguments)
     moved = [_moved(item, device, dtype) for item in given]
     if all(new is old for new, old in zip(moved, given, strict=True)):

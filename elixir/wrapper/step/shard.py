@@ -107,8 +107,8 @@ class ShardGradients:
         ]
 
     def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
-        """Each gradient with its norm, or with None if the norm was not summed while it arrived. Waits until compute and
-        this thread may read the norms, or the gradients."""
+        """Each gradient with its norm, or with None if the norm was not summed while it arrived. Waits until compute
+        and this thread may read them."""
         norms = None if self._brought is None else self._brought.norms
         if norms is not None:
             norms.wait()  # the lane that sums them writes their values

@@ -1,4 +1,4 @@
-"""`StepGradients`: the parameters that got gradients for the next step, on which ranks agree, and their loss scale."""
+"""`StepGradients`: the gradients of the next step: which parameters got one on any rank, and their loss scale."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ class StepGradients:
     Args:
         engine: of the chunks.
         user: the optimizer.
-        shards: what it steps.
+        shards: its shards.
     """
 
     def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
-        self._scale: float | None = None  # the loss scale that the gradients there are were multiplied by
+        self._scale: float | None = None  # the loss scale of the gradients; None if there are none
         self._has_warned = False
         self.are_mixed = False
-        """Whether they are sums over backwards of several loss scales."""
+        """Whether they are sums over backwards with different loss scales."""
         self.used: set[str] = set()
         """The parameters that got a gradient on any rank, once ranks have agreed."""
 
     @property
     def scale(self) -> float:
-        """By which the gradients there are were multiplied."""
+        """The loss scale of the gradients."""
         return self._engine.loss_scale.value if self._scale is None else self._scale
 
     def scaled(self, by: float) -> None:
-        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
+        """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
         if self.are_mixed or self._scale not in (None, by):
-            # Another optimizer's overflow has changed the scale. If no gradient is left, the user has cleared them.
+            # An overflow of another optimizer has changed the scale, which is no harm if the user has cleared all
+            # gradients.
             self.are_mixed = self._are_held()
         self._scale = by
 
     def cleared(self, scale: float | None) -> None:
-        """No gradients are there; or, of this loss scale, zeros."""
+        """Notes that gradients were set to None, or to zeros of this loss scale."""
         self._scale, self.are_mixed = scale, False
 
     def _are_held(self) -> bool:
-        """Whether this rank has gradients of parameters that the optimizer steps."""
+        """Whether this rank has gradients of the optimizer's parameters."""
         mine = [(shard.chunk, slot) for shard in self._shards for slot in shard.chunk.slots]
         with DisableTorchFunctionSubclass():
             return any(
@@ -69,12 +70,12 @@ class StepGradients:
             }
 
     def refuse_unreduced(self, what: str) -> None:
-        """Refuses `what` where gradients are of this rank alone."""
+        """Refuses `what` if gradients are not reduced over the ranks."""
         if not self._engine.gradients.reducing and self._engine.plan.world_size > 1:
             raise InputError(f"{what} inside no_sync() would use this rank's gradients alone; call it outside")
 
     def refuse_unseen(self) -> None:
-        """Refuses gradients that plain PyTorch would step with, and that would be left out here without a word."""
+        """Refuses gradients that plain PyTorch would use, and that this optimizer would ignore silently."""
         with DisableTorchFunctionSubclass():
             for chunk in self._engine.chunks:
                 if self._engine.is_ordinary(chunk) and chunk.plan.trainable:
@@ -94,12 +95,11 @@ class StepGradients:
         """Finds the parameters that got a gradient on any rank, the same on all ranks.
 
         Args:
-            clip_limit: to which the norm is clipped in the step.
-            stepping: a step comes next, which all ranks must make alike.
+            clip_limit: the limit of the norm in the step.
+            stepping: whether a step comes next, for which ranks must have the same options.
 
         Raises:
-            InputError: gradients on any rank are without the loss scale, or ranks would step by different options; then
-                on all.
+            InputError: on all ranks, if gradients of any rank lack the loss scale, or if options differ.
             DiskError, RankError: states on a disk of this rank, or of another, are lost.
         """
         unscaled = stepping and self._are_unscaled()
@@ -133,7 +133,7 @@ class StepGradients:
         return said | {"the number of writes through .data of weights": str(data_writes)}
 
     def _are_unscaled(self) -> bool:
-        """Whether this rank has gradients without the loss scale by which they would be divided."""
+        """Whether this rank has gradients that lack the loss scale."""
         if self._engine.holds_gradients():
             return self._engine.loss_scale.used and self._scale is None
         if not self._has_warned:

@@ -1,4 +1,4 @@
-"""`Stepper`: one optimizer of an engine. A step checks the gradients, sums their norm, and updates every shard."""
+"""`Stepper`: one optimizer of an engine. A step checks the gradients, sums their norm and updates every shard."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Stepper:
     """Steps the chunks of one engine by the rule of one optimizer; an `elixir.wrapper.engine.AnyStepper`.
 
     Args:
-        engine: whose chunks are stepped.
+        engine: the engine of the chunks.
         given: the user's optimizer.
-        groups: its parameter groups, as of now.
-        max_norm: the norm of all gradients is clipped to this; 0 for no clipping.
+        groups: returns its parameter groups.
+        max_norm: the limit of the gradient norm; 0 for no clipping.
         host_threads: see `ElixirOptimizer`.
-        changing: of `check_optimizer`.
+        changing: the result of `check_optimizer`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Stepper:
 
     @property
     def has_states(self) -> bool:
-        """Whether a step has made states that this rank has, for what the optimizer shows of them."""
+        """Whether this rank has states of a step."""
         return not self._engine.phase.closed and any(shard.has_stepped for shard in self.shards)
 
     @property
@@ -94,41 +94,42 @@ class Stepper:
         return self.norm.is_wanted
 
     def follow_writes(self) -> None:
-        """Copies to the masters what was written to resident weights since the last step, as the next step would."""
+        """Copies writes to resident weights since the last step to the masters, as the next step would."""
         for shard in self.shards:
             shard.writes.copy_to_masters()
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses a plan that this cannot step by; `InputError` says what to do."""
+        """Raises `InputError` if this optimizer cannot step under a plan."""
         check_moments(self.user.given, self.user.fusible, plan.moments)
 
     def give_up_states(self) -> None:
-        """Takes all states off the chunks; none is stepped until `take_states`."""
+        """Takes all states off the chunks; no chunk is stepped until `take_states`."""
         self.early.discard()
         self.shards.leave()
 
     def take_states(self) -> None:
-        """Goes on from the states that were given up, under the engine's plan of now."""
+        """Loads the states that were given up, under the engine's current plan."""
         self.shards.arrive()
         self._prepare_early()
 
     def _prepare_early(self) -> None:
         if self._engine.plan.has_early_updates:
-            # By the threads that fill them; and if they have no room, wrapping must raise.
+            # The threads that fill the states allocate them. This thread waits: if memory is too small, wrapping must
+            # raise.
             self._engine.lanes.host_adam.submit(self.early.prepare).synchronize()
 
     def update_early(self, chunk: Chunk) -> None:
-        """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
-        if len(self._engine.steppers) == 1:  # a chunk has no second set for each of several
+        """Updates a chunk during backward, next to the old states; its gradients are on their way home."""
+        if len(self._engine.steppers) == 1:  # a chunk has one second set, not one per optimizer
             with torch.no_grad():
                 self.early.begin(chunk, self.gradients.scale)
 
     def gradients_scaled(self, by: float) -> None:
-        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
+        """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
         self.gradients.scaled(by)
 
     def gradients_cleared(self, scale: float | None) -> None:
-        """Gradients were cleared: to None, or to zeros as of this loss scale."""
+        """Notes that gradients were set to None, or to zeros of this loss scale."""
         self.gradients.cleared(scale)
         self.norm.forget_limit()
 
@@ -139,7 +140,7 @@ class Stepper:
         engine.forget_failed_backward()
         engine.errors.report(Call.GRADIENTS)
         engine.gradients.send_late()
-        self.norm.ask(float(max_norm))  # ranks compare it, and a tensor would say on which device it is
+        self.norm.ask(float(max_norm))  # ranks compare its text, which for a tensor would name the device
         self.gradients.agree()
         norm = self.norm.sum(self.gradients.used) / self.gradients.scale
         if error_if_nonfinite and not math.isfinite(norm):
@@ -150,7 +151,7 @@ class Stepper:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One step everywhere; whether it was made, rather than left out after an overflow.
+        """Steps all shards; returns False if the step was skipped after an overflow.
 
         Raises:
             InputError, StepError: see `ElixirOptimizer.step`.
@@ -161,7 +162,7 @@ class Stepper:
         self.gradients.refuse_unreduced("step()")
         self.gradients.refuse_unseen()
         self.early.stepping()
-        engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
+        engine.gradients.send_late()  # each update waits for its own gradients; this thread goes on
         self.gradients.agree(self.norm.limit, stepping=True)
         grad_scale = self.gradients.scale
         factor = self._factor(grad_scale)
@@ -169,7 +170,7 @@ class Stepper:
         if factor is not None:
             options = self.user.hyperparameters()
             changes = self.user.step_changes(self.gradients.stepped_groups)
-            engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
+            engine.cache.invalidate()  # before versions change: views into blocks check them
             self.user.apply_changes(changes)
             engine.take_back((shard.chunk, shard.copied) for shard in self.shards)
             self._update(factor, options, in_place=factor.clips and grad_scale == 1.0)
@@ -180,7 +181,7 @@ class Stepper:
         return factor is not None
 
     def _factor(self, grad_scale: float) -> Factor | None:
-        """The factor of the gradients, or None if this step is left out.
+        """The factor of the gradients, or None if this step is skipped.
 
         Args:
             grad_scale: the loss scale by which the gradients were multiplied.
@@ -195,7 +196,7 @@ class Stepper:
         self.norm.forget()
         self.norm.last = norm if grad_scale == 1.0 else norm / grad_scale
         if loss_scale.used:
-            norm = norm.cpu()  # whether there is a step at all depends on it
+            norm = norm.cpu()  # whether this is a step at all depends on it
             if not math.isfinite(norm):
                 loss_scale.overflowed(grad_scale)
                 return None
@@ -205,9 +206,9 @@ class Stepper:
     def _update(self, factor: Factor, options: list[dict[str, Any]], *, in_place: bool) -> None:
         """Updates all shards.
 
-        Those of the host go first, so that the host begins while this thread submits the others. Where the norm is
-        still on the device, this thread first submits the shards that take the factor as a tensor there, and then waits
-        for the number.
+        Shards of the host go first, so that CPU Adam begins while this thread submits the others. If the norm is still
+        on the device, this thread first submits the shards that accept the factor as a tensor, then waits for the
+        number.
         """
         engine, order = self._engine, ("host", "device")
         shards = sorted(self.shards, key=lambda shard: order.index(shard.chunk.plan.update_home))
@@ -224,7 +225,7 @@ class Stepper:
     def _update_each(
         self, shards: Iterable[Shard], factor: float | torch.Tensor, options: list[dict[str, Any]], *, in_place: bool
     ) -> list[Ticket]:
-        """Updates shards in their order, those that share one call at the end; tickets of new resident weights."""
+        """Updates shards in order, those that share one call at the end; returns tickets of new resident weights."""
         updates: list[Ticket] = []
         together: list[tuple[Shard, Inputs]] = []
         for shard in shards:
@@ -250,7 +251,7 @@ class Stepper:
     def rewrite(self, method: str) -> None:
         """Rewrites all weights by a method of the user's class, such as schedule-free's ``train`` and ``eval``.
 
-        All ranks call this. Nothing happens where the method changes no option: then the weights are as it wants them.
+        All ranks call this. A method that would change no option is not called: the weights are in its mode already.
 
         Raises:
             InputError: weights are in use.
@@ -272,7 +273,7 @@ class Stepper:
             with engine.group.together(f"call {method}() of its optimizer"):
                 for shard in self.shards:
                     shard.rewrite(method, options)
-        except BaseException:  # called again, it would rewrite some weights twice
+        except BaseException:  # a second call would rewrite some weights twice
             engine.errors.record(ErrorKind.CHANGE, changed_in_part(f"{method}() of an optimizer has failed"))
             raise
         updates = [ticket for shard in self.shards if (ticket := publish(engine, shard.chunk)) is not None]

@@ -1,4 +1,4 @@
-"""States of an optimizer in torch's own layout, whole: by number of the parameter, in its shape. Out and in again."""
+"""Saves and loads whole optimizer states in torch's layout: by number of the parameter, in its shape."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from elixir.wrapper.step.user_optimizer import take_options
 
 
 def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], *, wanted: bool) -> dict[str, Any]:
-    """The state dict, one chunk gathered at a time. All ranks call this, after everything has settled.
+    """Gathers the state dict, one chunk at a time. All ranks call this, after everything has settled.
 
     Args:
         engine: of the chunks.
-        stepper: whose states.
+        stepper: the optimizer whose states are gathered.
         groups: the parameter groups.
-        wanted: whether this rank keeps what is gathered.
+        wanted: whether this rank keeps the gathered states.
     """
     names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
     ordered = [names_of[parameter] for group in groups for parameter in group["params"]]
@@ -61,10 +61,10 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
 
 @dataclass
 class _Kinds:
-    """The states that there are on any rank."""
+    """The states that exist on any rank."""
 
     of_chunk: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By chunk, the dtype in which each kind is shown."""
+    """By chunk, the dtype of each kind in the state dict."""
     of_parameter: dict[str, set[str]] = field(default_factory=dict)
     small: dict[str, SmallStates] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
     for shard in stepper.shards:
         mine.small |= small_states(shard.states)
         for each in shard.states.tensors():
-            if each.width == 1:  # scales are part of what their codes mean
+            if each.width == 1:  # scales are shown as part of their codes
                 dtype = wide_dtype(each.tensor.dtype) if each.keeps_dtype else torch.float32
                 mine.of_chunk.setdefault(shard.chunk.index, {})[each.kind] = dtype_name(dtype)
                 mine.of_parameter.setdefault(each.name, set()).add(each.kind)
@@ -99,11 +99,11 @@ def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
 def load_whole_states(
     engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> None:
-    """Goes on from a state dict of torch's layout. All ranks call this with the same; each takes its parts.
+    """Loads a state dict of torch's layout. All ranks call this with the same one; each takes its parts.
 
     Raises:
-        InputError: it is of another optimizer, or of another model; nothing was changed, on any rank.
-        InputTypeError: it is no state dict of an optimizer.
+        InputError: the state dict belongs to another optimizer or model; nothing was changed on any rank.
+        InputTypeError: `state_dict` is no state dict of an optimizer.
     """
     problem: Exception | None = None
     source: _GivenStates | None = None
@@ -214,7 +214,7 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
 
 
 def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """One state of all parameters of a chunk, as they lie in the chunk; zeros if it has none."""
+    """Gathers one kind of state for all parameters of a chunk, in chunk layout; zeros where a parameter has none."""
     chunk: Chunk = shard.chunk
     mine = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
     for each in shard.states.tensors():
