@@ -1,11 +1,11 @@
-"""Whether a class of optimizers gives on shards what it gives on whole weights, found out by trying.
+"""Finds out by trial whether an optimizer class steps shards of weights as it steps whole weights.
 
-Names do not tell. Three optimizers of the class step the same weights with the same gradients. One has all of them,
-whole; the other two have a shard each. After every step all weights must be the same.
+Three optimizers of the class step the same weights with the same gradients: one has whole weights, the other two a
+shard each. After every step all weights must agree.
 
-Some classes keep numbers in their groups that their step changes, such as a count. They are elementwise if the change
-is the same whatever is stepped. A `Rehearsal` then says what a step changes, and every shard is stepped with the groups
-of before. A change that depends on the weights is refused.
+The steps of some classes change numbers in their groups, such as a count. Such a class is elementwise if the change
+does not depend on the weights. A `Rehearsal` then tells the change in advance, so that all shards start from the same
+groups.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from elixir.torch_private import tree_flatten, tree_map
 Options = dict[str, Any]
 """The options of one group, without its parameters."""
 MakeOver = Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
-"""Makes an optimizer over the parameters of each group."""
+"""Creates an optimizer over the parameters of each group."""
 
 MODES = ("train", "eval")
 """Methods by which a class rewrites weights for training and for evaluation."""
 _NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
 _SHAPES = ((136, 144), (24, 8, 3), (40,))
-"""The first has more rows and columns than the 128 from which some classes factor their moments."""
+"""The first shape exceeds 128 rows and columns, from which on some classes factor their moments."""
 _CUT = 7000
-"""Elements of the first weight that one shard has. The other shard has the rest of it, and all other weights."""
+"""Elements of the first weight in the first shard. The second shard has the rest and all other weights."""
 _ROUNDS = 2
-"""How often gradients of each kind come. That makes 12 steps: some classes do something in every fifth or sixth."""
+"""Rounds of all kinds of gradients. Two make 12 steps: some classes act in every fifth or sixth step."""
 _LEAST = 1e-2
-"""Learning rate and weight decay are at least this: with the rate of a warm-up's first step nothing would be seen."""
+"""The least learning rate and weight decay: with the rate of a warm-up's first step no change would show."""
 _PLAIN = (bool, int, float, str, type(None))
 _ROUNDING = 2e-6
-"""Two dozen roundings in float32, relative to the largest value that a weight has had."""
+"""The tolerance: two dozen roundings in float32, relative to the largest value that a weight has had."""
 
 
 class Rehearsal:
-    """Finds out what a first step does to the options of groups, each of which has one number as its weight.
+    """Tries a first step over one number per group, and tells how it changes the options of the groups.
 
     Args:
-        make: makes an optimizer of the class.
-        groups: how many groups it has.
+        make: creates an optimizer of the class.
+        groups: the number of groups.
     """
 
     def __init__(self, make: MakeOver, groups: int) -> None:
         self._weights = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(groups)]
         self._optimizer = make([[weight] for weight in self._weights])
-        # Some classes make states when they are built.
+        # Some classes create states in their constructor.
         self._first = {weight: options_of(state) for weight, state in self._optimizer.state.items()}
 
     def after(self, groups: Sequence[Options], stepped: Collection[int], method: str = "step") -> list[Options]:
         """The options of the groups after a step, or after another method.
 
         Args:
-            groups: their options of now.
-            stepped: the groups that have a gradient.
+            groups: their current options.
+            stepped: the groups that get a gradient.
             method: a method of the class.
         """
         self._optimizer.state.clear()
@@ -79,10 +79,10 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
 
     Args:
         cls: the optimizer's class; for messages.
-        make: makes an optimizer of that class over given parameters, in one group with the caller's options.
+        make: creates an optimizer of that class over parameters, in one group with the caller's options.
 
     Returns:
-        The options that a step changes by itself, whatever is stepped.
+        The options that a step changes by itself, independent of the weights.
 
     Raises:
         InputError: shards come out differently, or the optimizer cannot step them.
@@ -107,11 +107,11 @@ def _refusal(
 
 
 class _Trial:
-    """Three optimizers of one class on their way through the same gradients.
+    """Runs three optimizers of one class over the same gradients.
 
-    `_whole` has whole weights. `_alone` has one shard, and keeps its groups as its steps change them. `_guided` has the
-    other shard, and gets its groups before each step as the runtime sets them: what a `Rehearsal` foresees is as
-    `_whole` has it, everything else as it was at the beginning.
+    `_whole` has whole weights. `_alone` has one shard, and its steps change its groups. `_guided` has the other shard,
+    and its groups are set before each step as the runtime sets them: options that a `Rehearsal` foresees as in
+    `_whole`, all others as at the beginning.
     """
 
     def __init__(self, cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
@@ -132,7 +132,7 @@ class _Trial:
         self._unforeseen: set[str] = set()
 
     def run(self) -> frozenset[str]:
-        """All steps; gives the options that they change, each step alike whatever is stepped."""
+        """Runs all steps; returns the options that they change independent of the weights."""
         counts: dict[str, float] | None = None
         for gradients in self._gradients():
             for weight, gradient in zip(self._weights, gradients, strict=True):
@@ -159,9 +159,9 @@ class _Trial:
             )
 
     def _gradients(self) -> Iterator[list[torch.Tensor]]:
-        """Gradients of all sizes, at right angles to the rows of the weights, and along them: some rules ask for that.
+        """Gradients of several sizes, orthogonal and parallel to the rows of the weights, on which some rules depend.
 
-        Each is made when it is needed, of the weights of then.
+        Each is computed when it is needed, from the current weights.
         """
         for _ in range(_ROUNDS):
             yield self._drawn()
@@ -172,7 +172,8 @@ class _Trial:
             yield self._drawn()
 
     def _drawn(self, size: float = 1.0) -> list[torch.Tensor]:
-        """Larger from element to element, or smaller, in turn: a mean over one shard is not that over the other."""
+        """Random values that grow from element to element, or shrink, in turn, so that means over the two shards
+        differ."""
         self._slope = -self._slope
         drawn = []
         for shape in _SHAPES:
@@ -183,10 +184,10 @@ class _Trial:
         return drawn
 
     def _call(self, method: str) -> bool:
-        """Calls a method of all three; whether it has changed options.
+        """Calls a method of all three; returns whether it has changed options.
 
         Raises:
-            InputError: groups or weights of a shard are not as those of the whole.
+            InputError: groups or weights of a shard differ from those of `_whole`.
         """
         group = self._whole.param_groups[0]
         before = options_of(group)
@@ -219,7 +220,7 @@ class _Trial:
     def _compare(self) -> None:
         mine = torch.cat([piece.detach() for shard in self._shards for piece in shard])
         theirs = torch.cat([weight.detach().flatten() for weight in self._weights])
-        # Not to the bit: vectors of other lengths may go through other instructions.
+        # With a tolerance: vectors of other lengths may go through other instructions.
         self._largest = torch.maximum(self._largest, theirs.abs())
         same = (mine == theirs) | (mine.isnan() & theirs.isnan()) | ((mine - theirs).abs() <= _ROUNDING * self._largest)
         if not same.all():
@@ -227,14 +228,14 @@ class _Trial:
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers that an optimizer keeps as its attributes, in tensors too."""
+    """The numbers among an optimizer's attributes, tensors of one element included."""
     kept = vars(optimizer).items()
     tensors = {name: value.item() for name, value in kept if isinstance(value, torch.Tensor) and value.numel() == 1}
     return tensors | {name: value for name, value in kept if type(value) in (int, float)}
 
 
 def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The two shards of tensors in the shapes of `_SHAPES`, flat and in separate memory."""
+    """Cuts tensors with the shapes of `_SHAPES` into two shards, flat and in separate memory."""
     first, *others = (tensor.detach().flatten().clone() for tensor in tensors)
     return [first[:_CUT].clone()], [first[_CUT:].clone(), *others]
 
@@ -250,31 +251,32 @@ def _raise(group: dict[str, Any]) -> None:
 
 
 def _across(weight: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """`drawn` less nearly all of it that lies along the rows of `weight`, as gradients of normalized weights are."""
+    """`drawn` without nearly all of its component along the rows of `weight`, like gradients of normalized weights."""
     rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
     unit = rows / rows.norm(dim=1, keepdim=True)
     found: torch.Tensor = drawn.view_as(rows)
-    for _ in range(2):  # once more for what rounding leaves
+    for _ in range(2):  # the second time for what rounding has left
         found = found - unit * (unit * found).sum(1, keepdim=True)
-    # A twentieth of what random ones have along a weight: some rules take off what is less than a tenth of it.
+    # A twentieth of a random gradient's component stays: some rules remove components below a tenth.
     found = found + unit * found.norm(dim=1, keepdim=True) / (20 * rows.shape[1] ** 0.5)
     return found.view_as(weight)
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Copies of the options of a group, or of the states of a weight, as of now."""
+    """Copies the options of a group, or the states of a weight."""
     return {key: _copied(value) for key, value in group.items() if key != "params"}
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any], *, exactly: bool = False) -> None:
-    """Gives a group options, and with `exactly` no others. A step may write into them, so containers are copied."""
+    """Sets options of a group; with `exactly`, deletes all others. Values are copied, since a step may write into
+    them."""
     for key in [key for key in group if exactly and key not in options and key != "params"]:
         del group[key]
     group.update({key: _copied(value) for key, value in options.items()})
 
 
 def same_options(one: Any, other: Any) -> bool:
-    """Whether options of two moments are the same."""
+    """Whether two sets of options are the same."""
     values, form = tree_flatten(one)
     others, other_form = tree_flatten(other)
     return form == other_form and all(map(_equal, values, others))

@@ -1,4 +1,4 @@
-"""Properties of a user's optimizer and its class; above all, whether it is elementwise."""
+"""`UserOptimizer`: the user's optimizer, its groups and options, and optimizers of its class over shards."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.states import States
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
-"""Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
+"""Options that say how a step is computed, not its result: loading a state dict keeps those of this run."""
 _REMEMBERED = 8
-"""Steps of which it is remembered how they changed the groups: more than are under way at once."""
+"""How many steps' changes of groups are remembered: more steps than are under way at once."""
 
 
 class UserOptimizer:
-    """A user's optimizer: which parameter is in which group, the options of now, and optimizers like it over other
-    tensors.
+    """A user's optimizer: its groups, their current options, and optimizers of the same class over other tensors.
 
     Args:
-        given: what the user made.
-        groups: its groups as of now.
-        engine: whose chunks are stepped.
-        changing: the options that its step changes by itself, of `check_optimizer`.
+        given: the user's optimizer.
+        groups: returns its current groups.
+        engine: the engine of the chunks.
+        changing: the options that its step changes by itself; see `check_optimizer`.
     """
 
     def __init__(
@@ -60,23 +59,22 @@ class UserOptimizer:
         self._lock = threading.Lock()  # several lanes step
         self._rehearsal = Rehearsal(self._over_groups, len(groups())) if changing else None
         self.number = len(engine.steppers)
-        """Its place among the optimizers of the engine."""
+        """Its number among the optimizers of the engine."""
         self.fusible = can_fuse(given)
         self.begins_with_states = bool(given.state)
-        """Whether the constructor of the class makes states."""
+        """Whether the constructor of the class creates states."""
         self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
-        """Whether its step is known to do nothing without a gradient, and its first one with a gradient to make all
-        states of a weight. Other classes may count steps by themselves, and make a state later."""
+        """Whether a step is known to do nothing without a gradient, and the first one with a gradient to create all
+        states of a weight. Other classes may count steps, or create states later."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
         numbers = [self.group_of.get(slot.parameter) for chunk in engine.chunks for slot in chunk.slots]
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
 
     def refuse_other_parameters(self) -> None:
-        """Refuses groups whose parameters are no longer those that it was made with: shards are stepped as they were
-        then.
+        """Refuses groups whose parameters have changed since wrapping: shards have the segments of then.
 
         Raises:
-            InputError: says what to do instead.
+            InputError: the message says what to do instead.
         """
         now = [parameter for group in self._groups() for parameter in group["params"]]
         if list(map(id, now)) != list(map(id, self.group_of)):
@@ -87,22 +85,22 @@ class UserOptimizer:
 
     @property
     def fuses(self) -> bool:
-        """Whether shards are stepped by `FusedStates` rather than by the user's class; same rule, other rounding."""
+        """Whether `FusedStates` steps shards instead of the user's class: the same rule with other rounding."""
         return self.fusible and _fuses(self._engine.options.fused_kernels, self._engine.plan.moments)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Options of the groups, as of now."""
+        """The current options of the groups."""
         return [shard_options(group) for group in self._groups()]
 
     def options_to_compare(self, clip_limit: float | None) -> dict[str, str]:
-        """Everything by which a step goes and that all ranks must have alike, in words.
+        """The options that must be the same on all ranks in a step, as text.
 
         Args:
-            clip_limit: to which the norm of the gradients is clipped.
+            clip_limit: the limit of the gradient norm.
         """
         said = {"the groups of its parameters": self._members, "the limit of the norm": str(clip_limit)}
         for index, group in enumerate(self._groups()):
-            # The class's own; others may be anything. To read one on a device would be to wait for it.
+            # Only options of the class; others may be anything. Reading one on a device would wait for it.
             own = {key: group[key] for key in self.given.defaults if key in group}
             said |= {
                 f"{key} of group {index}": str(value.tolist() if isinstance(value, torch.Tensor) else value)
@@ -112,17 +110,17 @@ class UserOptimizer:
         return said
 
     def loaded_options(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that a group has once an optimizer of this class has loaded others.
+        """The options of a group after an optimizer of this class has loaded saved ones.
 
-        The class says what they mean to it: torch's AdamW decays as before, whatever an Adam saved, and `HybridAdam`
-        takes over how that one decayed.
+        The class decides what they mean: torch's AdamW keeps its decay, whatever an Adam saved, while `HybridAdam`
+        takes over the saved decay.
 
         Args:
-            group: its options of now, of which `HOW` stays.
-            options: those that were saved.
+            group: its current options, of which those in `HOW` stay.
+            options: the saved options.
 
         Raises:
-            InputError: shards cannot be stepped with them as this run steps them.
+            InputError: this run cannot step shards with them.
         """
         weight = nn.Parameter(torch.zeros(1, device="cpu"))  # a constructor may look at the first one
         made = _like(self.given, [{**shard_options(group), "params": [weight]}])
@@ -137,18 +135,18 @@ class UserOptimizer:
         return {key: value for key, value in made.param_groups[0].items() if key != "params"}
 
     def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
-        """An optimizer of the user's class over segments, with their groups' options."""
+        """Creates an optimizer of the user's class over segments, with their groups' options."""
         groups: list[list[nn.Parameter]] = [[] for _ in self._groups()]
         for segment in segments:
             groups[segment.group].append(segment.weights)
         return self._over_groups(groups)
 
     def step_changes(self, stepped: Callable[[], Collection[int]], method: str = "step") -> list[dict[str, Any]]:
-        """The options, by group, that a step of all shards changes; nothing for most classes.
+        """The options, by group, that a step changes by itself; empty for most classes.
 
         Args:
-            stepped: finds the groups with a gradient on any rank.
-            method: of the class; other than a step.
+            stepped: returns the groups with a gradient on any rank.
+            method: the method of the class that changes them.
         """
         if self._rehearsal is None:
             return [{} for _ in self._groups()]
@@ -156,7 +154,7 @@ class UserOptimizer:
         return [{key: group[key] for key in self._changing if key in group} for group in after]
 
     def apply_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the groups to what `step_changes` says."""
+        """Sets the options that `step_changes` has returned."""
         for group, changed in zip(self._groups(), changes, strict=True):
             take_options(group, changed)
 
@@ -168,7 +166,7 @@ class UserOptimizer:
         return made
 
     def _watch(self, made: torch.optim.Optimizer) -> None:
-        """Compares what each step of an optimizer changes in its groups with what other shards made of the same."""
+        """Makes an optimizer compare how its steps change groups with how the steps of other shards did."""
         before: list[str] = []
 
         def begins(*_: Any) -> None:
@@ -205,15 +203,15 @@ class UserOptimizer:
         fuses: bool,
         empty: bool,
     ) -> States:
-        """The states of a shard.
+        """Creates the states of a shard.
 
         Args:
-            chunk: of the shard; it must be at hand.
-            master: what is stepped.
-            segments: its parts.
-            weights: of `States`.
-            fuses: whether it is stepped in one pass.
-            empty: whether a class that makes states at once must not keep them, since others come.
+            chunk: the chunk of the shard; it must be at hand.
+            master: the flat shard of weights or masters.
+            segments: the parts of the shard.
+            weights: see `States.weights`.
+            fuses: whether Adam steps it in one pass.
+            empty: whether states that the constructor creates are dropped, since saved ones follow.
         """
         if fuses:
             return FusedStates(
@@ -231,17 +229,18 @@ class UserOptimizer:
             shared = self._shared = self._shared or self.over([])
         made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)
         for segment in segments if empty else ():
-            made.optimizer.state.pop(segment.weights, None)  # those of all chunks would be in memory until then
+            # Otherwise the states of all chunks would be in memory until saved ones replace them.
+            made.optimizer.state.pop(segment.weights, None)
         return made
 
     @property
     def _shares_calls(self) -> bool:
-        """Whether its class steps any number of tensors by one kernel and needs no memory for that."""
+        """Whether its class steps any number of tensors by one kernel, without extra memory."""
         adam = type(self.given) in (torch.optim.Adam, torch.optim.AdamW)
         return adam and all(group.get("fused") for group in self._groups())
 
     def forget_shared(self) -> None:
-        """The shards that share an optimizer have left their states to others."""
+        """Drops the shared optimizer, whose shards have given up their states."""
         self._shared = None
 
 
@@ -250,23 +249,23 @@ def _fuses(fused_kernels: bool, moments: str) -> bool:
 
 
 def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments: str) -> bool:
-    """Whether states that the host keeps are copied before `given` makes new ones next to them: no kernel has the bits
-    of its class and options.
+    """Whether an early update first copies the old states, because no kernel has the bits of this class and its
+    options.
 
     Args:
-        given: the user's.
+        given: the user's optimizer.
         fused_kernels: whether the model runs with ``use_fused_kernels``.
-        moments: of the plan.
+        moments: the form of moments in the plan.
     """
     return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not can_step_like(given, ())
 
 
 def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozenset[str]:
-    """Refuses an optimizer by whose rule shards cannot be stepped, or that has stepped whole weights already.
+    """Refuses an optimizer that cannot step shards, or that has stepped already.
 
     Args:
-        given: the user's, over whole parameters.
-        moments: of the plan; others than float32 are stepped by `FusedStates`, whatever the class.
+        given: the user's optimizer, over whole parameters.
+        moments: the form of moments in the plan; `FusedStates` steps any form but float32.
 
     Returns:
         The options that its step changes by itself.
@@ -289,19 +288,19 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
 
 
 def _form(group: Mapping[str, Any]) -> str:
-    """The part of a group that it shares with all groups that step weights in the same way, with other numbers."""
+    """A text that is the same for groups that differ in numbers only."""
     own = {key: bool(value) if isinstance(value, float) else value for key, value in group.items() if key != "params"}
     return repr(sorted(own.items(), key=lambda item: item[0]))
 
 
 def _refuse_replaced(given: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer with a method that was put on the object: shards are stepped by the class."""
+    """Refuses an optimizer with a method that was replaced on the object: the class steps shards."""
     for name, value in vars(given).items():
         of_class = getattr(type(given), name, None)
         if not callable(value) or not callable(of_class):
             continue
         while getattr(value, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
-            value = value.__wrapped__  # a scheduler only notes that the step was called
+            value = value.__wrapped__  # the wrapper of a scheduler only notes the call
         if getattr(value, "__func__", value) is not of_class:
             raise InputError(
                 f"{name} of the optimizer was replaced on the object, and would not be called: shards are stepped by "
@@ -334,10 +333,10 @@ def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def refuse_different_options(said: Sequence[Mapping[str, str]]) -> None:
-    """Refuses a step whose ranks go by different options: each would step its part of a weight by its own.
+    """Refuses a step if options differ between ranks, of which each steps its part of a weight.
 
     Args:
-        said: by rank, `UserOptimizer.options_to_compare`.
+        said: by rank, the result of `UserOptimizer.options_to_compare`.
 
     Raises:
         InputError: they differ.
@@ -354,14 +353,14 @@ def refuse_different_options(said: Sequence[Mapping[str, str]]) -> None:
 
 
 def _nearly_same(one: str, two: str) -> bool:
-    """Whether both are numbers that machines with other libraries may get of the same formula."""
+    """Whether both are numbers that differ by rounding only, as between machines with other libraries."""
     with contextlib.suppress(ValueError):
         return math.isclose(float(one), float(two), rel_tol=1e-9)
     return False
 
 
 def has_stepped(state: Any) -> bool:
-    """Whether an optimizer's state of one parameter is that of a step, rather than what a constructor made."""
+    """Whether an optimizer's state of one parameter comes from a step, not from a constructor."""
     if not isinstance(state, dict):
         return bool(state)
     if "step" in state:
@@ -370,10 +369,10 @@ def has_stepped(state: Any) -> bool:
 
 
 def shard_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with which shards are stepped, wherever they are; copies, since a scheduler may write into a tensor.
+    """Copies options for stepping shards on any device; copies, since a scheduler may write into a tensor.
 
-    What `capturable` is for, CUDA graphs, is refused here, and the host cannot step with it. Nor with numbers that lie
-    on the device: they are read.
+    `capturable` is switched off: it serves CUDA graphs, which are refused, and the host cannot step with it. Numbers on
+    the device are read, since the host cannot step with those either.
     """
     captured = bool(options.get("capturable"))
 
@@ -387,6 +386,6 @@ def shard_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accepted_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that the class's constructor takes."""
+    """The `options` that the class's constructor takes."""
     names = inspect.signature(cls).parameters
     return {key: value for key, value in options.items() if key in names}
