@@ -159,6 +159,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         except ElixirError as error:
             logger.error("the model is given back after an error: %s", error)
         raise
+    if engine_of(module).group.rank == 0:
+        logger.info("%s", made.summary())
     if replan and plan is None and made.placement == "auto":
         hardware = question.profile if trace is None else question.machine
         engine_of(module).before_forward = _Replanning(module, wrapped[0], trace, hardware)

@@ -14,6 +14,7 @@ from elixir.cli.hardware import say_hardware
 from elixir.errors import InputError
 from elixir.optimizer_states import LOOPS
 from elixir.show import tables
+from elixir.units import format_bytes
 
 if TYPE_CHECKING:
     from elixir.hardware.profile import HardwareProfile
@@ -56,8 +57,6 @@ def run_plan(args: argparse.Namespace) -> int:
         from elixir.search.searches import DEFAULT_HARDWARE
 
         hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
-        if not args.search_batch:
-            trace = from_flags.traced(args, hardware)
     else:
         from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
         hardware = hardware or _traced_hardware(trace, args.model)
@@ -65,11 +64,15 @@ def run_plan(args: argparse.Namespace) -> int:
             output.note(
                 f"{args.model} was traced for {trace.device}; on {hardware.name} activations may take another size"
             )
-    from elixir.search.budgets import host_memory_here, warn_if_disk_full
+    from elixir.search.budgets import host_memory_here, resolve_budgets, warn_if_disk_full
 
     warn_if_disk_full(hardware, args.disk_memory)
     if args.host_memory is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
+    if trace is None:
+        resolve_budgets(hardware, from_flags.asked(args, _optimizer(args, trace)))  # refuses before a trace is made
+        if not args.search_batch:
+            trace = from_flags.traced(args, hardware)
     request = from_flags.asked(args, _optimizer(args, trace))
     choice = None
     if trace is None:
@@ -105,12 +108,28 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     if choice is not None:
         output.say_tables(tables.batch_table(choice))
     _print_plan(plan, brief=args.brief)
+    _say_whole_host(answer)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
     if not (args.brief or args.no_levers):
         output.say_tables(tables.plan_levers_table(plan, answer.levers()))
     output.say_written(written)
     return 0
+
+
+def _say_whole_host(answer: Answer) -> None:
+    """Says which machine a plan needs that fills a budget that was given, of which nothing is kept back."""
+    from elixir.search.budgets import whole_host_bytes
+
+    plan, hardware = answer.plan, answer.question.hardware
+    if plan.host_reserve_bytes or "host" in plan.read_budgets or hardware.device_kind == "cpu":
+        return
+    whole = whole_host_bytes(plan.predicted.host_peak_bytes, hardware.ranks_per_host(plan.world_size))
+    if whole > plan.host_budget_bytes:
+        output.say(
+            f"  needs         a machine with {format_bytes(whole)} of host memory: a budget that is given is used in "
+            "full, and the system takes the rest"
+        )
 
 
 def _with_allowed(args: argparse.Namespace, question: Question) -> Question:
@@ -258,11 +277,9 @@ def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
 
 
 def _print_plan(plan: Plan, *, brief: bool = False) -> None:
-    from elixir.show.scenarios import regret_text, scenarios_table
-
-    output.say("\n".join(text for text in (str(plan), regret_text(plan)) if text))
+    output.say(str(plan))
     if not brief:
-        judged = [scenarios_table(plan)] if plan.predicted.judgements else []
+        judged = [tables.scenarios_table(plan)] if plan.predicted.judgements else []
         output.say_tables(tables.parts_table(plan), tables.homes_table(plan), *judged)
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from elixir.hardware.profile import HardwareProfile
 
 
+_SHOWN_DOUBTFUL = 3
+
+
 def run_hardware(args: argparse.Namespace) -> int:
     """Lists presets, shows one, or measures this machine."""
     _check_together(args)
@@ -73,10 +76,10 @@ def say_hardware(profile: HardwareProfile) -> None:
         rows = [[name, source] for name, source in profile.sources.items()]
         output.say_tables(tables.list_table("sources", ("number", "source"), rows))
     doubtful = doubtful_rates(profile)
-    for name, why in doubtful.items():
-        output.say(f"doubtful: {name}: {why}")
     if doubtful:
-        output.say(IF_DOUBTFUL)
+        shown = [f"{name} ({why})" for name, why in list(doubtful.items())[:_SHOWN_DOUBTFUL]]
+        more = f" and {len(doubtful) - len(shown)} more" if len(doubtful) > len(shown) else ""
+        output.say(f"doubtful: {len(doubtful)} of the rates: {', '.join(shown)}{more}\n{IF_DOUBTFUL}")
 
 
 def _learned(profile: HardwareProfile, path: str) -> HardwareProfile:

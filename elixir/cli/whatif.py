@@ -91,7 +91,7 @@ def run_fit(args: argparse.Namespace) -> int:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
         best = found.best
-        from elixir.plan.plan import range_text
+        from elixir.plan.prediction import range_text
         from elixir.show.sweep import speed_of_device
         from elixir.units import format_bytes
 

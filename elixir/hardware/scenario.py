@@ -39,6 +39,18 @@ class Scenario:
     clipped: bool = False
     """Whether every step is clipped, so that it discards states made early and makes them again."""
 
+    def __str__(self) -> str:
+        parts = (
+            "CPU Adam is slow" * (self.host_adam != 1),
+            "links are slow" * (self.link != 1),
+            "every step is clipped" * self.clipped,
+        )
+        return " and ".join(part for part in parts if part) or "all is as the profile says"
+
+    def differences(self, other: Scenario) -> int:
+        """How many fields are others."""
+        return sum((self.host_adam != other.host_adam, self.link != other.link, self.clipped != other.clipped))
+
     def machine(self, hardware: HardwareProfile) -> HardwareProfile:
         """The machine with these rates."""
         if self.host_adam == self.link == 1.0:
@@ -64,7 +76,8 @@ def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]
         hardware: the machine.
         clips: whether the run clips gradients by their norm; without, early states are kept.
     """
-    slow_adam, slow_link = slowest_rates(hardware)
+    # On a CPU, host and device are the same cores and memory, so no plan can depend on how these compare.
+    slow_adam, slow_link = slowest_rates(hardware) if hardware.device_kind == "cuda" else (1.0, 1.0)
     kept = hardware.early_kept
     clipped: tuple[bool, ...] = (False, True)
     if not clips or (kept is not None and kept >= KNOWN):
@@ -74,6 +87,12 @@ def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]
     parts = ((1.0, slow) if slow < KNOWN else (1.0,) for slow in (slow_adam, slow_link))
     adam, link = parts
     return tuple(Scenario(a, b, c) for c, b, a in itertools.product(clipped, link, adam))
+
+
+def unmeasured(hardware: HardwareProfile) -> frozenset[str]:
+    """Fields of `Scenario` of which a measurement or a run would tell more than the profile knows."""
+    told = {"host_adam": hardware.host_adam_least, "link": hardware.link_least, "clipped": hardware.early_kept}
+    return frozenset(name for name, known in told.items() if known is None)
 
 
 def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:

@@ -85,9 +85,11 @@ def measure(
         except RankError as error:
             logger.warning("collectives not measured: %s", error)
     if first:
-        for result in results:
-            if result.fit is None:
-                logger.warning("no fit for %s, left out of the profile: %s", result.key, result.problem)
+        failed = [result for result in results if result.fit is None]
+        if failed:
+            keys = ", ".join(result.key for result in failed)
+            said = "no fit for %d of the rates, left out of the profile: %s; %s"
+            logger.warning(said, len(failed), keys, failed[0].problem)
     profile: HardwareProfile = together.share(_profile(device, results, folders, quick) if first else None)
     return profile
 

@@ -14,9 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware.fits import is_finite
 from elixir.hardware.profile import preset_names
-from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
     UPDATES,
@@ -26,138 +24,11 @@ from elixir.plan.chunk_plan import (
     check_at_least,
     itemsize_of,
 )
+from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape
 from elixir.units import format_bytes, format_seconds
-
-DISK_LINKS = ("disk_read", "disk_write")
-CHECKPOINT_PART = "checkpoint"
-"""Its name in `PlanPrediction.host_parts`."""
-LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A plan in one scenario."""
-
-    scenario: Scenario
-    step_s: float
-    """Seconds of its step there."""
-    best_s: float
-    """The least that are known of any plan."""
-
-    @property
-    def regret(self) -> float:
-        """The share by which it is slower than the best."""
-        return self.step_s / self.best_s - 1 if self.best_s else 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("step_s", "best_s"):
-            seconds = getattr(self, name)
-            # A step without anything to compute takes none.
-            if not (is_finite(seconds) and (seconds > 0 or seconds == self.step_s == 0)):
-                raise InputError(f"field 'judgements.{name}' must be positive and finite, found {seconds!r}")
-
-
-@dataclass(frozen=True)
-class PlanPrediction:
-    """The expectation of the planner for one steady optimizer step, with which a run compares itself.
-
-    All counts and times are of all `Plan.accumulation` micro-batches of the step together, each of which reduces its
-    gradients.
-    """
-
-    device_peak_bytes: int
-    device_parts: dict[str, int]
-    """The device peak by what holds it; sums to `device_peak_bytes`."""
-    host_peak_bytes: int
-    """Bytes of all ranks of one machine together."""
-    host_parts: dict[str, int]
-    """The host peak by what holds it; sums to `host_peak_bytes`."""
-    moved_bytes: dict[str, int]
-    """Bytes per rank and optimizer step over each of `LINKS`."""
-    loads: int
-    """Gathers into rCache blocks per optimizer step."""
-    hits: int
-    """Uses of streamed chunks that found them in a block already."""
-    seconds: dict[str, float]
-    """Predicted time by part; ``total`` is the step."""
-    fastest_s: float | None = None
-    """Seconds of the fastest plan that was found, which may depend more on the host than this one does; None where
-    there was no choice."""
-    range_s: tuple[float, float] | None = None
-    """Between what a step may take as far as rates are uncertain: what a preset says, a measured machine, or runs."""
-    flops: int = 0
-    """FLOPs of one rank and optimizer step, recomputed ones included, the optimizer's not."""
-    peak_flops_per_s: float | None = None
-    """Peak of one device, dense, in the dtype of most parameters."""
-    disk_peak_bytes: int = 0
-    """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
-    judgements: tuple[Judgement, ...] = ()
-    """The plan in each scenario that the hardware profile thinks possible, the nominal one first; empty where only that
-    one was planned for."""
-    regret_if_known: dict[str, float] = field(default_factory=dict)
-    """The worst regret that is left if one of the fields of `Scenario` is known, by its name."""
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """The part of the host peak for copies while a checkpoint is written, without which the plan runs as well."""
-        return self.host_parts.get(CHECKPOINT_PART, 0)
-
-    @property
-    def host_step_bytes(self) -> int:
-        """The host peak while no checkpoint is written."""
-        return self.host_peak_bytes - self.checkpoint_bytes
-
-    def __post_init__(self) -> None:
-        for name, parts, peak in (
-            ("device_parts", self.device_parts, self.device_peak_bytes),
-            ("host_parts", self.host_parts, self.host_peak_bytes),
-        ):
-            for part, amount in parts.items():
-                check_at_least(0, f"{name}.{part}", amount)
-            if sum(parts.values()) != peak:
-                raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
-        if sorted(self.moved_bytes) != sorted(LINKS):
-            raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
-        for name in ("loads", "hits", "disk_peak_bytes"):
-            check_at_least(0, name, getattr(self, name))
-        if "total" not in self.seconds:
-            raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
-        unknowns = list(Scenario.__dataclass_fields__)
-        if not self.regret_if_known.keys() <= set(unknowns):
-            raise InputError(
-                f"field 'regret_if_known' must name some of {unknowns}, found {list(self.regret_if_known)}"
-            )
-        for name in ("moved_bytes", "seconds", "regret_if_known"):
-            for part, amount in getattr(self, name).items():
-                check_at_least(0, f"{name}.{part}", amount)
-        for name in ("flops", "fastest_s", "peak_flops_per_s"):
-            if getattr(self, name) is not None:
-                check_at_least(0, name, getattr(self, name))
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of an optimizer step."""
-        return self.seconds["total"]
-
-    @property
-    def flops_per_s(self) -> float:
-        """FLOP/s of one device, over the whole step."""
-        return self.flops / self.step_s if self.step_s else 0.0
-
-    @property
-    def peak_share(self) -> float | None:
-        """Share of a device's peak that the step reaches, recomputed work included; None where it is not known."""
-        return self.flops_per_s / self.peak_flops_per_s if self.peak_flops_per_s and self.flops else None
-
-    def time_text(self) -> str:
-        """The step's seconds with their range, and those of the fastest plan where it is another."""
-        text = range_text(self.step_s, self.range_s)
-        if self.fastest_s is not None and self.fastest_s < self.step_s * (1 - NOTICEABLE_SHARE):
-            text += f", {format_seconds(self.fastest_s)} the fastest plan,"
-        return text
 
 
 @dataclass(frozen=True)
@@ -204,7 +75,7 @@ class Plan(Artifact):
     `alignment_bytes`."""
     device_budget_bytes: int
     host_budget_bytes: int
-    predicted: PlanPrediction
+    predicted: Prediction
     accumulation: int = 1
     """Micro-batches per optimizer step that it was searched for; it runs with any number, but what it predicts is of
     this."""
@@ -432,7 +303,7 @@ class Plan(Artifact):
             for chunk in self.chunks
         )
 
-    def prediction_for(self, micro_batches: int) -> PlanPrediction:
+    def prediction_for(self, micro_batches: int) -> Prediction:
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
         moved = step_traffic(self.routes(), loads.by_chunk, Backwards(micro_batches))
@@ -501,7 +372,25 @@ class Plan(Artifact):
                     f"field '{name}' is {expected!r}, here it is {found!r}; plan again for what runs here"
                 )
 
+    def __repr__(self) -> str:
+        return f"<Plan {self.fingerprint}: {self._setting()}, {format_seconds(self.predicted.step_s)} a step>"
+
+    def _setting(self) -> str:
+        return f"{self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}"
+
+    def summary(self) -> str:
+        """The plan in three lines."""
+        lines = self._lines()
+        return (
+            f"plan {lines['plan']}\n  {lines['chunks']}; states {lines['states']}\n"
+            f"  device {lines['device peak']}, host {lines['host peak']}, step {self.predicted.time_text()} predicted"
+        )
+
     def __str__(self) -> str:
+        head, *lines = self._lines().items()
+        return "\n".join((" ".join(head), *(f"  {label:14}{text}" for label, text in lines if text)))
+
+    def _lines(self) -> dict[str, str]:
         streamed = sum(not chunk.resident for chunk in self.chunks)
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
@@ -513,7 +402,8 @@ class Plan(Artifact):
         blocks = (
             f"{self.block_count} {'block' if self.block_count == 1 else 'blocks'} of {format_bytes(self.block_bytes)}"
         )
-        lines = {
+        return {
+            "plan": f"{self.fingerprint}: {self._setting()}",
             "training": self._training(),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
@@ -530,12 +420,11 @@ class Plan(Artifact):
             "step": f"{predicted.time_text()} predicted{of_several}"
             + ("" if self.clipping else ", without clipping")
             + self._speed_text(),
+            "regret": predicted.regret_text(measured=self.hardware_name not in preset_names()),
             "start-up": f"{format_seconds(self.start_up_s)} until host memory is ready"
             if self.start_up_s >= NOTICEABLE_S
             else "",
         }
-        head = f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}"
-        return "\n".join((head, *(f"  {label:14}{text}" for label, text in lines.items() if text)))
 
 
 class HasPlan(Protocol):
@@ -561,14 +450,6 @@ def plan_of(given: Plan | HasPlan) -> Plan:
     return plan
 
 
-def range_text(seconds: float, between: tuple[float, float] | None) -> str:
-    """Seconds with the range in which they may be, such as ``1.60 s (1.28 to 2.05)``."""
-    text = format_seconds(seconds)
-    return text if between is None else f"{text} ({format_seconds(between[0])} to {format_seconds(between[1])})"
-
-
-NOTICEABLE_SHARE = 0.001
-"""Share of a step by which another plan must be faster to be named."""
 NOTICEABLE_S = 1.0
 """Start-up from which on a plan says how long it takes."""
 STAGING_BUFFERS = 2

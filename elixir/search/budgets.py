@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Literal
 
 import torch
@@ -148,6 +149,17 @@ def default_host_reserve(host_bytes: int, ranks: int) -> int:
     """
     kept = max((ranks + 1) * HOST_PROCESS_BYTES, int(PAGE_CACHE_SHARE * host_bytes))
     return min(kept, int(MOST_RESERVED_SHARE * host_bytes))
+
+
+def whole_host_bytes(used_bytes: int, ranks: int) -> int:
+    """Bytes of a host on which so many are free for a plan, once the default reserve is kept back.
+
+    Args:
+        used_bytes: of the plan.
+        ranks: that share the host.
+    """
+    kept = max(used_bytes + (ranks + 1) * HOST_PROCESS_BYTES, math.ceil(used_bytes / (1 - PAGE_CACHE_SHARE)))
+    return min(kept, math.ceil(used_bytes / (1 - MOST_RESERVED_SHARE)))
 
 
 def disk_budget(hardware: HardwareProfile, disk_memory: Size) -> int:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.scenario import Scenario, extremes, scenarios
+from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
-from elixir.plan.plan import CHECKPOINT_PART, Plan, PlanPrediction
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import CHECKPOINT_PART, Prediction
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Setting, Spill
@@ -113,8 +114,16 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
         raise ValueError("a search that found something has a best")
     optimizer = optimizer_name(request.optimizer_type)
     plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
-    judged = replace(plan.predicted, judgements=outcome.judgements, regret_if_known=dict(outcome.regret_if_known))
-    return replace(plan, assume=request.assume, predicted=judged)
+    told = unmeasured(space.hardware)
+    seconds = [judged.step_s for judged in outcome.judgements]
+    low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)
+    predicted = replace(
+        plan.predicted,
+        range_s=(min((low, *seconds)), max((high, *seconds))),
+        judgements=outcome.judgements,
+        regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in told},
+    )
+    return replace(plan, assume=request.assume, predicted=predicted)
 
 
 def simple_plan(
@@ -334,7 +343,7 @@ def to_plan(
         device_budget_bytes=budgets.device_bytes,
         host_budget_bytes=budgets.host_bytes,
         disk_budget_bytes=budgets.disk_bytes,
-        predicted=PlanPrediction(
+        predicted=Prediction(
             device_peak_bytes=best.need.device_bytes,
             device_parts=best.need.device_parts,
             host_peak_bytes=sum(host_parts.values()),

@@ -9,9 +9,8 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from elixir.plan.plan import Judgement
+from elixir.plan.prediction import Judgement
 from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
-from elixir.show.scenarios import scenario_text
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
 from elixir.units import format_bytes, format_seconds
@@ -156,7 +155,8 @@ def summary_text(explanation: Explanation) -> str:
     """The bound of the step, then a sentence for each kind of place."""
     share = explanation.critical_s[explanation.bound_by] / explanation.step_s if explanation.step_s else 0.0
     lines = [
-        f"{format_seconds(explanation.step_s)} a step, bound by {RESOURCE_LABELS[explanation.bound_by]}: "
+        f"{format_seconds(explanation.step_s)} a step at the profile's rates, "
+        f"bound by {RESOURCE_LABELS[explanation.bound_by]}: "
         f"{share:.0%} of the longest chain of work"
     ]
     for group in kinds(explanation):
@@ -213,7 +213,9 @@ def levers_table(explanation: Explanation) -> Table:
         [lever.action, format_seconds(lever.step_s or 0.0), _percent(lever.change_s or 0.0, explanation.step_s)]
         for lever in explanation.levers
     ]
-    return list_table("what one lever would bring, planned again", ("lever", "step", "change"), rows)
+    return list_table(
+        "what one lever would bring, planned again, at the profile's rates", ("lever", "step", "change"), rows
+    )
 
 
 def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
@@ -260,7 +262,7 @@ def _summary(group: Group, count: int, step_s: float) -> str:
     if change_s < -slight_s and option.passed_over is not None:
         return (
             f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}, but the step take "
-            f"{option.passed_over.regret:.0%} more than it must if {scenario_text(option.passed_over.scenario)}."
+            f"{option.passed_over.regret:.0%} more than it must if {option.passed_over.scenario}."
         )
     best = group.options[0]
     if best.median_change_s < -slight_s and not best.fitting:

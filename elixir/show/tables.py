@@ -11,7 +11,8 @@ from elixir.errors import InputTypeError
 from elixir.hardware.fits import fit_unit
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.chunk_plan import ChunkPlan
-from elixir.plan.plan import Plan, PlanPrediction
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import Prediction
 from elixir.show.style import part_label
 from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
@@ -46,7 +47,7 @@ def trace_record(trace: StepTrace) -> Record:
     }
 
 
-def _fields(of: Artifact | PlanPrediction, names: str) -> Record:
+def _fields(of: Artifact | Prediction, names: str) -> Record:
     """Fields and properties whose names a record keeps, by name."""
     return {name: getattr(of, name) for name in names.split()}
 
@@ -119,7 +120,7 @@ def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
         cells = ["does not fit", "", ""] if lever.plan is None else _lever_cells(lever.plan, lever.gain)
         body.append([f"{lever.action}:\n{flags}", *cells])
     columns = ("change, and what to add", "step", "peaks", "speed")
-    return list_table("what would help, one change at a time", columns, body)
+    return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
 
 def flag_of(argument: str) -> str:
@@ -334,6 +335,25 @@ def contributors_table(trace: StepTrace, limit: int = 10) -> Table:
 def _pattern(module: str) -> str:
     """``model.layers.31.fc1`` -> ``model.layers.*.fc1``."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def scenarios_table(plan: Plan) -> Table:
+    """Milliseconds in each scenario (rich), with digits enough to tell rows apart."""
+    rows = [
+        [
+            f"{it.scenario.host_adam:.2g}",
+            f"{it.scenario.link:.2g}",
+            "yes" if it.scenario.clipped else "no",
+            *(
+                f"{1e3 * seconds:,.2f}" if seconds >= 1e-3 else f"{1e3 * seconds:.4g}"
+                for seconds in (it.step_s, it.best_s)
+            ),
+            f"{100 * it.regret:.1f} %",
+        ]
+        for it in plan.predicted.judgements
+    ]
+    columns = ("CPU Adam", "links", "clipped", "step, ms", "best plan, ms", "slower by")
+    return list_table("in each scenario, rates as parts of the profile's", columns, rows)
 
 
 def homes_table(plan: Plan) -> Table:

@@ -18,7 +18,8 @@ from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
-from elixir.plan.plan import CHECKPOINT_PART, Plan
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of

@@ -7,7 +7,8 @@ import math
 from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot
-from elixir.plan.plan import LINKS, Plan, PlanPrediction
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import LINKS, Prediction
 from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepTrace
 from elixir.units import GIB
 
@@ -177,7 +178,7 @@ def make_plan(chunks: int = 24, *, world_size: int = 1, resident: float = 0.3, f
         alignment_bytes=PARAM_ALIGNMENT_BYTES,
         device_budget_bytes=int(device * 1.1),
         host_budget_bytes=int(host * 1.4),
-        predicted=PlanPrediction(
+        predicted=Prediction(
             device_peak_bytes=device,
             device_parts=device_parts,
             host_peak_bytes=host,

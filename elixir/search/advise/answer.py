@@ -15,6 +15,7 @@ from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
+from elixir.units import format_seconds
 
 ALLOWED: tuple[Kind, ...] = ("moments", "kernels", "accumulation", "checkpointing")
 """Kinds of changes that a user may allow: they change numerics, or what a step is."""
@@ -33,6 +34,12 @@ class Effect:
     """Negative where the step gets shorter."""
     gain: float | None
     """Samples a second over those of the plan as it is."""
+
+    def __repr__(self) -> str:
+        if self.plan is None or self.step_s is None:
+            return f"<Effect: {self.action}: does not fit>"
+        gain = "" if self.gain is None else f", {self.gain:.2f} x the samples a second"
+        return f"<Effect: {self.action}: {format_seconds(self.step_s)} a step{gain}>"
 
     @property
     def action(self) -> str:
@@ -131,6 +138,9 @@ class Answer:
 
     def __str__(self) -> str:
         return str(self.plan)
+
+    def __repr__(self) -> str:
+        return f"<Answer: {self.plan!r}>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` and `pickle` ask for such before there is a plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elixir.plan.plan import Judgement
+from elixir.plan.prediction import Judgement
 from elixir.search.propose.candidate import Candidate, Found, updated_early
 from elixir.search.propose.climb import LITTLE_LESS, MUCH_LESS
 from elixir.search.propose.local_search import LocalSearch
@@ -47,7 +47,7 @@ class Outcome:
     judgements: tuple[Judgement, ...] = ()
     """The best in each scenario; empty if it was chosen for one."""
     regret_if_known: dict[str, float] = field(default_factory=dict)
-    """`PlanPrediction.regret_if_known`."""
+    """`Prediction.regret_if_known`."""
 
 
 def find_best(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from elixir.hardware.scenario import Scenario
-from elixir.plan.plan import Judgement
+from elixir.plan.prediction import Judgement
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, updated_early, weigh

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from elixir.plan.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.prediction import LINKS
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events

@@ -17,7 +17,8 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import Home
-from elixir.plan.plan import HasPlan, Judgement, Plan, plan_of
+from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.plan.prediction import Judgement
 from elixir.search.advise.answer import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of

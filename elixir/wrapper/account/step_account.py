@@ -125,7 +125,7 @@ class StepAccount:
                 continue
             if report.times_slowest is not None:
                 self._said_slow = True
-                logger.warning("%s", report.slow_text())
+                logger.log(logging.DEBUG if self._engine.group.rank else logging.WARNING, "%s", report.slow_text())
 
     def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
         """Known reasons why a step needs more than its plan says."""

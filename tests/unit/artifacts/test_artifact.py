@@ -20,7 +20,8 @@ from elixir.errors import ArtifactError, InputError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, Learned
 from elixir.optimizer_states import StateSize
-from elixir.plan.plan import LINKS, Plan, PlanPrediction
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import LINKS, Prediction
 from elixir.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -119,7 +120,7 @@ def plans(draw: st.DrawFn) -> Plan:
     counts, words = st.integers(0, 2**60 - 1), st.text(max_size=8)
     parts = draw(st.dictionaries(words, st.integers(0, 2**59 - 1), max_size=2))  # whose sum is a field, too
     seconds = st.floats(0, 1e9)
-    predicted = PlanPrediction(
+    predicted = Prediction(
         device_peak_bytes=sum(parts.values()),
         device_parts=parts,
         host_peak_bytes=sum(parts.values()),

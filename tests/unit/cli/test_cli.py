@@ -41,7 +41,9 @@ class Stub:
             "build": object(),
             "input_to_trace": {"input_ids": None},
             "trace_step": make_trace(),
-            "plan_from_trace": SimpleNamespace(plan=make_plan(5), levers=tuple),
+            "plan_from_trace": SimpleNamespace(
+                plan=make_plan(5), levers=tuple, question=SimpleNamespace(hardware=make_hardware())
+            ),
             "load_hardware": make_hardware(),
             "measure": make_hardware("here"),
         }
@@ -194,6 +196,13 @@ def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_a_host_memory_that_is_missing_is_found_before_the_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("elixir.cli.from_flags.traced", lambda *_: pytest.fail("it was traced"))
+    assert "does not say how much host memory" in fails(capsys, "plan", "opt-125m", "--hardware", "h200")
+
+
 def test_plan_passes_moments_and_fused_kernels_on(
     stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -332,7 +341,7 @@ def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
         )
     )
     out = run(capsys, "hardware", "--show", path)[1]
-    assert "doubtful: fits.host_to_device.both: its fit is off by up to 42%" in out
+    assert "doubtful: 1 of the rates: fits.host_to_device.both (its fit is off by up to 42%)" in out
     assert "measure again" in out
     assert "doubtful" not in run(capsys, "hardware", "--show", "cpu")[1]
     plan = ("plan", "opt-125m", "--hardware", path, "--host-memory", "64GiB", "--out", str(tmp_path / "plan.json"))

@@ -11,7 +11,8 @@ import pytest
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.chunk_plan import Home
-from elixir.plan.plan import CHECKPOINT_PART, Plan
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem.from_plan import setting_of

@@ -14,11 +14,11 @@ from elixir.errors import ArtifactError, InputError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, Learned, preset
-from elixir.hardware.scenario import Scenario, extremes, scenarios
+from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
+from elixir.search.advise.answer import Answer
 from elixir.search.simulator.step import simulate_step
-from elixir.show.scenarios import regret_text, scenario_text
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.searching import HARDWARE
@@ -146,7 +146,7 @@ def test_nominal_plans_are_the_fastest_at_the_profiles_rates(plan: Plan, nominal
     assert nominal.predicted.step_s < plan.predicted.step_s
     assert nominal.predicted.judgements == ()
     assert (plan.assume, nominal.assume) == ("scenarios", "nominal")
-    assert not regret_text(nominal)
+    assert "regret" not in str(nominal)
 
 
 def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> None:
@@ -196,11 +196,41 @@ def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -
     shown = replace(
         plan, predicted=replace(predicted, judgements=judged, regret_if_known={"link": 0.02, "clipped": 0.3})
     )
-    text = regret_text(shown)
+    text = str(shown)
     assert "at most 30 % slower than the best plan if links are slow" in text
     assert "0 % if every step is clipped" in text
-    assert "measure the links" in text
-    assert scenario_text(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
+    assert "measuring the machine (`elixir hardware --measure`) would leave 2 %" in text
+    measured = replace(shown, hardware_name="mine")
+    assert "a run that uses the links (`elixir hardware --learn`) would leave 2 %" in str(measured)
+    assert str(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
+
+
+def test_nothing_is_advised_that_is_known_already(stack: StepTrace, short_bytes: int) -> None:
+    assert unmeasured(preset("a100")) == {"host_adam", "link", "clipped"}
+    learned = replace(MACHINE, early_kept=0.5, early_steps=20, link_least=0.6)
+    assert unmeasured(learned) == {"host_adam"}
+    assert set(planned(stack, short_bytes, learned).predicted.regret_if_known) <= {"host_adam"}
+
+
+def test_a_cpu_is_not_judged_by_rates_of_host_and_device_apart() -> None:
+    assert scenarios(preset("cpu"), clips=False) == (Scenario(),)
+    assert scenarios(preset("cpu"), clips=True) == (Scenario(), Scenario(clipped=True))
+
+
+def test_the_range_holds_the_seconds_of_every_scenario(plan: Plan) -> None:
+    assert plan.predicted.range_s is not None
+    low, high = plan.predicted.range_s
+    assert all(low <= judged.step_s <= high for judged in plan.predicted.judgements)
+
+
+def test_a_plan_in_python_is_short(plan: Plan, stack: StepTrace) -> None:
+    answer = Answer.of(plan, stack, MACHINE)
+    levers = answer.levers()
+    assert levers
+    for shown in (plan, answer, *levers):
+        assert len(repr(shown)) < 200
+        assert "\n" not in repr(shown)
+    assert len(plan.summary().splitlines()) == 3
 
 
 def test_recorded_regrets_keep_their_bars() -> None:

@@ -24,6 +24,7 @@ from elixir.search.budgets import (
     default_device_reserve,
     default_host_reserve,
     resolve_budgets,
+    whole_host_bytes,
 )
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import GIB, MIB
@@ -224,6 +225,8 @@ def test_reserves_suit_every_size_of_machine(gib: int) -> None:
     for ranks in (1, 8):
         assert 0 < default_host_reserve(gib * GIB, ranks) <= gib * GIB // 4
         assert 0 < default_device_reserve(gib * GIB, ranks) <= gib * GIB // 4
+        whole = whole_host_bytes(gib * GIB, ranks)
+        assert 0 <= whole - default_host_reserve(whole, ranks) - gib * GIB <= 1
     if gib >= 8:
         assert default_device_reserve(gib * GIB, 8) == default_device_reserve(gib * GIB, 1) + NCCL_BYTES
         assert default_device_reserve(gib * GIB, 1) > GIB

@@ -1,0 +1,183 @@
+"""`Prediction`: what a plan is expected to take, in memory, bytes and seconds, and how it was judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elixir.errors import InputError
+from elixir.hardware.fits import is_finite
+from elixir.hardware.scenario import Scenario
+from elixir.plan.chunk_plan import check_at_least
+from elixir.units import format_seconds
+
+DISK_LINKS = ("disk_read", "disk_write")
+CHECKPOINT_PART = "checkpoint"
+"""Its name in `Prediction.host_parts`."""
+LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+
+
+NOTICEABLE_SHARE = 0.001
+"""Share of a step by which another plan must be faster to be named."""
+NOTICEABLE_REGRET = 0.01
+"""A smaller regret is called none, and a measurement that removes less of it is not named."""
+
+MEASURING = dict.fromkeys(("host_adam", "link"), "measuring the machine (`elixir hardware --measure`)")
+LEARNING = {
+    "host_adam": "a run that uses CPU Adam (`elixir hardware --learn`)",
+    "link": "a run that uses the links (`elixir hardware --learn`)",
+    "clipped": "a run, which tells how often its norm is clipped (`elixir hardware --learn`),",
+}
+"""What makes a field of `Scenario` known: a measurement, or a report of a run."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A plan in one scenario."""
+
+    scenario: Scenario
+    step_s: float
+    """Seconds of its step there."""
+    best_s: float
+    """The least that are known of any plan."""
+
+    @property
+    def regret(self) -> float:
+        """The share by which it is slower than the best."""
+        return self.step_s / self.best_s - 1 if self.best_s else 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "best_s"):
+            seconds = getattr(self, name)
+            # A step without anything to compute takes none.
+            if not (is_finite(seconds) and (seconds > 0 or seconds == self.step_s == 0)):
+                raise InputError(f"field 'judgements.{name}' must be positive and finite, found {seconds!r}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The expectation of the planner for one steady optimizer step, with which a run compares itself.
+
+    All counts and times are of all `Plan.accumulation` micro-batches of the step together, each of which reduces its
+    gradients.
+    """
+
+    device_peak_bytes: int
+    device_parts: dict[str, int]
+    """The device peak by what holds it; sums to `device_peak_bytes`."""
+    host_peak_bytes: int
+    """Bytes of all ranks of one machine together."""
+    host_parts: dict[str, int]
+    """The host peak by what holds it; sums to `host_peak_bytes`."""
+    moved_bytes: dict[str, int]
+    """Bytes per rank and optimizer step over each of `LINKS`."""
+    loads: int
+    """Gathers into rCache blocks per optimizer step."""
+    hits: int
+    """Uses of streamed chunks that found them in a block already."""
+    seconds: dict[str, float]
+    """Predicted time by part; ``total`` is the step."""
+    fastest_s: float | None = None
+    """Seconds of the fastest plan that was found, which may depend more on the host than this one does; None where
+    there was no choice."""
+    range_s: tuple[float, float] | None = None
+    """Between what a step may take as far as rates are uncertain: what a preset says, a measured machine, or runs."""
+    flops: int = 0
+    """FLOPs of one rank and optimizer step, recomputed ones included, the optimizer's not."""
+    peak_flops_per_s: float | None = None
+    """Peak of one device, dense, in the dtype of most parameters."""
+    disk_peak_bytes: int = 0
+    """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
+    judgements: tuple[Judgement, ...] = ()
+    """The plan in each scenario that the hardware profile thinks possible, the nominal one first; empty where only that
+    one was planned for."""
+    regret_if_known: dict[str, float] = field(default_factory=dict)
+    """The worst regret that is left if one of the fields of `Scenario` is known, by its name."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The part of the host peak for copies while a checkpoint is written, without which the plan runs as well."""
+        return self.host_parts.get(CHECKPOINT_PART, 0)
+
+    @property
+    def host_step_bytes(self) -> int:
+        """The host peak while no checkpoint is written."""
+        return self.host_peak_bytes - self.checkpoint_bytes
+
+    def __post_init__(self) -> None:
+        for name, parts, peak in (
+            ("device_parts", self.device_parts, self.device_peak_bytes),
+            ("host_parts", self.host_parts, self.host_peak_bytes),
+        ):
+            for part, amount in parts.items():
+                check_at_least(0, f"{name}.{part}", amount)
+            if sum(parts.values()) != peak:
+                raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
+        if sorted(self.moved_bytes) != sorted(LINKS):
+            raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
+        for name in ("loads", "hits", "disk_peak_bytes"):
+            check_at_least(0, name, getattr(self, name))
+        if "total" not in self.seconds:
+            raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
+        unknowns = list(Scenario.__dataclass_fields__)
+        if not self.regret_if_known.keys() <= set(unknowns):
+            raise InputError(
+                f"field 'regret_if_known' must name some of {unknowns}, found {list(self.regret_if_known)}"
+            )
+        for name in ("moved_bytes", "seconds", "regret_if_known"):
+            for part, amount in getattr(self, name).items():
+                check_at_least(0, f"{name}.{part}", amount)
+        for name in ("flops", "fastest_s", "peak_flops_per_s"):
+            if getattr(self, name) is not None:
+                check_at_least(0, name, getattr(self, name))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.seconds["total"]
+
+    @property
+    def flops_per_s(self) -> float:
+        """FLOP/s of one device, over the whole step."""
+        return self.flops / self.step_s if self.step_s else 0.0
+
+    @property
+    def peak_share(self) -> float | None:
+        """Share of a device's peak that the step reaches, recomputed work included; None where it is not known."""
+        return self.flops_per_s / self.peak_flops_per_s if self.peak_flops_per_s and self.flops else None
+
+    def regret_text(self, measured: bool) -> str:
+        """How much slower than the best plan it may be, and what would tell most; empty if nothing was judged.
+
+        Args:
+            measured: whether the machine's rates were measured, so that only runs tell more of them.
+        """
+        judged = self.judgements
+        if not judged:
+            return ""
+        worst = max(judged, key=lambda each: each.regret)
+        if worst.regret < NOTICEABLE_REGRET:
+            return f"less than 1 % slower than the best plan in all of {len(judged)} scenarios"
+        # The worst scenario, and those in which one thing is not as the profile says.
+        shown = dict.fromkeys([worst, *(it for it in judged if it.scenario.differences(judged[0].scenario) == 1)])
+        first, *others = (f"{100 * each.regret:.0f} %|if {each.scenario}" for each in shown)
+        text = "at most " + first.replace("|", " slower than the best plan ")
+        text += "".join(f", {other.replace('|', ' ')}" for other in others)
+        known = self.regret_if_known
+        name = min(known, key=lambda each: known[each], default="")
+        if name and known[name] < worst.regret - NOTICEABLE_REGRET:
+            telling = LEARNING if measured or name == "clipped" else MEASURING
+            text += f"; {telling[name]} would leave {100 * known[name]:.0f} %"
+        return text
+
+    def time_text(self) -> str:
+        """The step's seconds with their range, and those of the fastest plan where it is another."""
+        text = range_text(self.step_s, self.range_s)
+        if self.fastest_s is not None and self.fastest_s < self.step_s * (1 - NOTICEABLE_SHARE):
+            text += f", {format_seconds(self.fastest_s)} the fastest plan,"
+        return text
+
+
+def range_text(seconds: float, between: tuple[float, float] | None) -> str:
+    """Seconds with the range in which they may be, such as ``1.60 s (1.28 to 2.05)``."""
+    text = format_seconds(seconds)
+    return text if between is None else f"{text} ({format_seconds(between[0])} to {format_seconds(between[1])})"
