@@ -276,12 +276,12 @@ def test_a_change_of_scale_between_two_optimizers_steps_changes_no_step() -> Non
 def test_an_overflow_that_two_optimizers_find_counts_once() -> None:
     scale = LossScale(True, 64.0, 2)
     for _ in range(2):
-        scale.overflowed(made_by=64.0)
+        scale.overflowed(grad_scale=64.0)
     assert scale.value == 32.0
-    scale.overflowed(made_by=1.0)
+    scale.overflowed(grad_scale=1.0)
     assert scale.value == 1.0
     for expected in (1.0, 2.0):
-        scale.stepped(made_by=1.0)
+        scale.stepped(grad_scale=1.0)
         assert scale.value == expected
 
 
