@@ -8,12 +8,11 @@ compute multiplies, and so is what compute loses by it: all of them share the co
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +59,8 @@ class _Rate:
 
     run: Callable[[], object]
     amount: float
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds since some moment."""
     done: float = 0.0
     spent_s: float = 0.0
 
@@ -67,14 +68,14 @@ class _Rate:
         """Runs for `shortest_s`, at least once."""
         self.until(lambda passed_s: passed_s >= shortest_s)
 
-    def until(self, over: Callable[[float], bool]) -> None:
-        """Runs until seconds passed are enough, at least once."""
-        began_s = time.perf_counter()
+    def until(self, ended: Callable[[float], bool]) -> None:
+        """Runs until `ended` accepts the seconds that have passed, at least once."""
+        began_s = self.clock()
         while True:
             self.run()
             self.done += self.amount
-            passed_s = time.perf_counter() - began_s
-            if over(passed_s):
+            passed_s = self.clock() - began_s
+            if ended(passed_s):
                 break
         self.spent_s += passed_s
 
@@ -94,17 +95,17 @@ class _Lane:
 
     lane: _Rate
     products: _Rate
-    """Those that compute does meanwhile."""
+    """The products that compute does meanwhile."""
     worker: ThreadPoolExecutor
 
     def turn(self, shortest_s: float) -> None:
-        """Both for `shortest_s`, at least once."""
-        over = threading.Event()
-        working = self.worker.submit(self.lane.until, lambda _: over.is_set())
+        """Runs both for `shortest_s`, at least once."""
+        ended = threading.Event()
+        working = self.worker.submit(self.lane.until, lambda _: ended.is_set())
         try:
             self.products.turn(shortest_s)
         finally:
-            over.set()
+            ended.set()
             working.result()
 
 
@@ -133,14 +134,23 @@ def measure_briefly(
         )
     share = host_share([host_view()], 0)
     threads, cores = rank_threads(share, torch.get_num_threads())
-    with ThreadPoolExecutor(1, "elixir adam") as adam, ThreadPoolExecutor(1, "elixir fetch") as fetch, _apart():
+    with (
+        ThreadPoolExecutor(1, "elixir adam") as adam,
+        ThreadPoolExecutor(1, "elixir fetch") as fetch,
+        torch.random.fork_rng(devices=[]),  # dropout leaves no trace in the caller's random numbers
+        torch.enable_grad(),
+    ):
         adam.submit(use_threads, threads, cores).result()
         rates = _compute_rates(dtype, tokens, hidden) | _lane_rates()
         for rate in rates.values():
             rate.run()  # pays for page faults and libraries, and is not counted
         slowed = dataclasses.replace(rates["flops"])
-        alone = [rate for name, rate in rates.items() if name not in ("link", "adam")]
-        turns: list[_Rate | _Lane] = [*alone, _Lane(rates["link"], slowed, fetch), _Lane(rates["adam"], slowed, adam)]
+        by_compute = [rate for name, rate in rates.items() if name not in ("link", "adam")]
+        turns: list[_Rate | _Lane] = [
+            *by_compute,
+            _Lane(rates["link"], slowed, fetch),
+            _Lane(rates["adam"], slowed, adam),
+        ]
         until_s = time.perf_counter() + seconds
         for count, turn in enumerate(itertools.cycle(turns), 1):
             turn.turn(TURN_S)
@@ -148,13 +158,6 @@ def measure_briefly(
                 break
     product = f"linear in {dtype_name(dtype)}, {tokens} x {hidden} x {4 * hidden}, forward and backward"
     return _profile(dtype, rates, slowed, f"measured for {seconds:g} s in turns", product, threads)
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """With gradients, whatever the caller has set, and without a trace in its random numbers."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
 
 
 def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _Rate]:
@@ -188,31 +191,28 @@ def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _R
 
 
 def _memory_bound(rows: torch.Tensor) -> None:
-    """Forward and backward of `between_products`."""
+    """Runs forward and backward of `between_products`."""
     between_products(rows).backward(rows.detach())
     rows.grad = None
 
 
 def between_products(rows: torch.Tensor) -> torch.Tensor:
-    """Operators such as a transformer block has between its products, without weights."""
+    """Runs operators such as a transformer block has between its products, without weights."""
     return rows + F.dropout(F.relu(F.layer_norm(rows, rows.shape[-1:])), DROPPED)
 
 
 def _lane_rates() -> dict[str, _Rate]:
     numel = TENSOR_BYTES // 4
     first, second, third = (torch.ones(TENSORS, numel) for _ in range(3))
-    places = itertools.cycle(range(TENSORS))
+    added, copied = itertools.cycle(range(TENSORS)), itertools.cycle(range(TENSORS))
 
     def add() -> None:
-        place = next(places)
-        torch.add(first[place], second[place], out=third[place])
-
-    copied = itertools.cycle(range(TENSORS))
+        index = next(added)
+        torch.add(first[index], second[index], out=third[index])
 
     def copy() -> None:
-        place = next(copied)
-        with torch.no_grad():
-            third[place].copy_(first[place])
+        index = next(copied)
+        third[index].copy_(first[index])
 
     steps = []
     for _ in range(ADAM_TENSORS):

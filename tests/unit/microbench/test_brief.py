@@ -20,13 +20,28 @@ from elixir.tracer.trace import trace_step
 ROWS = (64, 128)
 
 
+class Clock:
+    """Seconds that pass only when work says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 def test_a_rate_is_all_work_over_all_time() -> None:
-    rate = brief._Rate(lambda: time.sleep(2e-3), amount=10.0)
-    rate.turn(0.01)
+    clock = Clock()
+    rate = brief._Rate(lambda: clock.work(0.25), amount=10.0, clock=clock)
+    rate.turn(1.0)
+    clock.work(100.0)  # others have their turns
     rate.turn(0.0)
-    assert rate.done >= 30.0
-    assert rate.per_s == rate.done / rate.spent_s
-    assert rate.per_s <= 10.0 / 2e-3
+    assert (rate.done, rate.spent_s) == (50.0, 1.25)
+    assert rate.per_s == 40.0
+    assert rate.run_s == 0.25
 
 
 def test_profile_has_measured_rates_and_the_preset_for_the_rest() -> None:
@@ -60,19 +75,24 @@ def test_slow_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lanes_take_from_products_is_seen() -> None:
-    """Products that the lane holds up for as long as it works."""
-    lock = threading.Lock()
+    """Each product of 1 s is held up by work of the lane for 4 s."""
+    clock, wanted, worked = Clock(), threading.Semaphore(0), threading.Semaphore(0)
 
-    def hold(seconds: float) -> None:
-        with lock:
-            time.sleep(seconds)
+    def product() -> None:
+        wanted.release()
+        assert worked.acquire(timeout=60)
+        clock.work(1.0)
 
-    held_up = brief._Rate(lambda: hold(1e-3), 1.0)
+    def of_the_lane() -> None:
+        if wanted.acquire(timeout=0.01):  # none is wanted after the last product
+            clock.work(4.0)
+            worked.release()
+
+    products, lane = (brief._Rate(run, 1.0, clock) for run in (product, of_the_lane))
     with ThreadPoolExecutor(1) as worker:
-        lane = brief._Rate(lambda: hold(0.05), 1.0)
-        brief._Lane(lane, held_up, worker).turn(0.3)
-    assert lane.done >= 2
-    assert held_up.per_s < 0.7 / 1e-3  # a busy machine makes it fewer still
+        brief._Lane(lane, products, worker).turn(15.0)
+    assert (products.done, products.spent_s) == (3.0, 15.0)
+    assert lane.done >= 3.0
 
 
 class _Block(nn.Module):
