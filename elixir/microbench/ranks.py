@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from elixir.errors import InputError, RankError
 
@@ -22,6 +23,8 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 """Rank 0 measures alone for a minute or two while the others wait."""
 SPAWNED_WAIT_S = 120.0
 """How long started processes may take altogether."""
+_ANSWER = "answer"
+"""Name of the file with what rank 0 of the started processes returned."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,7 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """The value that rank 0 passed."""
-        if self.size == 1:
-            return value
-        box = [value]
-        with _named():
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        return self.exchange(value)[0]
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank."""
@@ -107,62 +105,34 @@ def spawn(world_size: int, run: Callable[..., Any], *args: Any) -> Any:
     Raises:
         RankError: a process raised, ended early or took too long.
     """
-    context: Any = torch.multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // world_size)
     with tempfile.TemporaryDirectory(prefix="elixir-microbench-") as folder:
-        mine, theirs = context.Pipe(duplex=False)
-        processes = [
-            context.Process(target=_spawned, args=(rank, world_size, threads, folder, theirs, run, args), daemon=True)
-            for rank in range(world_size)
-        ]
+        given = (world_size, threads, folder, run, args)
+        start: Any = start_processes  # carries no annotations
+        started = start(_spawned, given, world_size, join=False, daemon=True)
+        deadline_s = time.monotonic() + SPAWNED_WAIT_S
         try:
-            for process in processes:
-                process.start()
-            theirs.close()
-            return _answer(mine, processes)
-        except BaseException:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()  # it may be waiting for one that failed
-            raise
+            while not started.join(max(0.0, deadline_s - time.monotonic())):
+                if time.monotonic() > deadline_s:
+                    raise RankError(
+                        f"processes that were started to measure gave no answer within {SPAWNED_WAIT_S:g} s"
+                    )
+            return pickle.loads(Path(folder, _ANSWER).read_bytes())
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise RankError(f"a process that was started to measure failed: {last_line}") from None
         finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.join(timeout=5.0)
-                    if process.is_alive():
-                        process.kill()
-                        process.join()
+            for process in started.processes:
+                process.kill()  # it may be waiting for one that failed
+                process.join()
 
 
-def _answer(answers: Any, processes: list[Any]) -> Any:
-    """The value that rank 0 sent; the first error otherwise."""
-    deadline = time.monotonic() + SPAWNED_WAIT_S
-    while not answers.poll(0.1):
-        if any(process.exitcode not in (None, 0) for process in processes) and not answers.poll(0.5):
-            raise RankError("a process that was started to measure ended without an answer")
-        if time.monotonic() > deadline:
-            raise RankError(f"processes that were started to measure gave no answer within {SPAWNED_WAIT_S:g} s")
-    try:
-        result, error = answers.recv()
-    except EOFError:
-        raise RankError("a process that was started to measure ended without an answer") from None
-    if error is not None:
-        raise RankError(f"a process that was started to measure failed: {error}")
-    return result
-
-
-def _spawned(
-    rank: int, size: int, threads: int, folder: str, answer: Any, run: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _spawned(rank: int, size: int, threads: int, folder: str, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
-    try:
-        with _group((Path(folder) / "store").as_uri(), rank, size, rank) as control:
-            result = run(Ranks(size, rank, size, rank, control), *args)
-            if rank == 0:
-                answer.send((result, None))
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # another rank may have ended it all already
-            answer.send((None, f"{error} ({traceback.format_exc().strip().splitlines()[-3].strip()})"))
+    with _group(Path(folder, "store").as_uri(), rank, size, rank) as control:
+        result = run(Ranks(size, rank, size, rank, control), *args)
+        if rank == 0:
+            Path(folder, _ANSWER).write_bytes(pickle.dumps(result))
 
 
 @contextlib.contextmanager
