@@ -25,10 +25,9 @@ def adam_jobs(bench: Bench) -> list[Job]:
     """The host by thread count and dtype of the states, then the device where it is not the host."""
     host = bench.on("cpu")
     jobs = [
-        Job(f"Adam on the host, {dtype_name(dtype)} states, {threads_text(threads)}", (key,), run)
+        _host_job(f"Adam on the host, {dtype_name(dtype)} states, {threads_text(threads)}", host, dtype, threads)
         for threads in thread_counts()
         for dtype in STATE_DTYPES
-        for key, run in [_host_case(host, dtype, threads)]
     ]
     return jobs + device_adam_jobs(bench)
 
@@ -37,11 +36,7 @@ def device_adam_jobs(bench: Bench) -> list[Job]:
     """Those of `adam_jobs` that run on a device other than the host; none for ``cpu``."""
     if bench.device.type == "cpu":
         return []
-    return [
-        Job(f"Adam on {bench.device}, {dtype_name(dtype)} states", (key,), run)
-        for dtype in STATE_DTYPES
-        for key, run in [_device_case(bench, dtype)]
-    ]
+    return [_device_job(f"Adam on {bench.device}, {dtype_name(dtype)} states", bench, dtype) for dtype in STATE_DTYPES]
 
 
 def all_threads_jobs(bench: Bench) -> list[Job]:
@@ -50,11 +45,10 @@ def all_threads_jobs(bench: Bench) -> list[Job]:
     share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
     threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
     # On machines that differ all measure what the smallest rank has: they share one key.
-    key, run = _host_case(bench.on("cpu"), torch.float32, int(bench.ranks.least(threads)), cores)
-    jobs = [Job("Adam on the host, all ranks at once", (key,), run)]
+    fewest = int(bench.ranks.least(threads))
+    jobs = [_host_job("Adam on the host, all ranks at once", bench.on("cpu"), torch.float32, fewest, cores)]
     if bench.device.type != "cpu":
-        key, run = _device_case(bench, torch.float32)
-        jobs.append(Job("Adam on all devices at once", (key,), run))
+        jobs.append(_device_job("Adam on all devices at once", bench, torch.float32))
     return jobs
 
 
@@ -103,23 +97,21 @@ def adam_series(bench: Bench, dtype: torch.dtype = torch.float32, key: str = "de
     return sweep(bench, plan, key, "elements", how, cases)
 
 
-def _host_case(
-    bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[int] | None = None
-) -> tuple[str, Callable[[], list[Series]]]:
+def _host_job(title: str, bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[int] | None = None) -> Job:
     key = _key(f"host_adam.{threads}", dtype, bench)
 
-    def run() -> list[Series]:
+    def run() -> Series:
         # As in training: on a separate thread, which torch's number for others does not reach.
         with ThreadPoolExecutor(1, "elixir adam") as worker:
             worker.submit(use_threads, threads, cores).result()
-            return [worker.submit(adam_series, bench, dtype, key).result()]
+            return worker.submit(adam_series, bench, dtype, key).result()
 
-    return key, run
+    return Job(title, (key,), run)
 
 
-def _device_case(bench: Bench, dtype: torch.dtype) -> tuple[str, Callable[[], list[Series]]]:
+def _device_job(title: str, bench: Bench, dtype: torch.dtype) -> Job:
     key = _key("device_adam", dtype, bench)
-    return key, lambda: [adam_series(bench, dtype, key)]
+    return Job(title, (key,), partial(adam_series, bench, dtype, key))
 
 
 def _key(family: str, dtype: torch.dtype, bench: Bench) -> str:

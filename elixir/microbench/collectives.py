@@ -30,7 +30,7 @@ def collective_jobs(bench: Bench) -> list[Job]:
     if world == 1:
         return []
     return [
-        Job(f"{kind.replace('_', '-')}, {world} ranks", (f"{kind}.{world}",), _run(bench, kind))
+        Job(f"{kind.replace('_', '-')}, {world} ranks", (f"{kind}.{world}",), partial(collective_series, bench, kind))
         for kind in ("all_gather", "reduce_scatter")
     ]
 
@@ -63,10 +63,6 @@ def collective_series(bench: Bench, kind: str) -> Series:
     how = f"{kind.replace('_', '-')} of bf16 over {backend}, {sizes[0] / MIB:.3g} to {sizes[-1] / MIB:.4g} MiB in all"
     cases = [(size, partial(prepare, size)) for size in sizes]
     return sweep(bench, plan, f"{kind}.{world}", "bytes", how, cases)
-
-
-def _run(bench: Bench, kind: str) -> Callable[[], list[Series]]:
-    return lambda: [collective_series(bench, kind)]
 
 
 def _rounded(size: int, multiple: int) -> int:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from elixir.errors import InputError
 from elixir.microbench.bench import Bench, Effort
-from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
+from elixir.microbench.fitting import Job, Series, geometric, in_turns, sweep
 from elixir.units import MIB, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,21 +74,19 @@ def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list
     for dtype in dtypes:
         name = dtype_name(dtype)
         if bench.quick and bench.device.type == "cpu" and dtype == torch.float16:
-            jobs.append(
-                Job(f"square matrix products, {name}", (f"matmul.{name}.square",), _matmul_run(bench, dtype, "square"))
-            )
+            jobs.append(_matmul_job(bench, dtype, "square"))
             continue
-        for shape in SHAPES:
-            run = _matmul_run(bench, dtype, shape)
-            jobs.append(Job(f"{shape} matrix products, {name}", (f"matmul.{name}.{shape}",), run))
+        jobs += [_matmul_job(bench, dtype, shape) for shape in SHAPES]
         for operator in _OPERATORS:
-            jobs.append(
-                Job(
-                    f"{operator.family} operators, {name}", (f"{operator.family}.{name}",), _run(bench, operator, dtype)
-                )
-            )
-        jobs.append(Job(f"attention, {name}", (f"attention.{name}",), _attention_run(bench, dtype)))
+            run = partial(operator_series, bench, operator, dtype)
+            jobs.append(Job(f"{operator.family} operators, {name}", (f"{operator.family}.{name}",), run))
+        jobs.append(Job(f"attention, {name}", (f"attention.{name}",), partial(attention_series, bench, dtype)))
     return jobs
+
+
+def _matmul_job(bench: Bench, dtype: torch.dtype, shape: str) -> Job:
+    name, run = dtype_name(dtype), partial(matmul_series, bench, dtype, shape)
+    return Job(f"{shape} matrix products, {name}", (f"matmul.{name}.{shape}",), run)
 
 
 def matmul_series(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Series:
@@ -130,13 +128,9 @@ def operator_series(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Se
     sizes = geometric(256 * row_bytes, largest // row_bytes * row_bytes, plan.amounts, row_bytes)
     first, second = (_random((plan.buffer_bytes // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1))
 
-    def prepare(numel: int) -> Callable[[], object]:
-        turns = itertools.cycle(zip(windows(first, numel), windows(second, numel), strict=True))
-        return lambda: operator.run(*next(turns))
-
     how = f"{operator.how}, {dtype_name(dtype)} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
     cases = [
-        (float(operator.passes * size), partial(prepare, size // dtype.itemsize))
+        (float(operator.passes * size), partial(in_turns, operator.run, size // dtype.itemsize, first, second))
         for size in sizes
         if size // dtype.itemsize <= first.numel()
     ]
@@ -159,18 +153,6 @@ def attention_series(bench: Bench, dtype: torch.dtype) -> Series:
     cases = ((4.0 * _HEADS * _HEAD_DIM * length**2, partial(prepare, length)) for length in lengths)
     how = f"causal attention, {_HEADS} heads of {_HEAD_DIM}, {dtype_name(dtype)} on {bench.device}"
     return sweep(bench, plan, f"attention.{dtype_name(dtype)}", "FLOP", how, cases, longest_s=plan.longest_s)
-
-
-def _matmul_run(bench: Bench, dtype: torch.dtype, shape: str) -> Callable[[], list[Series]]:
-    return lambda: [matmul_series(bench, dtype, shape)]
-
-
-def _run(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Callable[[], list[Series]]:
-    return lambda: [operator_series(bench, operator, dtype)]
-
-
-def _attention_run(bench: Bench, dtype: torch.dtype) -> Callable[[], list[Series]]:
-    return lambda: [attention_series(bench, dtype)]
 
 
 def _product(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Callable[[], object]:

@@ -6,6 +6,7 @@ describe it refuses: too few points, times that say nothing about a rate, or an 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -86,25 +87,30 @@ class Job:
     title: str
     keys: tuple[str, ...]
     """The keys for which it gives series."""
-    run: Callable[[], Sequence[Series]]
+    run: Callable[[], Series | Sequence[Series]]
 
     def measured(self) -> list[Measured]:
-        """Runs it and fit; once more where something came between, so that there is no fit.
+        """Runs the job and fits its series; runs it once more if there is no fit, since something came between.
 
         What the device cannot do, or has no memory for, becomes a problem with a name.
         """
         try:
-            first = [fitted(series) for series in self.run()]
+            first = [fitted(series) for series in self.series()]
             if all(result.fit is not None for result in first):
                 return first
             # All ranks have the same points, so all of them do this or none.
-            again = [fitted(series) for series in self.run()]
+            again = [fitted(series) for series in self.series()]
             return [a if a.fit is not None else b for a, b in zip(first, again, strict=True)]
         except RankError:
             raise  # the other ranks are gone: nothing after this would work either
         except (ElixirError, RuntimeError, NotImplementedError) as error:
             problem = (str(error).strip() or type(error).__name__).splitlines()[0]
             return [Measured(key, None, None, problem) for key in self.keys]
+
+    def series(self) -> list[Series]:
+        """Runs the job: one series for each key."""
+        found = self.run()
+        return [found] if isinstance(found, Series) else [*found]
 
 
 def fitted(series: Series) -> Measured:
@@ -199,8 +205,14 @@ def geometric(smallest: int, largest: int, count: int, multiple: int = 1) -> lis
 
 
 def windows(buffer: torch.Tensor, numel: int) -> list[torch.Tensor]:
-    """Pieces of `numel` elements that follow each other in `buffer`, as many as there are.
-
-    Measuring over one after the other finds none of them in a cache, as a step that walks through all weights does.
-    """
+    """Pieces of `numel` elements that follow each other in `buffer`, as many as there are."""
     return [buffer[start : start + numel] for start in range(0, buffer.numel() - numel + 1, numel)]
+
+
+def in_turns(run: Callable[..., object], numel: int, *buffers: torch.Tensor) -> Callable[[], object]:
+    """Calls `run` with the first windows of all buffers, then with the second ones, and so on.
+
+    None of them is found in a cache, as in a step that walks through all weights.
+    """
+    turns = itertools.cycle(zip(*(windows(buffer, numel) for buffer in buffers), strict=True))
+    return lambda: run(*next(turns))

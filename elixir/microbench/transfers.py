@@ -18,7 +18,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.microbench.bench import Bench, Effort, check_device, repeat
-from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
+from elixir.microbench.fitting import Job, Series, geometric, in_turns, sweep, windows
 from elixir.units import MIB, format_bytes
 
 SMALLEST_BYTES = 256 * 1024
@@ -36,15 +36,11 @@ def transfer_jobs(bench: Bench) -> list[Job]:
     On a machine whose device is the CPU, a link is a copy from host memory to host memory: no direction and nothing
     pinned, so that there is one series for both ways.
     """
-    cuda = bench.device.type == "cuda"
-    jobs = [Job("host memory", ("host_memory",), lambda: [memory_series(bench.on("cpu"))]), *link_jobs(bench)]
-    if cuda:
-        jobs += [
-            Job(f"{_TITLES[way].format(bench.device)}, pageable", (f"{_FAMILIES[way]}.pageable",), run)
-            for way, run in ((way, _one_way_run(bench, way, pinned=False)) for way in (True, False))
-        ]
+    jobs = [Job("host memory", ("host_memory",), lambda: memory_series(bench.on("cpu"))), *link_jobs(bench)]
+    if bench.device.type == "cuda":
+        jobs += [_one_way_job(bench, way, f"{_FAMILIES[way]}.pageable", pinned=False) for way in (True, False)]
         if torch.cuda.device_count() > 1:
-            jobs.append(Job("device to device", ("device_to_device",), lambda: [peer_series(bench)]))
+            jobs.append(Job("device to device", ("device_to_device",), partial(peer_series, bench)))
     return jobs
 
 
@@ -80,12 +76,14 @@ def link_jobs(bench: Bench) -> list[Job]:
     """The link from pinned memory, one way and both ways at once; by all ranks at once if there are several."""
     ways = (True, False) if bench.device.type == "cuda" else (True,)
     suffix = _suffix(bench)
-    jobs = [
-        Job(_TITLES[way].format(bench.device), (_FAMILIES[way] + suffix,), _one_way_run(bench, way, pinned=True))
-        for way in ways
-    ]
+    jobs = [_one_way_job(bench, way, _FAMILIES[way] + suffix, pinned=True) for way in ways]
     both = tuple(f"{_FAMILIES[way]}.both{suffix}" for way in (True, False))
-    return [*jobs, Job(f"host and {bench.device}, both ways at once", both, lambda: both_ways_series(bench))]
+    return [*jobs, Job(f"host and {bench.device}, both ways at once", both, partial(both_ways_series, bench))]
+
+
+def _one_way_job(bench: Bench, to_device: bool, key: str, *, pinned: bool) -> Job:
+    title = _TITLES[to_device].format(bench.device) + ("" if pinned else ", pageable")
+    return Job(title, (key,), partial(one_way_series, bench, to_device=to_device, pinned=pinned))
 
 
 def memory_series(bench: Bench) -> Series:
@@ -96,17 +94,11 @@ def memory_series(bench: Bench) -> Series:
     plan = bench.effort()
     a, b, c = (torch.ones(plan.buffer_bytes // 4, device=bench.device) for _ in range(3))
 
-    def prepare(numel: int) -> Callable[[], object]:
-        turns = itertools.cycle(zip(windows(a, numel), windows(b, numel), windows(c, numel), strict=True))
-
-        def run() -> None:
-            first, second, out = next(turns)
-            torch.add(first, second, out=out)
-
-        return run
+    def add(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+        torch.add(first, second, out=out)
 
     sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, MIB // 4)
-    cases = [(3.0 * size, lambda size=size: prepare(size // 4)) for size in sizes]
+    cases = [(3.0 * size, partial(in_turns, add, size // 4, a, b, c)) for size in sizes]
     how = f"c = a + b on {bench.device}, fp32 buffers of {_span(sizes)}"
     return sweep(bench, plan, "host_memory", "bytes", how, cases)
 
@@ -117,19 +109,15 @@ def one_way_series(bench: Bench, *, to_device: bool, pinned: bool) -> Series:
     host, other = _buffers(bench, plan.buffer_bytes, pinned)
     source, target = (host, other) if to_device else (other, host)
 
-    def prepare(size: int) -> Callable[[], object]:
-        turns = itertools.cycle(zip(windows(source, size), windows(target, size), strict=True))
+    def copy(origin: torch.Tensor, goal: torch.Tensor) -> None:
+        goal.copy_(origin, non_blocking=True)
 
-        def run() -> None:
-            origin, goal = next(turns)
-            goal.copy_(origin, non_blocking=True)
-
-        return run
-
-    sizes = _sizes(plan, plan.buffer_bytes)
+    sizes = _sizes(plan)
     key = _FAMILIES[to_device] + ("" if pinned else ".pageable") + _suffix(bench)
     how = f"copy {_TITLES[to_device].format(bench.device)}, {_span(sizes)}, {_kind(bench, pinned)}"
-    return sweep(bench, plan, key, "bytes", how, [(size, partial(prepare, size)) for size in sizes])
+    return sweep(
+        bench, plan, key, "bytes", how, [(size, partial(in_turns, copy, size, source, target)) for size in sizes]
+    )
 
 
 def both_ways_series(bench: Bench) -> list[Series]:
@@ -187,14 +175,10 @@ def peer_series(bench: Bench, other: torch.device | str | None = None) -> Series
 
         return run
 
-    sizes = _sizes(plan, plan.buffer_bytes)
+    sizes = _sizes(plan)
     how = f"copy {first} to {second}, {_span(sizes)}"
     cases = [(size, partial(prepare, size)) for size in sizes]
     return sweep(bench.on("cpu"), plan, "device_to_device", "bytes", how, cases)  # by the clock, see above
-
-
-def _one_way_run(bench: Bench, to_device: bool, *, pinned: bool) -> Callable[[], list[Series]]:
-    return lambda: [one_way_series(bench, to_device=to_device, pinned=pinned)]
 
 
 def _timed_on_threads(device: torch.device, pool: ThreadPoolExecutor, turns: Any) -> Callable[[], tuple[float, ...]]:
@@ -237,8 +221,8 @@ def _buffers(bench: Bench, size: int, pinned: bool) -> tuple[torch.Tensor, torch
     return host, torch.ones(size, dtype=torch.uint8, device=bench.device)
 
 
-def _sizes(plan: Effort, largest_bytes: int) -> list[int]:
-    return geometric(SMALLEST_BYTES, largest_bytes, plan.amounts, SMALLEST_BYTES)
+def _sizes(plan: Effort) -> list[int]:
+    return geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
 
 
 def _suffix(bench: Bench) -> str:

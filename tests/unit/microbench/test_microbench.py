@@ -269,7 +269,7 @@ def test_copies_go_both_ways_at_once_with_a_series_each() -> None:
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
-    monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.run()])
+    monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.series()])
     jobs = [*transfer_jobs(QUICK), *machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
     assert len(promised) == len(set(promised))
@@ -316,9 +316,9 @@ def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: py
         return real(bench, dtype, key)
 
     monkeypatch.setattr(adam, "adam_series", series)
-    key, run = adam._host_case(QUICK, torch.float32, 3)
-    (found,) = run()
-    assert (key, found.key) == ("host_adam.3", "host_adam.3")
+    job = adam._host_job("", QUICK, torch.float32, 3)
+    (found,) = job.series()
+    assert (job.keys, found.key) == (("host_adam.3",), "host_adam.3")
     assert "3 threads" in found.how
     assert seen == [(3, before)]
     assert torch.get_num_threads() == before
@@ -355,7 +355,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
             Measured(each.key, each, None, "made to fail")
             if each.key.startswith("host_adam")
             else Measured(each.key, each, RateFit(1e-6, 7e9, 0.1, each.points))
-            for each in job.run()
+            for each in job.series()
         ]
 
     monkeypatch.setattr(Job, "measured", judged)
