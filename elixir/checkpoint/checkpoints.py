@@ -12,9 +12,8 @@ from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format.commit import newest_checkpoints, sequences
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder, unfinished
+from elixir.checkpoint_format.run_folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 
@@ -123,8 +122,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Folder of the newest checkpoint, by its index alone; None without one."""
-        found = next(newest_checkpoints(self.folder, [], files=self._files), None)
-        return None if found is None else found.folder
+        return next(newest_checkpoints(self.folder, [], files=self._files), None)
 
     def steps(self) -> list[int]:
         """Lists the saved steps in order; reads only the beginning of each index."""

@@ -19,7 +19,6 @@ from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
-from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -34,7 +33,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step.user_optimizer import take_options
-from elixir.wrapper.training_states import SCALE_SUFFIX, SavedStates, SmallStates, StateForm, TrainingStates
+from elixir.wrapper.training_states import SavedStates, SmallStates, StateForm, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +75,8 @@ def load_checkpoint(
     saves.settle()
     path = Path(os.fspath(folder))
     index = _agreed_index(path, user, saves, files)
-    with SliceReader(path, index, files=files) as reader:
-        load = _Loading(path, user, state, SavedCheckpoint(reader), strict, rng)
+    with SavedCheckpoint(path, index, files=files) as saved:
+        load = _Loading(path, user, state, saved, strict, rng)
         problem: Exception | None = None
         try:
             load.check()
@@ -144,14 +143,8 @@ class _Loading:
         strict: bool,
         rng: bool,
     ) -> None:
-        self._folder, self._user, self._state, self._saved, self._strict, self._rng = (
-            folder,
-            user,
-            state,
-            saved,
-            strict,
-            rng,
-        )
+        self._folder, self._user, self._state, self._saved = folder, user, state, saved
+        self._strict, self._rng = strict, rng
         self.states: TrainingStates = user.states
         self._index = saved.index
         self._rank = self.states.group.rank
@@ -182,54 +175,42 @@ class _Loading:
     def _check_parameters(self) -> None:
         here = self.states.parameters()
         there = {name: self._index.tensors[f"weight/{name}"].shape for name in self._index.names}
-        missing = [
-            name for name, (_, trained) in here.items() if name not in there and (trained or self._index.has_frozen)
-        ]
-        unexpected = [name for name in there if name not in here]
-        shapes = {
-            name: (there[name], shape) for name, (shape, _) in here.items() if name in there and there[name] != shape
-        }
+        differ = _difference({name: shape for name, (shape, _) in here.items()}, there)
+        self._skipped = set(differ["missing"])
+        if not self._index.has_frozen:
+            differ["missing"] = [name for name in differ["missing"] if here[name][1]]
+        missing, unexpected, shapes = differ.values()
         if shapes:
             name = next(iter(shapes))
             raise CheckpointMismatch(
                 f"{self._folder}: {len(shapes)} parameters have another shape, such as {name}: {list(shapes[name][0])} "
                 f"in the checkpoint, {list(shapes[name][1])} here; build the model that was saved",
-                missing=missing,
-                unexpected=unexpected,
-                shapes=shapes,
+                **differ,
             )
         if self._strict and (missing or unexpected):
             raise CheckpointMismatch(
                 f"{self._folder} is of another model: missing {_few(missing)}, unexpected {_few(unexpected)}; build "
                 "the model that was saved, or give strict=False",
-                missing=missing,
-                unexpected=unexpected,
+                **differ,
             )
-        self._skipped = {name for name in here if name not in there}
         if missing:
             self.notes.add(f"parameters that the checkpoint lacks are left as they are: {_few(missing)}")
         if unexpected:
             self.notes.add(f"parameters that are not here are skipped: {_few(unexpected)}")
-        frozen = [name for name in self._skipped if name not in missing]
-        if frozen:
+        if len(self._skipped) > len(missing):
             logger.info("%s was saved without frozen parameters, which are left as they are", self._folder)
 
     def _check_buffers(self) -> None:
         here = {name: tuple(buffer.shape) for name, buffer in self.states.buffers().items()}
-        there = {
-            key.removeprefix("buffer/"): each.shape
-            for key, each in self._index.tensors.items()
-            if key.startswith("buffer/")
-        }
-        missing, unexpected = [n for n in here if n not in there], [n for n in there if n not in here]
-        shapes = {name: (there[name], here[name]) for name in here if name in there and there[name] != here[name]}
+        saved = self._index.tensors.items()
+        there = {key.removeprefix("buffer/"): each.shape for key, each in saved if key.startswith("buffer/")}
+        differ = _difference(here, there)
+        missing, unexpected, shapes = differ.values()
         if shapes or (self._strict and (missing or unexpected)):
             raise CheckpointMismatch(
                 f"{self._folder}: buffers differ: missing {_few(missing)}, unexpected {_few(unexpected)}, of another "
-                f"shape {_few(list(shapes))}; build the model that was saved",
-                missing=missing,
-                unexpected=unexpected,
-                shapes=shapes,
+                f"shape {_few(shapes)}; build the model that was saved",
+                **differ,
             )
 
     def _check_optimizers(self) -> None:
@@ -419,16 +400,8 @@ class CheckpointStates(SavedStates):
         self._saved, self._orders = saved, orders
         self._reordered: dict[str, torch.Tensor] = {}
         """Tensors of one parameter, flat in the order in which they are wanted."""
-        self._kinds: dict[str, list[str]] = {}
-        for key in saved.index.tensors:
-            kind, _, name = key.partition("/")
-            if name in names and kind not in ("weight", "buffer", "value") and not self._are_scales(kind, name):
-                self._kinds.setdefault(name, []).append(kind)
+        self._kinds = saved.index.state_kinds(names)
         self._names = frozenset(names)
-
-    def _are_scales(self, kind: str, name: str) -> bool:
-        codes = self._saved.index.tensors.get(f"{kind.removesuffix(SCALE_SUFFIX)}/{name}")
-        return kind.endswith(SCALE_SUFFIX) and codes is not None and codes.block_numel is not None
 
     def forms(self, name: str) -> Mapping[str, StateForm]:
         """See `SavedStates`."""
@@ -447,7 +420,7 @@ class CheckpointStates(SavedStates):
         """See `SavedStates`."""
         key = f"{kind}/{name}"
         saved = self._saved.index.tensors[key]
-        if saved.order != self._orders.get(name) and not self._are_scales(kind, name):
+        if saved.order != self._orders.get(name) and not self._saved.index.holds_scales(kind, name):
             out.copy_(self._in_order(key, saved, name)[start : start + out.numel()])
             return
         same = saved.torch_dtype == out.dtype
@@ -490,6 +463,15 @@ def _ranges(saved: SavedTensor, start: int, stop: int) -> list[tuple[int, int]]:
             found.append((low, end))
             low = end
     return found
+
+
+def _difference(here: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The names and shapes in which a model and a checkpoint differ, as `CheckpointMismatch` takes them."""
+    return {
+        "missing": [name for name in here if name not in there],
+        "unexpected": [name for name in there if name not in here],
+        "shapes": {name: (there[name], here[name]) for name in here if name in there and there[name] != here[name]},
+    }
 
 
 def _few(names: Collection[str]) -> str:

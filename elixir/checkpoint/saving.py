@@ -23,7 +23,7 @@ from elixir.checkpoint.snapshot_pool import ALIGNMENT_BYTES, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.commit import new_id, rank_file, shared_file
-from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group
@@ -43,9 +43,6 @@ from elixir.units import format_bytes
 from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
-
-_NOT_STATES = (WEIGHT, "buffer", "value")
-"""Kinds of keys that an optimizer's states cannot have."""
 
 
 def save_checkpoint(
@@ -445,7 +442,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
             chunk.wait()
     readers = [_ChunkReader(chunk, small) for chunk in chunks]
     for reader in readers:
-        clash = next((each for each in reader.states_only if each.kind in _NOT_STATES), None)
+        clash = next((each for each in reader.states_only if each.kind in NO_STATES), None)
         if clash is not None:
             raise InputError(f"a state of an optimizer cannot be named {clash.kind!r}: that of {clash.name} is")
     values, tensors = encoded(user.values)

@@ -16,8 +16,6 @@ from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format.commit import (
     abandon,
     commit,
-    newest_checkpoints,
-    next_sequence,
     rank_mark,
     read_index,
     remove_checkpoint,
@@ -25,7 +23,13 @@ from elixir.checkpoint_format.commit import (
     settle,
 )
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
-from elixir.checkpoint_format.run_folders import is_step_folder, surplus, unfinished
+from elixir.checkpoint_format.run_folders import (
+    is_step_folder,
+    newest_checkpoints,
+    next_sequence,
+    surplus,
+    unfinished,
+)
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files

@@ -12,8 +12,6 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from elixir.checkpoint_format.index import INDEX_NAME, LARGEST_INDEX_BYTES, PREVIOUS_NAME, Index, parse_index
@@ -22,12 +20,8 @@ from elixir.files import FILES, Files, PathLike
 
 _OURS = re.compile(r"[0-9a-f]{8,32}-(rank-\d{5,}-of-\d{5,}|shared)\.safetensors")
 _TEMPORARY = re.compile(r"\.index(\.previous)?\.json\.[0-9a-f]{12}|\.[0-9a-f]{8,32}-rank-\d{5,}")
-_BEGINNING = re.compile(
-    rb'\{"artifact":"checkpoint","schema_version":%d,"id":"[0-9a-f]{8,32}","sequence":([1-9][0-9]{0,17}),'
-    % Index.schema_version
-)
-_BEGINNING_BYTES = 256
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
+"""Error numbers of a file or folder that is missing."""
 
 
 def new_id() -> str:
@@ -62,7 +56,7 @@ def read_index(folder: PathLike, *, previous: bool = False, files: Files = FILES
     try:
         raw = files.read_whole(path, limit_bytes=LARGEST_INDEX_BYTES)
     except FileError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             inside = sorted(Path(os.fspath(folder)).glob(f"*/{INDEX_NAME}"))
             several = f"; it is a folder of checkpoints, name one, such as {inside[-1].parent}" if inside else ""
             raise CheckpointNotFound(
@@ -191,85 +185,3 @@ def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
         return False
     files.remove_folder(folder)
     return True
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint in a folder of several."""
-
-    folder: Path
-    index: Index
-
-
-def find_checkpoints(
-    root: PathLike, *, files: Files = FILES
-) -> tuple[tuple[FoundCheckpoint, ...], tuple[CheckpointError, ...]]:
-    """The checkpoints in the folders of `root`, the latest first, and why others cannot be read.
-
-    The latest is the one with the largest `sequence`, not the one with the largest step or the newest file.
-    """
-    damaged: list[CheckpointError] = []
-    return tuple(newest_checkpoints(root, damaged, files=files)), tuple(damaged)
-
-
-def newest_checkpoints(
-    root: PathLike, damaged: list[CheckpointError], *, files: Files = FILES
-) -> Iterator[FoundCheckpoint]:
-    """As `find_checkpoints`, one after the other: who needs the latest does not wait for those before it.
-
-    Args:
-        root: the folder around them.
-        damaged: takes why one cannot be read.
-        files: the operations it uses.
-    """
-    known, problems = sequences(root, files=files)
-    damaged += problems
-    for name in sorted(known, key=lambda name: (-known[name], name)):
-        folder = Path(root) / name
-        try:
-            index = read_index(folder, files=files)
-        except CheckpointNotFound:
-            continue  # removed meanwhile
-        except CheckpointError as error:
-            damaged.append(error)
-            continue
-        yield FoundCheckpoint(folder, index)
-
-
-def sequences(root: PathLike, *, files: Files = FILES) -> tuple[dict[str, int], tuple[CheckpointError, ...]]:
-    """Name of each folder in `root` that has a checkpoint -> the `sequence` in its index, and why others have none.
-
-    It reads how each index begins and checks no checksum: to read a thousand as a whole would take seconds in each
-    save.
-    """
-    found: dict[str, int] = {}
-    damaged: list[CheckpointError] = []
-    try:
-        names = files.names(root)
-    except FileError as error:
-        if error.errno in _ABSENT:
-            return {}, ()
-        raise
-    for name in names:
-        try:
-            found[name] = _sequence(Path(root) / name, files)
-        except CheckpointNotFound:
-            continue  # another folder, a file, or a save that was cut off
-        except CheckpointError as error:
-            damaged.append(error)
-    return found, tuple(damaged)
-
-
-def _sequence(folder: Path, files: Files) -> int:
-    with contextlib.suppress(FileError):  # `read_index` says why it cannot be read
-        beginning = _BEGINNING.match(files.read_first(folder / INDEX_NAME, _BEGINNING_BYTES))
-        if beginning is not None:
-            return int(beginning[1])
-    return read_index(folder, files=files).sequence
-
-
-def next_sequence(folder: PathLike, *, files: Files = FILES) -> int:
-    """The `sequence` of a new checkpoint in `folder`: above its present one, and above those in the folders next to
-    it."""
-    known, _ = sequences(Path(os.path.abspath(folder)).parent, files=files)
-    return 1 + max(known.values(), default=0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from elixir.checkpoint_format.run_folders import one_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.checkpoint_format.slices import safetensors_header
@@ -52,7 +53,7 @@ def export_hf(
     A model of plain PyTorch reads them by `load_model` of safetensors, which knows tied weights.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint, or of several, of which the newest is taken.
         out: the folder for the files; it is made where it is missing, and must hold no model yet.
         dtype: of floating-point weights, rounded once. None: as saved, which is float32 where there were master
             weights.
@@ -75,7 +76,7 @@ def export_hf(
     settings = _settings(config)
     made: list[tuple[Path, Path]] = []
     renamed: list[Path] = []
-    with SliceReader(folder, files=files) as reader:
+    with SliceReader(one_checkpoint(folder, files=files), files=files) as reader:
         shards = _shards(reader, wanted, largest)
         try:
             files.make_folder(target)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
@@ -23,6 +23,9 @@ LARGEST_INDEX_BYTES = 128 * MIB
 """Limit on the size of an index: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB. Parsing
 takes many times the bytes of the file."""
 
+NO_STATES = ("weight", "buffer", "value")
+"""Kinds of tensors that are no states of an optimizer."""
+_SCALE_SUFFIX = "_scale"
 _ID = re.compile(r"[0-9a-f]{8,32}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 
@@ -164,6 +167,20 @@ class Index(Artifact):
         cut = next((piece.start for piece in tensor.pieces[1:] if piece.start % block), None)
         return "" if cut is None else f"a piece begins at element {cut}, inside of a block"
 
+    def holds_scales(self, kind: str, name: str) -> bool:
+        """Whether a tensor of a parameter has the scales of its codes, and is no state by itself."""
+        codes = self.tensors.get(f"{kind.removesuffix(_SCALE_SUFFIX)}/{name}")
+        return kind.endswith(_SCALE_SUFFIX) and codes is not None and codes.block_numel is not None
+
+    def state_kinds(self, names: Collection[str]) -> dict[str, list[str]]:
+        """The kinds of states, such as ``exp_avg``, that are tensors over the elements of each of these parameters."""
+        found: dict[str, list[str]] = {}
+        for key in self.tensors:
+            kind, _, name = key.partition("/")
+            if name in names and kind not in NO_STATES and not self.holds_scales(kind, name):
+                found.setdefault(name, []).append(kind)
+        return found
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters whose weights are saved, in order."""
@@ -186,7 +203,7 @@ class Index(Artifact):
 def scale_key(key: str) -> str:
     """Key of the scales of codes: ``exp_avg/<name>`` -> ``exp_avg_scale/<name>``."""
     kind, _, name = key.partition("/")
-    return f"{kind}_scale/{name}"
+    return f"{kind}{_SCALE_SUFFIX}/{name}"
 
 
 def parse_index(raw: bytes, path: str | os.PathLike[str]) -> Index:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.index import Index, SavedGroup, scale_key
+from elixir.checkpoint_format.index import INDEX_NAME, scale_key
 from elixir.checkpoint_format.saved_tensor import STORED_DTYPES, scalar_state
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.checkpoint_format.values import decode
@@ -18,8 +17,6 @@ from elixir.memory_order import shaped
 from elixir.optimizer_states import decode_signed, decode_unsigned
 from elixir.units import parse_dtype
 
-_NO_STATES = ("weight", "buffer", "value")
-"""Kinds of tensors that are no states of an optimizer."""
 _SCALED = {"exp_avg": decode_signed, "exp_avg_sq": decode_unsigned}
 
 
@@ -38,69 +35,35 @@ def open_checkpoint(folder: PathLike, *, files: Files = FILES) -> SavedCheckpoin
         >>> with open_checkpoint("run/step-00000500") as saved:
         ...     model.load_state_dict(saved.weights(torch.bfloat16))
     """
-    reader = SliceReader(folder, files=files)
-    for name in reader.index.files:
-        reader.check_file(name)
-    return SavedCheckpoint(reader)
+    saved = SavedCheckpoint(folder, files=files)
+    for name in saved.index.files:
+        saved.check_file(name)
+    return saved
 
 
-class SavedCheckpoint:
+class SavedCheckpoint(SliceReader):
     """A checkpoint to read from, by one thread at a time. Nothing is held in memory but the index."""
-
-    def __init__(self, reader: SliceReader) -> None:
-        self._reader = reader
-
-    @property
-    def index(self) -> Index:
-        """Everything about it that is small."""
-        return self._reader.index
-
-    @property
-    def folder(self) -> Path:
-        """In which it is."""
-        return self._reader.folder
 
     @property
     def step(self) -> int | None:
-        """As it was saved."""
+        """The step that the save was given."""
         return self.index.step
 
     def keys(self) -> tuple[str, ...]:
         """Keys of all tensors, such as ``weight/<name>`` and ``exp_avg/<name>``."""
         return tuple(self.index.tensors)
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` of a flattened tensor, as and in the order in which they are saved
-        (`SavedTensor.order`); see `SliceReader.read`."""
-        return self._reader.read(key, start, stop)
-
-    def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fills a flat tensor in host memory with elements as they are saved; see `SliceReader.read_into`."""
-        self._reader.read_into(key, start, out)
-
-    def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
-        """See `SliceReader.begin_to_read`."""
-        self._reader.begin_to_read(key, start, out)
-
-    def finish(self) -> None:
-        """See `SliceReader.finish`."""
-        self._reader.finish()
-
-    def check_file(self, name: str) -> None:
-        """See `SliceReader.check_file`."""
-        self._reader.check_file(name)
-
     def read_whole(self, key: str) -> torch.Tensor:
         """A tensor in its shape."""
         return self._shaped(key, self.read(key))
 
     def _shaped(self, key: str, flat: torch.Tensor) -> torch.Tensor:
-        saved = self._reader.tensor(key)
+        saved = self.tensor(key)
         return shaped(flat, saved.shape, saved.order)
 
     def read_float32(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `read`, in float32; codes of 8 bits are decoded with their scales."""
-        saved, stop = self._reader.in_range(key, start, stop)
+        saved, stop = self.in_range(key, start, stop)
         if saved.block_numel is None or start == stop:
             return self.read(key, start, stop).float()
         kind, size = key.partition("/")[0], saved.block_numel
@@ -110,8 +73,8 @@ class SavedCheckpoint:
         # Codes as whole blocks; the last of the tensor may be cut short, and zeros fill it up.
         origin = first * size
         codes = torch.zeros((last - first) * size, dtype=saved.torch_dtype, device="cpu")
-        self._reader.read_into(key, origin, codes[: min(saved.numel - origin, codes.numel())])
-        scales = self._reader.read(scale_key(key), first, last)
+        self.read_into(key, origin, codes[: min(saved.numel - origin, codes.numel())])
+        scales = self.read(scale_key(key), first, last)
         values = _SCALED[kind](codes.view(-1, size), scales).view(-1)
         return values[start - origin : stop - origin].clone()
 
@@ -143,10 +106,10 @@ class SavedCheckpoint:
         groups = [group for group in self.index.param_groups if group.optimizer == optimizer]
         numbers = {name: i for i, name in enumerate(name for group in groups for name in group.names)}
         state: dict[int, dict[str, Any]] = {}
-        for key in self.index.tensors:
-            kind, _, name = key.partition("/")
-            if name in numbers and kind not in _NO_STATES and not self._holds_scales(kind, name):
-                saved = self._reader.tensor(key)
+        for name, kinds in self.index.state_kinds(numbers).items():
+            for kind in kinds:
+                key = f"{kind}/{name}"
+                saved = self.tensor(key)
                 narrow = saved.torch_dtype.is_floating_point and saved.itemsize < torch.float32.itemsize
                 value = self.read_float32(key) if narrow or saved.block_numel else self.read(key)
                 state.setdefault(numbers[name], {})[kind] = self._shaped(key, value)
@@ -157,20 +120,11 @@ class SavedCheckpoint:
             if name in numbers:
                 scalars = {kind: scalar_state(value) for kind, value in self.scalars(name).items()}
                 state.setdefault(numbers[name], {}).update(scalars)
-        return {
-            "state": dict(sorted(state.items())),
-            "param_groups": [
-                {**self._options(group, i), "params": [numbers[name] for name in group.names]}
-                for i, group in enumerate(groups)
-            ],
-        }
-
-    def _holds_scales(self, kind: str, name: str) -> bool:
-        codes = self.index.tensors.get(f"{kind.removesuffix('_scale')}/{name}")
-        return kind.endswith("_scale") and codes is not None and codes.block_numel is not None
-
-    def _options(self, group: SavedGroup, number: int) -> dict[str, Any]:
-        return self.mapping(group.options, f"param_groups[{number}].options")
+        found = []
+        for i, group in enumerate(groups):
+            options = self.mapping(group.options, f"param_groups[{i}].options")
+            found.append({**options, "params": [numbers[name] for name in group.names]})
+        return {"state": dict(sorted(state.items())), "param_groups": found}
 
     def scalars(self, name: str) -> dict[str, Any]:
         """States of a parameter that are no tensors over its elements; see `Index.scalars`."""
@@ -180,7 +134,7 @@ class SavedCheckpoint:
             pair = type(value) is tuple and len(value) == 2 and value[0] in STORED_DTYPES
             number = value[1] if pair else value
             if not isinstance(number, (bool, int, float)):
-                raise CheckpointCorrupt("no number", path=self.folder / "index.json", key=f"{key}.{kind}")
+                raise CheckpointCorrupt("no number", path=self.folder / INDEX_NAME, key=f"{key}.{kind}")
         return found
 
     def value(self, name: str) -> Any:
@@ -195,12 +149,12 @@ class SavedCheckpoint:
 
     def decoded(self, data: Any, key: str) -> Any:
         """A value of the index that `values.encode` made; `key` names it in errors."""
-        return decode(data, self._stored, path=self.folder / "index.json", key=key)
+        return decode(data, self._stored, path=self.folder / INDEX_NAME, key=key)
 
     def _stored(self, key: str) -> torch.Tensor:
         if key not in self.index.tensors:
             raise CheckpointCorrupt(
-                "a value names this tensor, which is not there", path=self.folder / "index.json", key=key
+                "a value names this tensor, which is not there", path=self.folder / INDEX_NAME, key=key
             )
         return self.read(key)
 
@@ -209,19 +163,9 @@ class SavedCheckpoint:
         found = self.decoded(data, key)
         if not isinstance(found, dict):
             raise CheckpointCorrupt(
-                f"expected a dict, found {type(found).__name__}", path=self.folder / "index.json", key=key
+                f"expected a dict, found {type(found).__name__}", path=self.folder / INDEX_NAME, key=key
             )
         return found
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._reader.close()
-
-    def __enter__(self) -> SavedCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Weights(Mapping[str, torch.Tensor]):

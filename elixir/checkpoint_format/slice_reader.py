@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor
 from elixir.checkpoint_format.slices import header_in_index
 from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError
 from elixir.files import FILES, File, Files, PathLike
+
+T = TypeVar("T", bound="SliceReader")
 
 OPEN_FILES = 16
 """Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
@@ -71,7 +73,8 @@ class SliceReader:
         return found
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor, as a flat tensor in host memory."""
+        """Elements `start` to `stop` of the flattened tensor, in host memory and in the order in which they are saved
+        (`SavedTensor.order`)."""
         saved, stop = self.in_range(key, start, stop)
         out = torch.empty(stop - start, dtype=saved.torch_dtype, device="cpu")
         self.read_into(key, start, out)
@@ -264,7 +267,7 @@ class SliceReader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def __enter__(self) -> SliceReader:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:

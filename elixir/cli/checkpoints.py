@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from elixir.checkpoint_format.commit import find_checkpoints, remove_checkpoint, remove_stale
+from elixir.checkpoint_format.commit import remove_checkpoint, remove_stale
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import surplus, unfinished
+from elixir.checkpoint_format.run_folders import find_checkpoints, surplus, unfinished
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import output
@@ -133,4 +133,4 @@ def _all(folder: Path) -> list[Path]:
         raise CheckpointNotFound(f"{folder} holds no checkpoint")
     for error in damaged:
         output.note(str(error))
-    return [each.folder for each in found]
+    return [*found]

@@ -15,13 +15,13 @@ from elixir.checkpoint_format.commit import (
     abandon,
     commit,
     new_id,
-    next_sequence,
     rank_file,
     read_index,
     remove_stale,
     settle,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.run_folders import next_sequence
 from elixir.checkpoint_format.slices import Slice, SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointNotFound, FileError

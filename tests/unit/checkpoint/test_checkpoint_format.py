@@ -17,9 +17,10 @@ import torch
 
 from elixir import checkpoint_format
 from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM, checksum
-from elixir.checkpoint_format.commit import find_checkpoints, next_sequence, read_index, remove_checkpoint
+from elixir.checkpoint_format.commit import read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import merge_tensors, parse_index
+from elixir.checkpoint_format.run_folders import find_checkpoints, next_sequence
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
@@ -338,11 +339,12 @@ def test_the_latest_is_what_was_saved_last_whatever_its_step(tmp_path: Path) -> 
     damaged.mkdir()
     (damaged / "index.json").write_text("{}")
     found, errors = find_checkpoints(tmp_path)
-    assert [(each.index.step, each.index.sequence) for each in found] == [(600, 3), (1000, 2), (500, 1)]
+    indexes = [read_index(each) for each in found]
+    assert [(each.step, each.sequence) for each in indexes] == [(600, 3), (1000, 2), (500, 1)]
     assert [error.path for error in errors if isinstance(error, CheckpointCorrupt)] == [str(damaged / "index.json")]
     assert next_sequence(tmp_path / "step-00000700") == 4
     save(tmp_path / "step-00000500", {"weight/w": torch.ones(1)}, step=500)
-    assert find_checkpoints(tmp_path)[0][0].index.step == 500
+    assert read_index(find_checkpoints(tmp_path)[0][0]).step == 500
 
 
 def test_a_removed_checkpoint_is_gone_index_first_and_foreign_files_stay(tmp_path: Path) -> None:
@@ -468,7 +470,7 @@ def test_saving_and_reading_take_a_few_spans_of_memory(tmp_path: Path) -> None:
 
     def read() -> None:
         with open_checkpoint(tmp_path) as saved:
-            saved._reader.read_into("weight/w", 5, target)
+            saved.read_into("weight/w", 5, target)
 
     assert peak_growth_bytes(read) < 16 * 2**20
     assert bool((target == 1).all())

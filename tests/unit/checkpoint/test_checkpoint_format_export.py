@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
@@ -46,6 +47,27 @@ def loaded(out: Path, **options: Any) -> torch.nn.Module:
 
     found: torch.nn.Module = AutoModelForCausalLM.from_pretrained(out, **options)
     return found
+
+
+def test_of_a_folder_of_checkpoints_the_newest_is_exported(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    for step, value in ((2, 1.0), (1, 2.0), (3, 3.0)):
+        (run / f"step-{step:08}").mkdir(parents=True)
+        save(run / f"step-{step:08}", {"weight/w": torch.full((4,), value)}, step=step)
+    (run / "best").symlink_to(run / "step-00000002", target_is_directory=True)
+    damaged = run / "step-00000003" / "index.json"
+    damaged.write_text(damaged.read_text()[:-10])
+    out = export_hf(run, tmp_path / "out")
+    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.full((4,), 2.0))
+    assert "step-00000003" in caplog.text
+    with pytest.raises(CheckpointNotFound):
+        export_hf(tmp_path / "out", tmp_path / "other")
+    for step in (1, 2):
+        (run / f"step-{step:08}" / "index.json").write_text("{")
+    with pytest.raises(CheckpointCorrupt):
+        export_hf(run, tmp_path / "other")
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KiB", 1])
