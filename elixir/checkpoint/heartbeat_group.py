@@ -32,11 +32,11 @@ class HeartbeatGroup:
             LONGEST_PERIOD_S if timeout_s is None else min(LONGEST_PERIOD_S, timeout_s / _HEARTBEATS_PER_TIMEOUT)
         )
         self._last = time.monotonic()
-        self._over = group.size == 1
+        self._ended = group.size == 1
 
     def heartbeat(self) -> None:
         """Between two pieces of work: join a round if one is due; raises what `exchange` raises."""
-        if not self._over and time.monotonic() - self._last >= self._every_s:
+        if not self._ended and time.monotonic() - self._last >= self._every_s:
             self._round(False, None, None)
 
     def exchange(self, value: Any = None) -> list[Any]:
@@ -57,7 +57,7 @@ class HeartbeatGroup:
 
         After an error that came from a round the others know already.
         """
-        if not self._over:
+        if not self._ended:
             try:
                 self._round(True, None, _in_words(error))
             except CheckpointError as together:
@@ -70,14 +70,14 @@ class HeartbeatGroup:
         try:
             answers = self._group.exchange(_WHAT, (ready, value, problem))
         except RankError as error:
-            self._over = True
+            self._ended = True
             raise CheckpointError(
                 f"the checkpoint was given up, because the ranks have lost each other: {error}"
             ) from error
         self._last = time.monotonic()
         for rank, (_, _, theirs) in enumerate(answers):
             if theirs is not None:
-                self._over = True
+                self._ended = True
                 raise CheckpointError(f"rank {rank}: {theirs}")
         return answers
 

@@ -364,13 +364,13 @@ class Saving:
                 self.stall_s,
             )
         except BaseException as error:  # raised where the save is waited for
-            self.snapshot.over()  # training goes on before the ranks have come together
+            self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
             failed.__cause__ = None if failed is error else error
             self._error = failed
             logger.error("%s was not saved: %s", self._options.folder, failed)
         finally:
-            self.snapshot.over()
+            self.snapshot.end()
             for states in self._hooked():
                 states.chunk.before_write = None
             del self._captured.own_tensors, self._captured.shared_tensors

@@ -365,7 +365,7 @@ class Snapshot:
                     self._drop(part)
             self._turn.notify_all()
 
-    def over(self) -> None:
+    def end(self) -> None:
         """The writer has ended, well or not: nothing is read any more."""
         with self._turn:
             for part in self._parts:

@@ -276,13 +276,13 @@ class Chunk:
         return self.whole is not None or slot.name in self.held
 
     @contextlib.contextmanager
-    def at_hand(self, *, write: bool = False, alone: bool = False) -> Iterator[None]:
-        """Have masters and optimizer states in memory for as long as this lasts: the one way to look at them outside of
-        a step. Of one chunk at a time, between steps.
+    def at_hand(self, *, write: bool = False, makes_states: bool = False) -> Iterator[None]:
+        """Holds masters and optimizer states in memory for as long as this lasts: the one way to use them outside of a
+        step, for one chunk at a time.
 
         Args:
             write: they are changed.
-            alone: states are made that lie with them afterwards (`elixir.chunk.state_window`).
+            makes_states: states are made that lie with them afterwards (`elixir.chunk.state_window`).
 
         Raises:
             DiskError: they are on a disk that has failed.
@@ -290,7 +290,7 @@ class Chunk:
         if self.stored is None:
             yield
         else:
-            with self.stored.at_hand(write, alone=alone):
+            with self.stored.at_hand(write, makes_states=makes_states):
                 yield
 
     def about_to_write(self) -> None:
@@ -374,7 +374,7 @@ class Chunk:
         self.follow_writes()
 
     @property
-    def alone(self) -> bool:
+    def on_one_rank(self) -> bool:
         """Whether no other rank has a part of it."""
         return self.shard_numel == self.plan.numel
 
@@ -382,7 +382,7 @@ class Chunk:
     def may_be_written_inside(self) -> bool:
         """Whether a forward may write to its weights, see `take_written`: masters have to be in memory, or to follow in
         the next step."""
-        return self.stored is None or (self.whole is not None and self.alone)
+        return self.stored is None or (self.whole is not None and self.on_one_rank)
 
     def take_written(self, parameter: nn.Parameter) -> None:
         """Have what was written to a parameter, while the gathered weights are there, be its weights."""

@@ -139,7 +139,7 @@ class HostBuffers:
         self._make_room(kind, buffer, max(nbytes, kind.buffer_bytes))
         return buffer
 
-    def take_alone(self, name: str, nbytes: int) -> HostBuffer:
+    def take_only(self, name: str, nbytes: int) -> HostBuffer:
         """A buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or write
         any of them now; `take` makes their memory again."""
         kind, buffers = self._kinds[name], self.of(name)

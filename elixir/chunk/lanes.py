@@ -84,7 +84,7 @@ def failure(ticket: Ticket | None) -> Exception | None:
     return None
 
 
-class over:
+class Settled:
     """A `Ticket` of the same work that raises nothing: the work is over, whether or not it has failed."""
 
     def __init__(self, ticket: Ticket) -> None:
@@ -110,8 +110,8 @@ class over:
 
 
 def settled(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Tickets of the same work that raise nothing, see `over`."""
-    return [over(ticket) for ticket in tickets]
+    """Tickets of the same work that raise nothing, see `Settled`."""
+    return [Settled(ticket) for ticket in tickets]
 
 
 _WRITER = "writer"

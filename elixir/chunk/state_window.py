@@ -8,11 +8,11 @@ A step of a chunk is a chain of three: the disk lane reads the extent into a buf
 the disk lane writes it back. The lane reads as far ahead as there are buffers: read 0, read 1, read 2, write 0, read 3,
 write 1, ... Whatever else looks at masters or states does so inside of `StoredStates.at_hand`.
 
-An optimizer's class that makes its states itself makes them in separate memory. A chunk whose states are made so is
-*alone*: the window gives up all buffers but one, which has room for the masters only, and the states are written to
-the extent through that. So the masters and the new states together take no more memory than the window has. The
-exception is the only chunk on a disk if its states come in parts, as those of a second optimizer or of a weight whose
-first gradient is late: then the new part lies next to a buffer for all, for that one step.
+An optimizer's class that makes its states itself makes them in separate memory. For such a chunk the window gives up
+all buffers but one, which has room for the masters only, and the states are written to the extent through that. So the
+masters and the new states together take no more memory than the window has. The exception is the only chunk on a disk
+if its states come in parts, as those of a second optimizer or of a weight whose first gradient is late: then the new
+part lies next to a buffer for all, for that one step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
-from elixir.chunk.lanes import Lane, MemoryUses, Ticket, Work, failure, over, settled
+from elixir.chunk.lanes import Lane, MemoryUses, Settled, Ticket, Work, failure, settled
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile, whole_blocks
 from elixir.extents.stored_tensors import StoredTensors, TensorFile
@@ -58,46 +58,46 @@ class StoredStates(StoredTensors):
         """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
         if self._buffer is None or self._memory is None:
             raise StateError(f"the extent of {self.name} can grow only while it is in memory")
-        alone = self._buffer.memory.nbytes < self.nbytes
+        is_only_buffer = self._buffer.memory.nbytes < self.nbytes
         self._file.give_back(self._extent)
         self._extent = self._file.new_extent(nbytes, self.name)
         self._written_bytes = self.nbytes  # what another chunk had there may be there still
         self._changed = True
-        if not alone:
+        if not is_only_buffer:
             self._window.enlarge(self._buffer, self.nbytes)
             self.bind(self._buffer.memory)
 
     def step(self, buffer: HostBuffer, read: Ticket, work: Work) -> None:
         """Runs `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
-        next. Nothing happens where the reading has failed, which `StateWindow.lost` reports."""
-        if not over(read).failed:
+        next. If the reading has failed, it does nothing, and `StateWindow.lost` reports the error."""
+        if not Settled(read).failed:
             self.brought(buffer)
             work()
 
     @staticmethod
     def if_read(read: Ticket, work: Work) -> None:
         """Runs `work` unless the reading has failed."""
-        if not over(read).failed:
+        if not Settled(read).failed:
             work()
 
     def forget_failure(self) -> None:
-        """The error for which the last step was not written is reported elsewhere; who reads the extent gets the step
+        """Forgets why the last step was not written, which is reported elsewhere; a read of the extent gives the step
         before."""
         self.extent_uses.failures()
 
     @contextlib.contextmanager
-    def at_hand(self, write: bool = False, *, alone: bool = False) -> Iterator[None]:
-        """Have masters and states in memory for as long as this lasts; inside of another one, nothing is moved.
+    def at_hand(self, write: bool = False, *, makes_states: bool = False) -> Iterator[None]:
+        """Holds masters and states in memory for as long as this lasts; inside of another one, nothing is moved.
 
         Args:
             write: they are changed, so they are written back at the end.
-            alone: states are made that are kept in the extent afterwards.
+            makes_states: states are made that are kept in the extent afterwards.
 
         Raises:
             DiskError: the disk has failed, now or before.
         """
         if not self._depth:
-            self._window.bring_in(self, alone=alone)
+            self._window.bring_in(self, makes_states=makes_states)
         self._depth += 1
         self._changed |= write
         try:
@@ -109,11 +109,11 @@ class StoredStates(StoredTensors):
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether code looks at them now."""
+        """Whether code uses the states now."""
         return bool(self._depth)
 
     def brought(self, buffer: HostBuffer | None) -> None:
-        """They are in a buffer, or, with None, in none any more; for the window."""
+        """Notes that the states are in a buffer now, or with None in no buffer; for the window."""
         self._buffer = buffer
         if buffer is None:
             self.put_away()
@@ -121,7 +121,7 @@ class StoredStates(StoredTensors):
             self.bind(buffer.memory)
 
     def take_changed(self) -> bool:
-        """Whether the buffer has other values than the extent; once told, it counts as written."""
+        """Whether the buffer has other values than the extent; after this call it counts as written."""
         changed, self._changed = self._changed, False
         return changed
 
@@ -144,7 +144,7 @@ class StateWindow:
         """Steps whose write has not been given to the lane: reads of what comes next go first."""
         self._keeping = False
         self._held: tuple[StoredStates, HostBuffer] | None = None
-        """The extent that is at hand, or was the last."""
+        """The extent that is at hand, or was at hand last, and its buffer."""
         self.read_bytes = self.written_bytes = 0
         """Bytes that steps have moved since `take_moved`."""
 
@@ -155,13 +155,18 @@ class StateWindow:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, states: StoredStates, *, alone: bool = False) -> tuple[HostBuffer, Ticket]:
-        """A buffer for the step of a chunk, and the reading of its states into it; `alone` if the step makes states."""
+    def begin_step(self, states: StoredStates, *, makes_states: bool = False) -> tuple[HostBuffer, Ticket]:
+        """Gives a buffer for the step of a chunk, and the reading of its states into it.
+
+        Args:
+            states: of the chunk.
+            makes_states: the step makes states that lie in the extent afterwards.
+        """
         self._let_go()
         count = len(self._buffers.of(WINDOW))
         while len(self._waiting) >= count or any(each is states for each, _, _ in self._waiting):
             self._write_next()
-        buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._take_only(states) if makes_states else self._buffers.take(WINDOW, states.nbytes)
         nbytes = states.kept_bytes
         self.read_bytes += nbytes
         return buffer, self._read(states, buffer, nbytes)
@@ -171,18 +176,20 @@ class StateWindow:
         # be written `fill` knows.
         after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
         read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=nbytes)
-        buffer.uses.written_by(over(read))  # `lost` reports its error
+        buffer.uses.written_by(Settled(read))  # `lost` reports its error
         return read
 
-    def end_step(self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, alone: bool = False) -> None:
-        """Have the states written back once `stepped` is over, after the readings of the steps that come next; none
-        come before that if the chunk is `alone`."""
+    def end_step(
+        self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, makes_states: bool = False
+    ) -> None:
+        """Writes the states back after `stepped` and after the readings of the next steps; if the step makes states,
+        the next steps wait for that."""
         self._waiting.append((states, buffer, stepped))
-        if alone:
+        if makes_states:
             self.settle()
 
     def flush(self) -> None:
-        """No step comes next: have all states written back."""
+        """Writes all states back, since no step comes next."""
         while self._waiting:
             self._write_next()
 
@@ -198,8 +205,8 @@ class StateWindow:
             states.store(buffer.memory)
 
         # The step fills the buffer. If it fails, the states on the disk stay, and the buffer is free all the same.
-        written = self._lane.submit(write, after=[over(stepped)], nbytes=nbytes)
-        buffer.uses.written_by(over(states.extent_uses.written_by(written)))
+        written = self._lane.submit(write, after=[Settled(stepped)], nbytes=nbytes)
+        buffer.uses.written_by(Settled(states.extent_uses.written_by(written)))
         self.written_bytes += nbytes
 
     def settle(self) -> None:
@@ -216,31 +223,31 @@ class StateWindow:
 
     # --- between steps ---------------------------------------------------------------------------------------------
 
-    def bring_in(self, states: StoredStates, *, alone: bool = False) -> None:
-        """Have states in memory; returns when they are there."""
+    def bring_in(self, states: StoredStates, *, makes_states: bool = False) -> None:
+        """Brings states into memory; returns when they are there."""
         if self._held is not None and self._held[0] is states:
             return
         self._let_go()
         self.flush()
-        buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._take_only(states) if makes_states else self._buffers.take(WINDOW, states.nbytes)
         self._read(states, buffer, states.used_bytes).synchronize()  # the caller reads the buffer next
         states.brought(buffer)
         self._held = (states, buffer)
 
-    def _take_alone(self, states: StoredStates) -> HostBuffer:
-        """The only buffer that there is, with room for what has been written of the states."""
+    def _take_only(self, states: StoredStates) -> HostBuffer:
+        """Gives the only buffer that there is, with room for what has been written of the states."""
         self.settle()  # what others have in their buffers goes back first
-        return self._buffers.take_alone(WINDOW, states.used_bytes)
+        return self._buffers.take_only(WINDOW, states.used_bytes)
 
     def done_with(self) -> None:
-        """The states that are at hand need not be in memory any more."""
+        """Lets the states that are at hand leave memory."""
         if not self._keeping:
             self._let_go()
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """While it lasts, the states that were at hand last stay so until others are: who writes them part by part
-        moves them once."""
+        """Keeps the states that were at hand last in memory until others are at hand, so that a caller who writes them
+        part by part moves them once."""
         before, self._keeping = self._keeping, True
         try:
             yield
@@ -254,7 +261,7 @@ class StateWindow:
             return
         (states, buffer), self._held = self._held, None
         if states.is_at_hand:
-            raise StateError(f"the states of {states.name} are still looked at, and others are asked for")
+            raise StateError(f"the states of {states.name} are still in use, and others are asked for")
         if not states.take_changed():
             states.brought(None)
             return
@@ -264,7 +271,7 @@ class StateWindow:
     # --- the file --------------------------------------------------------------------------------------------------
 
     def count_in(self, arena: Arena, expected_bytes: int = 0) -> None:
-        """Have the extents counted by an arena from here on, as under another plan, which foresees so many bytes of
+        """Counts the extents in another arena from here on, as under another plan, which foresees `expected_bytes` of
         them."""
         self._arena, self._expected_bytes = arena, expected_bytes
         arena.count(self._extents_bytes, "disk", "optimizer_states")
@@ -275,7 +282,7 @@ class StateWindow:
             self._arena.count(nbytes, "disk", "optimizer_states")
 
     def enlarge(self, buffer: HostBuffer, nbytes: int) -> None:
-        """More room in a buffer of the window, which keeps what it holds."""
+        """Enlarges a buffer of the window, which keeps what it holds."""
         self._buffers.enlarge(WINDOW, buffer, nbytes)
 
     def close(self) -> None:

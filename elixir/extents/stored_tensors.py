@@ -36,7 +36,7 @@ class TensorFile:
         self._file: ExtentFile | None = None
         self.lost: DiskError | None = None
         """The first error of the disk, after which no step is made."""
-        self._attempt: str | None = None
+        self._left: str | None = None
 
     def new_extent(self, nbytes: int, name: str) -> Extent:
         """Room on the disk; `DiskError` if it has none."""
@@ -71,8 +71,8 @@ class TensorFile:
             raise self._failed(FileError(EIO, text, self._file.paths, way), name) from error
 
     def _failed(self, error: FileError, name: str) -> DiskError:
-        if self._attempt is not None:
-            return DiskError(error, name, self._attempt)
+        if self._left is not None:
+            return DiskError(error, name, self._left)
         found = DiskError(error, name)
         if self.lost is None:
             self.lost = found
@@ -80,13 +80,13 @@ class TensorFile:
         return found
 
     @contextlib.contextmanager
-    def attempting(self, then: str) -> Iterator[None]:
-        """While it lasts, an error loses nothing, since what is written is elsewhere, too; `then` is what it leaves."""
-        before, self._attempt = self._attempt, then
+    def without_loss(self, then: str) -> Iterator[None]:
+        """Lets an error lose nothing while this lasts, since what is written has a copy; `then` says what is left."""
+        before, self._left = self._left, then
         try:
             yield
         finally:
-            self._attempt = before
+            self._left = before
 
     def close(self) -> None:
         """Gives the file back; nothing may be under way."""
@@ -120,8 +120,8 @@ class _View:
     owner: object
     stride: tuple[int, ...] | None = None
     """None: it is contiguous."""
-    apart: bool = False
-    """Whether it has separate memory until the extent is written, as the buffer has no room for the region."""
+    separate: bool = False
+    """Whether it has memory outside of the buffer, which has no room for the region, until the extent is written."""
 
 
 class StoredTensors:
@@ -196,7 +196,7 @@ class StoredTensors:
             in_order: the tensor is dense, and keeps the order of its elements in memory.
         """
         if self._memory is not None and not self._has_room(self._regions[name]):
-            self._views.append(_View(tensor, name, first, owner, apart=True))
+            self._views.append(_View(tensor, name, first, owner, separate=True))
             self._changed = True
             return
         view = _View(tensor, name, first, owner, tensor.stride() if in_order else None)
@@ -249,7 +249,7 @@ class StoredTensors:
         self._memory = None
         for view in self._views:
             view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
-        self._views = [replace(view, apart=False) if view.apart else view for view in self._views]
+        self._views = [replace(view, separate=False) if view.separate else view for view in self._views]
 
     def _grow(self, nbytes: int) -> None:
         raise StateError(f"the extent of {self.name} has {self.nbytes} bytes, its tensors need {nbytes}")
@@ -289,7 +289,7 @@ class StoredTensors:
         if first:
             part.zero_()
         for view in self._views:
-            if view.apart:
+            if view.separate:
                 at = self._regions[view.region].start + view.first * view.tensor.itemsize - first
                 values = view.tensor.detach().reshape(-1).view(torch.uint8)
                 begin, end = max(at, 0), min(at + values.numel(), part.numel())

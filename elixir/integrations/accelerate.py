@@ -58,7 +58,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, optimizer: ElixirOptimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
-        self.elixir_saved_apart = False
+        self.elixir_leaves_out_states = False
         """Whether `state_dict` leaves out states, which `ElixirAccelerator.save_state` saves chunk by chunk."""
 
     @property
@@ -68,11 +68,11 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The states, whole, on rank 0; all ranks call this."""
-        return {} if self.elixir_saved_apart else self.optimizer.state_dict(rank0_only=True)
+        return {} if self.elixir_leaves_out_states else self.optimizer.state_dict(rank0_only=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from states of torch's layout, the same on all ranks."""
-        if not self.elixir_saved_apart:
+        if not self.elixir_leaves_out_states:
             self.optimizer.load_state_dict(state_dict)
 
 
@@ -258,11 +258,11 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerator; states go chunk by chunk into the folder ``elixir``, for any number of ranks."""
-        self._elixir_save_apart(self.elixir is not None)
+        self._elixir_leave_out_states(self.elixir is not None)
         try:
             location = super().save_state(output_dir, *args, **kwargs)
         finally:
-            self._elixir_save_apart(False)
+            self._elixir_leave_out_states(False)
         if self.elixir is not None:
             self.elixir.save(location)
             self.elixir.save_plan(Path(location).parent)
@@ -274,18 +274,18 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         def hook(models: list[Any], folder: str) -> None:
             if self.elixir is not None and self.elixir.load(folder):
                 models.remove(self.elixir.module)
-                self._elixir_save_apart(True)
+                self._elixir_leave_out_states(True)
 
         handle = self.register_load_state_pre_hook(hook)
         try:
             super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-            self._elixir_save_apart(False)
+            self._elixir_leave_out_states(False)
 
-    def _elixir_save_apart(self, apart: bool) -> None:
+    def _elixir_leave_out_states(self, leave_out: bool) -> None:
         for prepared in self._elixir_prepared:
-            prepared.elixir_saved_apart = apart
+            prepared.elixir_leaves_out_states = leave_out
 
     def gather(self, tensor: Any) -> Any:
         """As of Accelerator; while rank 0 traces a step alone, as if all ranks had the same."""

@@ -68,15 +68,15 @@ def measure(
     device = default_device(together)
     start_ranks = start_ranks and together.size == 1 and device.type == "cpu"
     first = together.rank == 0
-    alone = alone_jobs(Bench(device, quick)) if first else []
+    single = single_jobs(Bench(device, quick)) if first else []
     folders = [disk_folder] if isinstance(disk_folder, (str, os.PathLike)) else list(disk_folder or ())
     if first and folders:
-        alone += disk_jobs(Bench(device, quick), *folders)
+        single += disk_jobs(Bench(device, quick), *folders)
     shared = rank_jobs(Bench(device, quick, together))
-    count = len(alone) + len(shared) + start_ranks
+    count = len(single) + len(shared) + start_ranks
     tell = progress if first else None
-    results = together.share(run_jobs(alone, tell, (0, count)))
-    results += run_jobs(shared, tell, (len(alone), count))
+    results = together.share(run_jobs(single, tell, (0, count)))
+    results += run_jobs(shared, tell, (len(single), count))
     if start_ranks:
         if tell is not None:
             tell(f"{SPAWNED_WORLD} ranks at once", count - 1, count)
@@ -94,7 +94,7 @@ def measure(
     return profile
 
 
-def alone_jobs(bench: Bench) -> list[Job]:
+def single_jobs(bench: Bench) -> list[Job]:
     """Everything that one process measures by itself."""
     return [*transfer_jobs(bench), *adam_jobs(bench), *compute_jobs(bench)]
 

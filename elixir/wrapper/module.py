@@ -140,7 +140,7 @@ class ElixirModule(nn.Module):
             self._engine = engine = Engine(module, ranks, where, options)
             undone.push(partial(_undo, self._origins, engine))
             kept = self._cast if follow else None
-            with engine.window.file.attempting("the model is as it came"):
+            with engine.window.file.without_loss("the model is as it came"):
                 engine.install(made, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
             if self._fused.counts:
                 logger.info("%s", self._fused)
@@ -287,7 +287,7 @@ class ElixirModule(nn.Module):
         """Moves chunks and states to the homes of a plan, also after an earlier attempt has failed."""
         engine = self._engine
         self._state.remove()
-        with engine.window.file.attempting("the chunks are where they were, and the training can go on"):
+        with engine.window.file.without_loss("the chunks are where they were, and the training can go on"):
             for stepper in engine.steppers:
                 stepper.give_up_states()
             engine.change_plan(plan, partial(move_chunks, before=engine.chunks, leaving=engine.leaving))

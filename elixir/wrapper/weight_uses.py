@@ -222,7 +222,7 @@ class WeightUses:
         if self.loading:
             return
         inside = bool(self._state().scopes) or backward_is_running()
-        alike = self._chunks[0].alone or (of_weights and function in _ALIKE_ON_ALL_RANKS)
+        alike = self._chunks[0].on_one_rank or (of_weights and function in _ALIKE_ON_ALL_RANKS)
         for parameter in parameters:
             chunk, _ = self._places[parameter]
             if parameter in self.gathered.get(chunk.index, ()):

@@ -203,7 +203,7 @@ class ChunkGradient:
             self._fill_with_zeros()
             self.to(GradState.HOME)
 
-    def drop(self, name: str, offload: Lane, *, alone: bool) -> None:
+    def drop(self, name: str, offload: Lane, *, one_rank: bool) -> None:
         """Forgets the gradient of one parameter where it is kept or at home.
 
         Nothing is waited for: its part of the shard is made zero before the next gradient is added there, and nobody
@@ -213,7 +213,7 @@ class ChunkGradient:
         Args:
             name: of the parameter.
             offload: writes to what is kept.
-            alone: there are no other ranks, which may hold parts of it.
+            one_rank: there are no other ranks, which may hold parts of it.
         """
         kept = self.kept
         if kept is not None and name in kept.arrived:
@@ -229,7 +229,7 @@ class ChunkGradient:
         self.changes += 1
         self.arrived.discard(name)
         self.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
-        if (alone and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
+        if (one_rank and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
             self.norms = None
             self.dropped.clear()
             self._forget()

@@ -253,7 +253,7 @@ class GradientFlow:
                 gradient.opened.arrived.discard(name)
                 if not gradient.opened.arrived:
                     self._given_up(gradient)
-            gradient.drop(name, self._lanes.offload, alone=self._group.size == 1)
+            gradient.drop(name, self._lanes.offload, one_rank=self._group.size == 1)
 
     def failures(self) -> list[Exception]:
         """Errors of the work that gradients wait for, once it is over; nothing waits for it any more."""

@@ -95,7 +95,7 @@ class Shards:
     def _make_shards(self) -> None:
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
-                with chunk.at_hand(alone=self._user.begins_with_states):
+                with chunk.at_hand(makes_states=self._user.begins_with_states):
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
 
     def _make_states(self, shard: Shard) -> bool:

@@ -64,7 +64,7 @@ class Stepper:
         try:
             with (
                 engine.group.together("make its optimizer states"),
-                engine.window.file.attempting("no optimizer was made, and weights are as they were"),
+                engine.window.file.without_loss("no optimizer was made, and weights are as they were"),
             ):
                 self.shards.make()
                 self._prepare_early()

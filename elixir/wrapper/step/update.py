@@ -20,7 +20,7 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import STAGING
-from elixir.chunk.lanes import Ticket, Work, over, settled
+from elixir.chunk.lanes import Settled, Ticket, Work, settled
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
@@ -108,10 +108,10 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     step: Work = partial(_reporting, chunk, partial(shard.step, shard.states, inputs, staged), chunk.before_write)
     read: Ticket | None = None
     if chunk.stored is not None:
-        alone = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
-        buffer, read = engine.window.begin_step(chunk.stored, alone=alone)
+        makes_states = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
+        buffer, read = engine.window.begin_step(chunk.stored, makes_states=makes_states)
         step = partial(chunk.stored.step, buffer, read, step)
-        after.append(over(read))  # the read fills the buffer in which the step works
+        after.append(Settled(read))  # the read fills the buffer in which the step works
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
     shard.gradients.uses.written_by(stepped)  # the step may have multiplied them
@@ -123,7 +123,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         stage.uses.written_by(returned)
     if chunk.stored is not None:
         # Without a stage, weights are copied from the buffer with the masters, which must stay until then.
-        engine.window.end_step(chunk.stored, buffer, returned if staged is None else stepped, alone=alone)
+        engine.window.end_step(chunk.stored, buffer, returned if staged is None else stepped, makes_states=makes_states)
 
 
 def _makes_states(shard: Shard, inputs: Inputs) -> bool:

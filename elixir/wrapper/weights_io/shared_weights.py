@@ -115,7 +115,7 @@ class SharedWeights:
 
     def _values(self, copy: _Copy) -> torch.Tensor:
         chunk, slot = copy.weight
-        here = chunk.whole is None and chunk.alone
+        here = chunk.whole is None and chunk.on_one_rank
         memory = chunk.shard_weights if here else self._engine.whole(chunk)
         return copy.shared.of(memory, slot.offset)
 

@@ -111,7 +111,7 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
     for thread in threads:
         thread.start()
     snapshot.write(sink.write, lambda: None)
-    snapshot.over()
+    snapshot.end()
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()
@@ -142,7 +142,7 @@ def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     snapshot.release(1)
     with pytest.raises(CheckpointError, match="the update failed"):
         snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
-    snapshot.over()
+    snapshot.end()
     snapshot.release(0)
 
 
@@ -160,7 +160,7 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
 
     with pytest.raises(OSError, match="full"):
         snapshot.write(full, lambda: None)
-    snapshot.over()
+    snapshot.end()
     waiting.join(timeout=60)
     assert not waiting.is_alive()
     snapshot.release(1)

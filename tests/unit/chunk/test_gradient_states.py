@@ -70,7 +70,7 @@ def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> N
     for slot in chunk.slots[1:]:
         flow.drop(chunk, slot.name)
     assert gradient.state is GradState.ADDING
-    gradient.drop(chunk.slots[0].name, flow._lanes.offload, alone=True)
+    gradient.drop(chunk.slots[0].name, flow._lanes.offload, one_rank=True)
     assert gradient.state is GradState.ARRIVING
     flow.flush()
     flow.settle()
