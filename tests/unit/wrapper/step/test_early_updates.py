@@ -442,7 +442,7 @@ def test_fused_classes_need_no_copy(make: Any, dtype: str, homes: str, monkeypat
     norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
     plan = chain_plan(chain(), homes, unified_dtype=dtype)
     (theirs, their_states), _ = steps(chain(), make_ordinary(plan), norms, {}, make)
-    monkeypatch.setattr(class_states.ClassStates, "copy", lambda *_: pytest.fail("states were copied"))
+    monkeypatch.setattr(class_states.ClassStates, "copy_from", lambda *_: pytest.fail("states were copied"))
     (mine, mine_states), kept = steps(chain(), plan, norms, {}, make)
     assert all(kept[:2])
     assert kept[4]

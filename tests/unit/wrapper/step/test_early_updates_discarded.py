@@ -260,8 +260,8 @@ def test_a_plan_knows_whether_states_are_copied(
     plan = dry_run(it.model, make(it.model), inp=it.inp, **how, **options)
     assert plan.optimizer == expected
     copied: list[object] = []
-    copy = ClassStates.copy
-    monkeypatch.setattr(ClassStates, "copy", lambda mine, other: (copied.append(mine), copy(mine, other)))
+    copy = ClassStates.copy_from
+    monkeypatch.setattr(ClassStates, "copy_from", lambda mine, other: (copied.append(mine), copy(mine, other)))
     _, kept = steps(it, chain_plan(it), [1e9, 1e9, 1e9], dict(options), make)
     assert kept[-1]
     assert bool(copied) == is_copied(plan.optimizer, plan.moments)
