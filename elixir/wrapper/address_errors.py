@@ -1,4 +1,4 @@
-"""Words for code that takes the address of a weight's elements without an operator, so that nothing announces it."""
+"""Explains errors of code that takes the address of a weight's elements without calling an operator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _NOT_ALLOCATED = "its data is not allocated yet"
 
 
 def refuse_addresses(model: nn.Module, error: BaseException) -> None:
-    """Raises an `InputError` with the weights' names, from `error`, if a forward ended because their elements were not
-    there."""
+    """Raises an `InputError` with the weights' names if `error` came from a weight without memory."""
     if not isinstance(error, RuntimeError) or _NOT_ALLOCATED not in str(error):
         return
     names = {parameter: name for name, parameter in model.named_parameters()}

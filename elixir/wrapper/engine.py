@@ -1,7 +1,7 @@
-"""The engine: one plan at work on one model. It holds the chunks, the memory and the lanes, and knows the step's phase.
+"""`Engine`: runs one plan on one model. It holds chunks, memory and lanes, and knows the phase of the step.
 
-`ElixirModule` and `ElixirOptimizer` are what users call. Both hold the engine; it imports neither, and of an optimizer
-it knows what `AnyStepper` says.
+Users call `ElixirModule` and `ElixirOptimizer`, which both hold the engine. It imports neither, and sees optimizers
+through `AnyStepper`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from elixir.wrapper.weight_uses import WeightUses
 logger = logging.getLogger(__name__)
 
 _FORMS_KEPT = 4096
-"""Forms of steps that are kept at most if no report is made."""
+"""The most forms of steps that are kept if no report takes them."""
 
 Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], Iterator[Chunk]]
-"""Chunks of a model under a plan, filled, one after the other. A chunk that was given is the only one that has its
-weights, so it takes its place in `Engine.chunks` at once, whatever fails after that."""
+"""Yields the filled chunks of a model under a plan, one by one. A yielded chunk alone has its weights, so
+`Engine.chunks` takes it at once, whatever fails later."""
 
 
 class AnyStepper(Protocol):
-    """An optimizer as the engine sees it; see `elixir.wrapper.step.stepper.Stepper`."""
+    """The engine's view of an optimizer; see `elixir.wrapper.step.stepper.Stepper`."""
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -71,35 +71,35 @@ class AnyStepper(Protocol):
         """Global norm of the last step's gradients, before clipping; None if the step needed none."""
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses a plan that this cannot step by."""
+        """Raises `InputError` if this optimizer cannot step under a plan."""
 
     def update_early(self, chunk: Chunk) -> None:
-        """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
+        """Updates a chunk during backward, next to the old states; its gradients are on their way home."""
 
     def give_up_states(self) -> None:
-        """Takes the states off the chunks; none is stepped until `take_states`."""
+        """Takes the states off the chunks; no chunk is stepped until `take_states`."""
 
     def take_states(self) -> None:
-        """Continues from the states that were given up, under the engine's present plan."""
+        """Loads the states that were given up, under the engine's current plan."""
 
     def gradients_scaled(self, by: float) -> None:
-        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
+        """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
 
     def gradients_cleared(self, scale: float | None) -> None:
-        """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""
+        """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """The norm of the gradients; the next step clips to `max_norm`."""
+        """Returns the norm of the gradients; the next step clips to `max_norm`."""
 
 
 class Engine:
-    """One plan at work on one model, which it is put under by `install`.
+    """Runs one plan on one model, from `install` on.
 
     Args:
         model: the model inside of the wrapper.
-        group: over which chunks are sharded.
-        device: where compute runs.
-        options: how.
+        group: the ranks over which chunks are sharded.
+        device: the device of compute.
+        options: how the plan is run.
     """
 
     plan: Plan
@@ -115,11 +115,12 @@ class Engine:
                 started.callback(self.lanes.close)
             started.pop_all()
         self.host_buffers = HostBuffers(Arena(device))
-        """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
+        """All host memory of this rank that no chunk owns. Kinds that do not belong to the plan survive a change of
+        plan."""
         open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
         self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
-        """Through which masters and states on a disk come and go."""
-        # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
+        """The buffers through which masters and states on a disk pass."""
+        # Runs even if `close` is never called: the interpreter must not end with threads inside of torch.
         self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
         self.errors = RunErrors(self.window, group.size)
         """Errors that no call has reported yet, and those that stop the run."""
@@ -127,23 +128,23 @@ class Engine:
         self.steppers: list[AnyStepper] = []
         """The optimizers that step this model."""
         self.loss_scale = LossScale(False, 1.0, 1)
-        """The scale of the loss, for all of them; the last one that is made sets it."""
+        """The loss scale of all optimizers; the last one that is created sets it."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins."""
         self.renew_shared: Callable[[], None] = lambda: None
-        """Called when weights have changed: what shares memory with them follows."""
+        """Called when weights have changed: updates tensors that share memory with them."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
-        """Called when an optimizer has stepped, or, after an overflow, has left its step out."""
+        """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
-        """Whether the blocks have been emptied since the account of the step looked last."""
+        """Whether the blocks have been emptied since the account of the step last looked."""
         self.refreshed_bytes = 0
-        """Host to device since the last report, for weights on the device that the host has updated."""
+        """Bytes from host to device since the last report, for weights on the device that CPU Adam has updated."""
         self.regathered_bytes = 0
-        """Network, likewise, for resident weights whose shards have been updated."""
+        """Bytes over the network since the last report, for resident weights whose shards were updated."""
         self.early_chunks = self.kept_chunks = 0
-        """In the last step: chunks whose new states were made in backward, and those whose were kept."""
+        """In the last step, the chunks that were updated early, and those whose new states were kept."""
         self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
-        """Forms of the steps that CPU Adam has made since the last report."""
+        """The forms of CPU Adam's steps since the last report."""
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None
@@ -151,7 +152,7 @@ class Engine:
         self._pending_updates: list[Ticket] = []
         self._is_after_step = False  # no forward has ended since
         self.leaving: dict[int, StoredStates] = {}
-        """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
+        """By chunk, the states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self._access: Interception | None = None
         self._handles: list[RemovableHandle] = []
@@ -159,7 +160,7 @@ class Engine:
     # --- the plan ----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan, build: Build) -> None:
-        """Puts the model under a plan. If that fails it does so on all ranks, and `chunks` are those that have the
+        """Puts the model under a plan. A failure is raised on all ranks; `chunks` then has the chunks with the
         weights."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
@@ -178,7 +179,7 @@ class Engine:
         }
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
-        """Chunks whose parameters may be placeholders, or whose weights may still be being updated."""
+        """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
         self.uses = WeightUses(
             self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
         )
@@ -197,7 +198,7 @@ class Engine:
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
 
     def _make_memory(self, plan: Plan) -> None:
-        """Makes all that a plan needs next to the chunks."""
+        """Allocates what a plan needs next to the chunks."""
         debug = self.options.debug
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
@@ -218,11 +219,11 @@ class Engine:
 
     @property
     def has_plan(self) -> bool:
-        """Whether the plan could be taken up to its end."""
+        """Whether `install` has come to its end."""
         return "uses" in vars(self)
 
     def _counted(self) -> list[tuple[nn.Parameter, Chunk]]:
-        """Plain parameters with masters, which have to follow what is written through ``data``."""
+        """Plain parameters with masters; writes through ``data`` must reach the masters."""
         return [
             (slot.parameter, chunk)
             for chunk in self.chunks
@@ -232,7 +233,7 @@ class Engine:
         ]
 
     def uninstall(self) -> None:
-        """Takes everything off the model; the chunks keep their memory, and parameters point to it."""
+        """Takes hooks and classes off the model; the chunks keep their memory, and parameters point to it."""
         for parameter, _ in self._counted():
             parameter.__class__ = nn.Parameter
             vars(parameter).pop("elixir_lends", None)
@@ -243,21 +244,21 @@ class Engine:
             self._handles.pop().remove()
 
     def release_memory(self) -> None:
-        """`uninstall`, and give up all memory but that of the chunks, and that through which states on a disk pass."""
+        """Calls `uninstall`, and frees all memory except the chunks and the window of the disk."""
         self.uninstall()
         for kind in (STAGING, SUMMANDS):
             self.host_buffers.drop(kind)
-        for name in ("cache", "uses", "gradients"):  # not all are there where making them has failed
+        for name in ("cache", "uses", "gradients"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
 
     def change_plan(self, plan: Plan, build: Build) -> None:
         """Replaces this plan by another."""
         self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
-        self.release_memory()  # before there is new
+        self.release_memory()  # before new memory is allocated
         self.install(plan, build)
 
     def plan_installed(self) -> None:
-        """Optimizers have taken over their states, too: nobody needs extents of the plan before any more."""
+        """Frees the extents of the previous plan, once the optimizers have taken over their states."""
         leaving, self.leaving = self.leaving, {}
         for index, states in leaving.items():
             if self.chunks[index].stored is not states:
@@ -266,23 +267,23 @@ class Engine:
             self.host_buffers.drop(WINDOW)
             try:
                 self.window.close()
-            except ElixirError as error:  # chunks have moved; to go back would part this rank from the others
+            except ElixirError as error:  # chunks have moved; going back would separate this rank from the others
                 logger.warning("a file that nothing uses any more could not be closed: %s", error)
 
     def is_ordinary(self, chunk: Chunk) -> bool:
-        """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
+        """Whether a chunk is ordinary: weights, gradients and states all on the device of one rank."""
         return chunk.plan.resident and chunk.plan.state_home == "device" and self.group.size == 1
 
     def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
-        """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
+        """The gathered weights of a chunk on the device; with `precise`, its masters if it has any."""
         if chunk.gathered is not None:
             return chunk.gathered
         found = self.precise(chunk)[0] if precise else self.gathered(chunk)
         return chunk.with_moved(found) if self.is_ordinary(chunk) else found
 
     def precise(self, chunk: Chunk) -> tuple[torch.Tensor, ElixirError | None]:
-        """The gathered weights of a chunk in the precision of its masters; the error of this rank's disk where it could
-        not read them, and gives the weights in memory instead."""
+        """The gathered weights of a chunk in the precision of its masters. If this rank's disk cannot read them, the
+        weights in memory and the error."""
         if not self.has_wide_masters(chunk):
             return self.gathered(chunk), None
         found: torch.Tensor | None = None
@@ -291,18 +292,18 @@ class Engine:
                 chunk.follow_writes()
                 found = self.gathered(chunk, chunk.masters)
         except (DiskError, NoMemoryError) as error:
-            if found is None:  # otherwise all ranks have gathered already, and masters could not be written back
+            if found is None:  # otherwise all ranks have gathered, and only the write back has failed
                 logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
                 return self.gathered(chunk, chunk.shard_weights.to(torch.float32)), error
         return found, None
 
     @staticmethod
     def has_wide_masters(chunk: Chunk) -> bool:
-        """Whether the masters of a chunk have more bits than its weights, which otherwise are the same."""
+        """Whether the masters of a chunk have more bits than its weights."""
         return chunk.masters is not None and chunk.masters.dtype != chunk.dtype
 
     def gathered(self, chunk: Chunk, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """The gathered weights of a chunk on the device, of each rank's `shard` if that is given."""
+        """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks."""
         if shard is None:
             if chunk.whole is not None:
                 return chunk.whole
@@ -314,7 +315,8 @@ class Engine:
         return whole
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of rank, after what the network is doing; see `Group.exchange`."""
+        """Every rank's `value`, in order of rank, exchanged after the pending work of the network; see
+        `Group.exchange`."""
         return self.lanes.network.ask(lambda: self.group.exchange(what, value))
 
     def chunks_by_use(self) -> list[Chunk]:
@@ -330,28 +332,28 @@ class Engine:
     # --- forward and backward ----------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """The model's forward starts."""
+        """Notes that the model's forward starts."""
         self.cache.begin()
         self.phase.enter_forward()
 
     def forward_over(self) -> None:
-        """The model's forward has returned."""
+        """Notes that the model's forward has returned."""
         self.phase.leave_forward()
         self.cache.end_forward()
 
     def forward_failed(self) -> None:
-        """The model's forward has raised."""
+        """Notes that the model's forward has raised."""
         self.phase.leave_forward()
         self._failed("a forward")
 
     def watch_output(self, output: Any) -> None:
-        """Notices the beginning of backward at what it begins with, before any of the model's nodes run."""
+        """Registers a hook that notices backward at the model's output, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             begins = _weakly(self.backward_runs)
             output.register_hook(lambda gradient: begins())
 
     def backward_runs(self) -> None:
-        """Backward is running; the first time, have autograd call when it is over."""
+        """Notes that backward runs; the first call makes autograd report its end."""
         if not (self.phase.in_backward or self.phase.closed):
             self.phase.to(Phase.BACKWARD)
             self.unstepped = list(self.steppers)
@@ -362,7 +364,7 @@ class Engine:
             call_after_backward(self._backward_over)
 
     def forget_failed_backward(self) -> None:
-        """If a backward has raised: it left its pins, and gradients that count as they do in plain PyTorch."""
+        """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch."""
         if self.phase.in_backward and not backward_is_running():
             try:
                 self._failed("a backward")
@@ -372,8 +374,8 @@ class Engine:
                 self.phase.leave_backward()
 
     def _failed(self, what: str) -> None:
-        """A forward or backward has raised: its pins go, and errors of lanes are raised by the next forward, step or
-        `settle`."""
+        """Releases the pins of a forward or backward that has raised. The next forward, step or `settle` raises errors
+        of lanes."""
         self.uses.reset()
         self.cache.disturbed()
         self.errors.record_next_to(what, self._failures())
@@ -389,15 +391,15 @@ class Engine:
     # --- errors and settling -----------------------------------------------------------------------------------
 
     def refuse_unusable(self) -> None:
-        """Raises `InputError` after `close`, and where a checkpoint was loaded in part."""
+        """Raises `InputError` after `close`, and if a checkpoint was loaded in part."""
         self.phase.refuse_closed()
         self.errors.report(Call.USE)
 
     def refuse_step(self) -> None:
-        """An optimizer is about to step.
+        """Refuses a step that cannot be right.
 
         Raises:
-            InputError: inside `gathered`, which would go on showing the weights before the step.
+            InputError: inside `gathered`, which would still show the old weights.
         """
         self.refuse_unusable()
         self.errors.report(Call.STEP)
@@ -409,8 +411,7 @@ class Engine:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
 
     def refuse_stale(self) -> None:
-        """Raises, on all ranks, where a forward has read weights of the step before the last, since the disk of one of
-        them has failed in the last."""
+        """Raises on all ranks if a forward has read old weights, because a rank's disk has failed in the last step."""
         after_step, self._is_after_step = self._is_after_step, False
         if self.group.size == 1:
             self.errors.report(Call.STEP)
@@ -418,28 +419,28 @@ class Engine:
             self.errors.agree(self.exchange("states on disks", self.errors.of_disk))
 
     def settle_together(self, what: str) -> None:
-        """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions.
+        """Calls `settle_quietly` once all ranks have called `what`; a rank alone would get answers to other questions.
 
-        Weights can be had whatever has failed: that is logged here, and raised by the next forward or step.
+        Errors of lanes are logged here and raised by the next forward or step.
         """
         self.refuse_unusable()
         self.exchange(what, None)
         self.settle_quietly()
 
     def settle(self) -> None:
-        """Waits for all lanes, and empty the blocks.
+        """Waits for all lanes and empties the blocks.
 
         Raises:
-            StepError: an optimizer has failed there; it is raised once.
+            StepError: an update on a lane has failed; it is raised once.
         """
         self.settle_quietly()
         self.errors.report(Call.RUN)
 
     def settle_quietly(self) -> None:
-        """`settle` for who needs weights in whatever state they are."""
+        """Like `settle`, but logs errors of lanes instead of raising them."""
         self.phase.refuse_closed()
         self.forget_failed_backward()
-        failed = self._failures()  # shards may be written to after this
+        failed = self._failures()  # after this, shards may be written to
         if failed:
             self.errors.record(ErrorKind.LANE, failed[0])
             logger.error("weights are looked at after an error that is not reported yet: %s", failed[0])
@@ -448,7 +449,7 @@ class Engine:
         self.emptied = True
 
     def take_back(self, wanted: Iterable[tuple[Chunk, Sequence[Slot]]] | None = None) -> None:
-        """Copies to the memory of the plan the values that plain parameters were given by setting ``data``."""
+        """Copies the values of plain parameters whose ``data`` was set back to the memory of the plan."""
         if wanted is None:
             wanted = [(chunk, chunk.slots) for chunk in self.chunks]
         take_back(
@@ -458,14 +459,14 @@ class Engine:
         )
 
     def weights_changed(self, updates: Iterable[Ticket]) -> None:
-        """An optimizer has stepped: blocks hold old weights, and resident ones are new once `updates` are done."""
+        """Notes a step: blocks hold old weights, and resident weights are new once `updates` are done."""
         self._is_after_step = True
         self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
         self.cache.invalidate()
         self.renew_shared()
 
     def _failures(self) -> list[Exception]:
-        """Waits for all that lanes do; what has failed, which nothing waits for afterwards."""
+        """Waits for all lanes; returns the errors of their work, which later waits no longer raise."""
         self.window.settle()
         found = self.cache.failures()
         for chunk in self.chunks:
@@ -473,11 +474,11 @@ class Engine:
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
         found += filter(None, map(failure, self._pending_updates))
         self._pending_updates.clear()
-        return list(dict.fromkeys(found))  # several tickets may have met one error
+        return list(dict.fromkeys(found))  # several tickets may share one error
 
     def end(self) -> bool:
-        """Nothing may run from here on; weights can still be had. Whether the other ranks can be asked for theirs."""
-        if not self.has_plan:  # nothing has been begun under it
+        """Ends the run; weights can still be read. Returns whether other ranks can still be asked for theirs."""
+        if not self.has_plan:  # nothing has started under it
             self.phase.close()
             return not self.group.is_broken
         together = not (self.phase.in_backward or self.cache.is_disturbed)
@@ -488,7 +489,7 @@ class Engine:
         return together
 
     def stop(self) -> None:
-        """Takes everything off the model and stops the lanes."""
+        """Takes hooks and classes off the model and stops the lanes."""
         self.uninstall()
         try:
             self._stop_lanes()
@@ -497,7 +498,7 @@ class Engine:
 
     def _gradient_flow(self) -> GradientFlow:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
-        # Those that got no gradient in the traced step come last: nobody must wait for them.
+        # Chunks that got no gradient in the traced step come last, so that no other chunk waits for them.
         last = len(self.chunks)
         gathering.sort(
             key=lambda chunk: (last if chunk.plan.reduce_order is None else chunk.plan.reduce_order, chunk.index)
@@ -521,29 +522,29 @@ class Engine:
         )
 
     def _complete(self, chunk: Chunk) -> None:
-        """All gradients of a chunk are on their way home."""
+        """Begins an early update, since all gradients of a chunk are on their way home."""
         if chunk.plan.home.early:
             for stepper in self.steppers:
                 stepper.update_early(chunk)
 
     def _wants_norms(self) -> bool:
-        """Whether a step is going to ask for the norm of the gradients that come now."""
+        """Whether a step will ask for the norm of the gradients that come now."""
         return any(stepper.wants_norm for stepper in self.steppers)
 
     def _arrived(self, index: int, place: int, parameter: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient: it leaves for its home.
+        """Sends a gradient home that autograd has accumulated.
 
         The hook holds numbers, not the chunk: the garbage collector cannot see through autograd.
         """
         chunk = self.chunks[index]
         slot = chunk.slots[place]
         self.backward_runs()
-        with DisableTorchFunctionSubclass():  # nobody else is reading gradients here
+        with DisableTorchFunctionSubclass():  # reading the gradient here is no use by the model
             if parameter.grad is not None:
                 self.uses.order_compute()
                 try:
                     self.gradients.take(chunk, slot, parameter.grad)
-                finally:  # one that was refused must not stay where `step` takes it for one that was set by hand
+                finally:  # `step` would take a refused gradient for one that was set by hand
                     parameter.grad = None
 
 
@@ -567,8 +568,8 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def _places(chunks: list[Chunk], schedule: Schedule) -> dict[int, int]:
-    """By chunk, the position after whose loads it is reduced: the last gathers before its last gradient; -1 if none
-    are."""
+    """By chunk, the position after whose loads it is reduced: the last one that loads before its last gradient, or
+    -1."""
     loading = schedule.loading
     return {
         chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
@@ -578,11 +579,12 @@ def _places(chunks: list[Chunk], schedule: Schedule) -> dict[int, int]:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of an engine's method, or nothing once the engine is gone.
+    """Returns a function that calls an engine's method, and does nothing once the engine is gone.
 
-    What autograd and parameters hold must not hold the engine: the garbage collector cannot see through autograd.
+    Autograd and parameters hold this function; it must not keep the engine alive, since the garbage collector cannot
+    see through autograd.
     """
-    # Apart, since a WeakMethod makes the method anew at every call, of which there is one for each gradient.
+    # Not a WeakMethod, which would create the method anew at every call, one per gradient.
     bound = cast(MethodType, method)
     weak, function = weakref.ref(bound.__self__), bound.__func__
 

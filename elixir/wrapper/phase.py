@@ -1,4 +1,4 @@
-"""The phase of a step: what a rank is doing, and the only ways from one phase to the next."""
+"""The phase of a step: what a rank is doing, and the allowed changes between phases."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from elixir.errors import InputError, StateError
 
 
 class Phase(enum.Enum):
-    """The part of a step in which a rank is, and who holds which memory meanwhile."""
+    """The part of a step that a rank is in, and who holds which memory meanwhile."""
 
     IDLE = "outside of forward and backward"
-    """Nothing is pinned; blocks may go on holding weights. Gradients of earlier backwards are at the home of the
-    states, or on their way there out of gradient blocks."""
+    """Nothing is pinned; blocks may still hold weights. Gradients of earlier backwards are at the home of the states,
+    or on their way there from gradient blocks."""
     FORWARD = "in forward"
-    """Modules that run pin blocks. What autograd saves of a weight is a handle without memory."""
+    """Running modules pin blocks. Autograd saves a weight as a handle without memory."""
     BACKWARD = "in backward"
-    """The autograd node that runs pins blocks. Gradient blocks hold what arrives, until a lane has taken it home."""
+    """The running autograd node pins blocks. Gradient blocks hold new gradients until a lane has taken them home."""
     CLOSED = "closed"
     """The model's parameters own their memory again; the lanes have ended."""
 
@@ -38,15 +38,15 @@ class StepPhase:
     """The phase of one model on one rank.
 
     Args:
-        rank: this one; for messages.
+        rank: this rank, for messages.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.now = Phase.IDLE
         self.in_backward = False
-        """Whether a backward runs, or has raised and nobody has noticed yet. Kept, since every access asks."""
-        self._forwards: list[int] = []  # the thread of each forward that runs, one inside of the other
+        """Whether a backward runs, or has raised unnoticed. An attribute, since every access reads it."""
+        self._forwards: list[int] = []  # the threads of nested running forwards
 
     def to(self, phase: Phase) -> None:
         """Changes the phase.
@@ -61,18 +61,18 @@ class StepPhase:
 
     @property
     def closed(self) -> bool:
-        """Whether the model was given back."""
+        """Whether `close` has given the model back."""
         return self.now is Phase.CLOSED
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A forward runs for as long as this lasts: no other thread may begin one.
+        """Wraps a forward: no other thread may begin one meanwhile.
 
         Raises:
             InputError: another thread runs one.
         """
         thread = threading.get_ident()
-        # A forward may wait for a backward that runs a part of it again, on a thread of the engine.
+        # A backward on an autograd thread may recompute a part of a forward that waits for it.
         if any(other != thread for other in self._forwards) and not backward_is_running():
             raise InputError(
                 "another thread is in a forward of this model: blocks hold the weights of one forward; call the model "
@@ -85,22 +85,22 @@ class StepPhase:
             self._forwards.remove(thread)
 
     def enter_forward(self) -> None:
-        """A forward starts. One inside of a backward, as of a checkpoint around the wrapper, is part of that."""
+        """Enters forward. A forward inside of backward, as under activation checkpointing, belongs to that backward."""
         if self.now is Phase.IDLE:
             self.to(Phase.FORWARD)
 
     def leave_forward(self) -> None:
-        """A forward has returned or raised. A backward that it ran may have ended it already."""
+        """Leaves forward, if a backward inside of it has not ended the phase already."""
         if self.now is Phase.FORWARD:
             self.to(Phase.IDLE)
 
     def leave_backward(self) -> None:
-        """A backward is over, or has raised."""
+        """Leaves backward."""
         if self.in_backward:
             self.to(Phase.IDLE)
 
     def close(self) -> None:
-        """The model is given back, whatever it was doing."""
+        """Changes to `CLOSED` from any phase."""
         self.leave_backward()
         self.leave_forward()
         self.to(Phase.CLOSED)

@@ -1,4 +1,4 @@
-"""How a plan is run."""
+"""`RunOptions`: how a plan is run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Debug:
     """Switches for tests of the runtime, and for measurements without the hardware; training needs none of them.
 
     Attributes:
-        poison: fill blocks that are given back with NaN, so that a stale use shows.
-        evict_always: evict whatever is not pinned after every use.
+        poison: fill returned blocks with NaN, so that a stale use shows.
+        evict_always: evict everything unpinned after every use.
         emulation: speed and delays of the links, on the CPU.
-        files: the operations on files with states on a disk.
+        files: the file operations of states on a disk.
     """
 
     poison: bool = False

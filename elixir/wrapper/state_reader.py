@@ -1,4 +1,4 @@
-"""`StateReader`: what reads the states of a run while training goes on, as a checkpoint that is being written does."""
+"""`StateReader`: reads the states of a run while training goes on, such as a checkpoint that is being written."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class StateReader(Protocol):
-    """Has a hook on every chunk that it still reads (`Chunk.before_write`), for steps; the rest is here."""
+    """A reader of live states. It has a hook on every chunk that it still reads (`Chunk.before_write`)."""
 
     def let_go(self) -> None:
-        """Waits until no live memory is read: chunks are about to be replaced."""
+        """Waits until it reads no live memory, since chunks are about to be replaced."""
 
     def close(self) -> Exception | None:
-        """Waits until all is written; the error, if it was not reported yet."""
+        """Waits until everything is written; returns an unreported error."""
