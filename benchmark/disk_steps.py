@@ -44,7 +44,7 @@ from benchmark.emulated_runs import (
 )
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.disk import InTurns, measured_file, with_disk
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 
 SHARES = (0.4, 2.5)
 """Seconds of all transfers of the fastest emulated disk, and of the slowest, over those of forward and backward."""

@@ -122,7 +122,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
     """Measured and simulated seconds of a step with early updates, for every mix of homes and link speed."""
     from elixir.microbench import measure
     from elixir.search.simulator.rates import with_link_speed
-    from elixir.search.simulator.step import simulate_step
+    from elixir.search.simulator.simulation import simulate_step
 
     torch.set_num_threads(1)
     hardware = measure(quick=True)

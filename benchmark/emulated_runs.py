@@ -35,7 +35,7 @@ from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer

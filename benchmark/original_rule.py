@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from elixir.plan.chunk_plan import Home
 from elixir.schedule import Schedule
-from elixir.search.problem.memory import MemoryModel
-from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import Packing, ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import Candidate, weigh
@@ -73,7 +73,7 @@ class OriginalRule:
                 continue  # the same chunks in larger blocks: more bytes for the same moves
             packing = table.pack(size)
             same_below = _next_change(table, packing)
-            work = Workload(facts, packing)
+            work = PackedStep(facts, packing)
             model = MemoryModel(work, setting)
             self._packed.append((size, model, Schedule(work.required, self.depth)))
 

@@ -60,7 +60,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
 
 MODEL = "opt"

@@ -42,7 +42,7 @@ from elixir.models.step import default_step, input_to_trace
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates, main_dtype
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import parse_dtype

@@ -34,7 +34,7 @@ from elixir.hardware.scenario import SLOW_HOST_ADAM, SLOW_LINK, Scenario
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
 POOL = Path(__file__).parent / "regret_pool"

@@ -54,7 +54,7 @@ from benchmark.emulated_runs import (
     with_error,
 )
 from elixir.search.simulator.rates import with_link_speed
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.simulation import Simulation, simulate_step
 
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)
 """Seconds of all transfers with everything streamed, over those of forward and backward."""

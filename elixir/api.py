@@ -22,8 +22,8 @@ from torch import nn
 from elixir.check import check_given, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
+from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.threads import check_host_threads
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
 from elixir.models.plannable import refuse_compiled

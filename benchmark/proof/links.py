@@ -12,7 +12,7 @@ from benchmark.proof.speed import saved_at
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure as measure_machine
 from elixir.plan.plan import Plan
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
 SPEED_PARTS = ("resident", "offload")

@@ -22,7 +22,7 @@ from elixir.kernels.adam.when_compiled import absent_kernels
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import format_bytes, parse_dtype

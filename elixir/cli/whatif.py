@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elixir.hardware.profile import HardwareProfile
     from elixir.plan.plan import Plan
     from elixir.search.whatif.prices import Prices
-    from elixir.search.whatif.trial import SweepRow
+    from elixir.search.whatif.sweep_row import SweepRow
     from elixir.step_trace import StepTrace
 
 UNSOLVED_STATUS = 2
@@ -125,8 +125,14 @@ def run_fit(args: argparse.Namespace) -> int:
 def run_explain(args: argparse.Namespace) -> int:
     """Why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
-    from elixir.search.whatif.explain import explain
-    from elixir.show.explanation import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
+    from elixir.search.whatif.explanation import explain
+    from elixir.show.explanation_tables import (
+        blocks_table,
+        elsewhere_table,
+        explanation_record,
+        levers_table,
+        summary_text,
+    )
     from elixir.show.tables import plan_levers_table
 
     with output.progress() as progress:
@@ -156,7 +162,7 @@ def run_timeline(args: argparse.Namespace) -> int:
         raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
     files.check_outputs(pictures=[] if chrome else [args.out], data=[args.out] if chrome else [])
     plan, trace, hardware = _planned(args)
-    from elixir.search.simulator.step import simulate_step
+    from elixir.search.simulator.simulation import simulate_step
     from elixir.show.perfetto import save_chrome_trace
     from elixir.show.timeline import plot_timeline
 
@@ -187,7 +193,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile]:
     """The plan of a question, the trace it was made from, and the machine it is asked for."""
     from elixir.plan.plan import Plan
-    from elixir.search.whatif.trial import with_network
+    from elixir.search.whatif.sweep_row import with_network
     from elixir.step_trace import StepTrace
 
     plan = files.load(args.plan)
@@ -317,7 +323,7 @@ def _print_rows(rows: Sequence[SweepRow], title: str, prices: Prices | None = No
 
 def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
     """Says what the presets leave open and every plan here rests on."""
-    from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE
+    from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE
 
     if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(

@@ -11,8 +11,8 @@ from typing import Any
 
 from elixir.artifact import digest
 from elixir.errors import InputError
-from elixir.hardware.fits import RateFit, is_finite
 from elixir.hardware.profile import HardwareProfile, Learned
+from elixir.hardware.rate_fit import RateFit, is_finite
 
 LEARNED_RANGE = (0.93, 1.07)
 """Between which multiples of the predicted seconds the steps of other plans are expected, after a run on the machine.

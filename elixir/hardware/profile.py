@@ -16,7 +16,8 @@ import torch
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
-from elixir.hardware.fits import (
+from elixir.hardware.presets import PRESETS
+from elixir.hardware.rate_fit import (
     DOUBTFUL_ERROR,
     LARGEST_ALONE,
     PLAIN_FIELDS,
@@ -26,7 +27,6 @@ from elixir.hardware.fits import (
     is_finite,
     plainer_keys,
 )
-from elixir.hardware.presets import PRESETS
 
 _LOG = logging.getLogger(__name__)
 

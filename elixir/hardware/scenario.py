@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import RateFit
 
 SLOW_HOST_ADAM, FAST_HOST_ADAM = 0.3, 3.0
 """CPU Adam of published offloading runs, over that of the presets: from 0.08 to 1.5, 0.28 in the median."""

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from elixir.hardware.host_share import host_share, host_view, rank_threads
 from elixir.hardware.own_threads import use_threads
-from elixir.hardware.threads import host_share, host_view, rank_threads
 from elixir.microbench.bench import Bench, threads_text
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
 from elixir.units import dtype_name

@@ -21,10 +21,10 @@ import torch
 from torch.nn import functional as F
 
 from elixir.errors import InputError
+from elixir.hardware.host_share import host_share, host_view, rank_threads
 from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.own_threads import use_threads
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.hardware.threads import host_share, host_view, rank_threads
 from elixir.microbench.bench import threads_text, today
 from elixir.units import MIB, dtype_name
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from elixir.errors import ElixirError, InputError, RankError
-from elixir.hardware.fits import LARGEST_ALONE, RateFit
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 from elixir.microbench.bench import Bench, Effort, median_seconds
 
 ERROR_LIMIT = 0.5

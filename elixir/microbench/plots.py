@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
-from elixir.hardware.fits import RateFit, fit_unit
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import RateFit, fit_unit
 from elixir.microbench.fitting import Measured
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from elixir.plan.chunk_plan import (
     itemsize_of,
 )
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
-from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
+from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape
 from elixir.units import format_bytes, format_seconds
@@ -103,7 +103,7 @@ class Plan(Artifact):
     host_threads: int | None = None
     """Threads of one rank's Adam on the host with which its time was predicted, where the machine was measured: the
     fewest that reach nearly its best rate. A run takes no more, unless told to; None: as many as
-    `elixir.hardware.threads` gives."""
+    `elixir.hardware.host_share` gives."""
     device_name: str = ""
     """Name of the device it was made for, as its hardware profile has it."""
     step: StepShape = field(default_factory=StepShape)

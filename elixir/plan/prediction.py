@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elixir.errors import InputError
-from elixir.hardware.fits import is_finite
+from elixir.hardware.rate_fit import is_finite
 from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import check_at_least
 from elixir.units import format_seconds

@@ -16,7 +16,7 @@ from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, as_it_runs, everything_resident, settled, weigh
@@ -27,7 +27,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
 from elixir.search.request import HomeChoice, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 

@@ -16,13 +16,14 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
-from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.early_updates import out_of_place_share
 from elixir.search.simulator.rates import adam_share
-from elixir.search.simulator.step import SimulatedCost, simulate_step
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
 MEMORY_TOLERANCE = 0.03
@@ -214,7 +215,7 @@ def correct(
 def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int) -> Plan:
     """The plan as it runs with so many batches a step: gradients wait longer, and move more often."""
     setting = replace(setting_of(plan, ranks_per_host), accumulation=batches)
-    need = MemoryModel(workload_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
+    need = MemoryModel(packed_step_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
     predicted = replace(
         plan.prediction_for(batches),
         device_peak_bytes=need.device_bytes,

@@ -11,9 +11,9 @@ from typing import Any
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import workload_of
-from elixir.search.simulator.replay import RESOURCES, Span
-from elixir.search.simulator.step import Simulation
+from elixir.search.problem.from_plan import packed_step_of
+from elixir.search.simulator.replay import RESOURCES, WorkSpan
+from elixir.search.simulator.simulation import Simulation
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.timeline import LANE_ORDER, check_simulation
 from elixir.step_trace import StepTrace
@@ -94,7 +94,7 @@ def _slice(name: str, kind: str, start_s: float, end_s: float, thread: int, abou
     }
 
 
-def _about(plan: Plan, span: Span) -> dict[str, Any]:
+def _about(plan: Plan, span: WorkSpan) -> dict[str, Any]:
     chunk = plan.chunks[span.chunk or 0]
     names = [slot.name for slot in chunk.parameters]
     more = [f"and {len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
@@ -123,7 +123,7 @@ def _waits(simulation: Simulation) -> Iterator[Event]:
 
 def _flows(simulation: Simulation) -> Iterator[Event]:
     """Arrows from each piece of work on a chunk to the next one of another lane."""
-    last: dict[int, Span] = {}
+    last: dict[int, WorkSpan] = {}
     number = 0
     for span in sorted(simulation.timeline, key=lambda span: (span.start_s, span.end_s)):
         if span.chunk is None:
@@ -170,14 +170,14 @@ def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Ev
         }
 
 
-def _is(plan: Plan, entry: int, span: Span) -> bool:
+def _is(plan: Plan, entry: int, span: WorkSpan) -> bool:
     use = plan.order[entry]
     return use.phase == span.name and use.chunks[0] == span.chunk
 
 
 def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
     """Highest live bytes of the accesses of each entry of the plan's order."""
-    entries, live, entry, use = workload_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
+    entries, live, entry, use = packed_step_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
     for access in trace.accesses:
         if access.parameters:
             entry, use = entries[use], use + 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
 from elixir.search.whatif.prices import Prices, RunCost
-from elixir.search.whatif.trial import SweepRow
+from elixir.search.whatif.sweep_row import SweepRow
 from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
 from elixir.show.tables import list_table, range_cell
 from elixir.units import format_bytes

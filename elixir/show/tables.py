@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
-from elixir.hardware.fits import fit_unit
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import fit_unit
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elixir.errors import InputError, InputTypeError
-from elixir.search.simulator.replay import RESOURCES, Span
-from elixir.search.simulator.step import Simulation
+from elixir.search.simulator.replay import RESOURCES, WorkSpan
+from elixir.search.simulator.simulation import Simulation
 from elixir.show.style import (
     BLUE,
     DARK,
@@ -114,7 +114,7 @@ def check_simulation(simulation: Simulation) -> None:
         )
 
 
-def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], unit_s: float) -> None:
+def _draw_lane(axes: Axes, row: int, spans: Sequence[WorkSpan], unit_s: float) -> None:
     # An edge in a bar's own colour keeps the thinnest bars visible.
     narrowest_s = min(span.end_s - span.start_s for span in spans)
     apart = narrowest_s > _WIDE * max(span.end_s for span in spans)
@@ -126,7 +126,7 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], unit_s: float) -> No
             )
 
 
-def _turns(timeline: Sequence[Span]) -> list[float]:
+def _turns(timeline: Sequence[WorkSpan]) -> list[float]:
     """Where forward begins, and where backward does."""
     turns, before = [], ""
     for span in timeline:

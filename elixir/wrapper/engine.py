@@ -34,7 +34,7 @@ from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
-from elixir.hardware.threads import host_share, host_view
+from elixir.hardware.host_share import host_share, host_view
 from elixir.plan.plan import Plan
 from elixir.schedule import Schedule
 from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward

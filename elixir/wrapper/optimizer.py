@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware.threads import check_host_threads
+from elixir.hardware.host_share import check_host_threads
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
@@ -40,8 +40,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         max_norm: clip the global gradient norm to this; 0 or None for no clipping.
         growth_interval: steps without overflow after which the loss scale doubles.
         host_threads: of what steps on the host, on this rank; None for its part of the cores
-            (`elixir.hardware.threads`). Other threads keep torch's number. Several optimizers of one module share them:
-            the last one says.
+            (`elixir.hardware.host_share`). Other threads keep torch's number. Several optimizers of one module share
+            them: the last one says.
         init_step: have the moments of Adam, AdamW or `HybridAdam` before the first step, so that it finds all memory
             taken: moments are zero, counts 0, and no weight changes. Without effect for other classes, and on every
             number. Plans keep their states on the host ready in any case.

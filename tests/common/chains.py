@@ -13,7 +13,7 @@ from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import MIB
 from tests.common.samples import make_hardware

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.best import MOST_AHEAD
 from elixir.search.propose.candidate import Candidate, weigh
@@ -167,7 +167,7 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
     Args:
         search: the instance.
-        skip: leave out homes whose floor (`SimulatedCost.floor_s`, with a block for every chunk) is above the best so
+        skip: leave out homes whose floor (`SimulatedCost.lower_bound_s`, with a block for every chunk) is above the best so
             far.
     """
     best: Candidate | None = None
@@ -187,4 +187,4 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
 def _floors(search: SmallSearch, model: MemoryModel, placements: list[Placement]) -> npt.NDArray[np.float64]:
     codes, count = np.array([placement.codes for placement in placements]), len(model.work.chunks)
-    return search.space.cost.floor_s(model.work, np.arange(count), codes, np.full(len(placements), count))
+    return search.space.cost.lower_bound_s(model.work, np.arange(count), codes, np.full(len(placements), count))

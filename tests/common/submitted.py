@@ -11,9 +11,9 @@ from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import placement_of, workload_of
-from elixir.search.simulator.events import LOAD, OPEN, SEND, WorkTimes
+from elixir.search.problem.from_plan import packed_step_of, placement_of
 from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.work_times import LOAD, OPEN, SEND, WorkTimes
 from elixir.step_trace import StepTrace
 
 _METHODS = ((RCache, "_load", LOAD), (GradientFlow, "_opened", OPEN), (GradientFlow, "_send", SEND))
@@ -43,7 +43,7 @@ def watching() -> Iterator[list[tuple[int, int]]]:
 
 def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
     """The same as the simulator has it, for one batch."""
-    work, rates = workload_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
+    work, rates = packed_step_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
     times = WorkTimes(work, rates, rates.accesses_s(trace), plan.block_bytes)
     schedule = plan.schedule()
     events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count), updated=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elixir.errors import RankError
-from elixir.hardware.fits import RateFit
+from elixir.hardware.host_share import HostView, adam_threads
 from elixir.hardware.profile import preset
-from elixir.hardware.threads import HostView, adam_threads
+from elixir.hardware.rate_fit import RateFit
 from elixir.microbench import adam, machine
 from elixir.microbench import bench as bench_module
 from elixir.microbench.bench import Bench, Effort, median_seconds

@@ -13,7 +13,7 @@ from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_seconds
 

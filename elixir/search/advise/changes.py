@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.budgets import CUDA_CONTEXT_BYTES

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elixir.plan.traffic import StepTraffic
+from elixir.plan.step_traffic import StepTraffic
 from elixir.schedule import Schedule
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
 
 
 @dataclass(frozen=True)
-class Traffic(StepTraffic):
+class BytesMoved(StepTraffic):
     """Bytes that one rank moves in one optimizer step, all its micro-batches together."""
 
     disk_bytes: int
@@ -28,7 +28,7 @@ class Traffic(StepTraffic):
         return self.host_to_device_bytes + self.device_to_host_bytes
 
 
-def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks: int) -> Traffic:
+def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks: int) -> BytesMoved:
     """Bytes of one rank; formulas in `docs/appendix/packing.md`."""
     chunks, setting = model.work.chunks, model.setting
     loads = schedule.step(blocks, setting.accumulation)
@@ -38,4 +38,4 @@ def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks
     moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
     disk = sum(int(model.disk_shard_bytes[index]) for index in placement.state_on_disk if chunks[index].grad_bytes)
     down, up, network = moved.tolist()
-    return Traffic(down, up, network, disk_bytes=disk, loads=loads.loads, hits=loads.hits)
+    return BytesMoved(down, up, network, disk_bytes=disk, loads=loads.loads, hits=loads.hits)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from elixir.errors import InputError
 from elixir.optimizer_states import is_copied
 from elixir.plan.plan import Plan
-from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import PackedChunk, Packing
 from elixir.search.problem.placement import Placement, Setting
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
 
-def workload_of(plan: Plan, trace: StepTrace) -> Workload:
+def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
     """The plan's packing of the trace, from which its order follows again.
 
     Raises:
@@ -47,7 +47,7 @@ def workload_of(plan: Plan, trace: StepTrace) -> Workload:
         raise InputError(
             f"the trace of {trace.model_name} has {len(trace.parameters)} parameters, the plan others; plan again"
         )
-    work = Workload(StepFacts(trace), Packing(max(plan.block_bytes, 1), tuple(chunks)))
+    work = PackedStep(StepFacts(trace), Packing(max(plan.block_bytes, 1), tuple(chunks)))
     if work.order != plan.order:
         raise InputError(
             f"the trace of {trace.model_name} uses its parameters in another order than the plan's; simulate the trace "

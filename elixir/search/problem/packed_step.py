@@ -113,7 +113,7 @@ class ChunkFacts:
         return self.bytes // self.numel
 
 
-class Workload:
+class PackedStep:
     """One packing of one trace.
 
     Attributes:

@@ -10,15 +10,15 @@ from operator import attrgetter
 
 from elixir.plan.chunk_plan import Home
 from elixir.schedule import ScheduleResult
-from elixir.search.problem.bytes_moved import Traffic, traffic
-from elixir.search.problem.memory import MemoryModel, MemoryNeed
-from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.bytes_moved import BytesMoved, traffic
+from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
+from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.climb import DECIMALS, NEAR, Key
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.units import LARGEST_BYTES
 
 
@@ -32,7 +32,7 @@ class Candidate:
     cost: SimulatedCost
 
     @property
-    def work(self) -> Workload:
+    def work(self) -> PackedStep:
         """Its packing of the step."""
         return self.model.work
 
@@ -52,7 +52,7 @@ class Candidate:
         return self.model.need(self.placement, self.schedule.blocks)
 
     @cached_property
-    def moved(self) -> Traffic:
+    def moved(self) -> BytesMoved:
         """Bytes that a step moves."""
         schedule = self.work.schedule(self.placement.residents, self.schedule.prefetch_depth)
         return traffic(self.model, self.placement, schedule, self.schedule.blocks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elixir.plan.plan import WINDOW_CHUNKS
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Spill
 
 

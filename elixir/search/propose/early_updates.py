@@ -15,13 +15,13 @@ from functools import partial
 import numpy as np
 
 from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import HOMES, STATES, Placement
 from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LESS_FULL, NEAR, climb, farthest, halved
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 
 Choice = tuple[int, int, int]
 """Chunks whose states the host has at least, least blocks, depth of prefetch."""
@@ -77,7 +77,7 @@ class EarlyUpdates:
         if not fit.any():
             return math.inf
         none = np.zeros(len(counts), dtype=np.int64)
-        floors_s = self._cost.floor_s(work, np.arange(len(work.chunks)), codes, none, early=True)
+        floors_s = self._cost.lower_bound_s(work, np.arange(len(work.chunks)), codes, none, early=True)
         least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
         self._promising = int(counts[least])
         early_bytes = np.sum(list(self.model.host(np.where(STATES[codes], codes, _EARLY)).values()), axis=0)
@@ -158,7 +158,7 @@ class EarlyUpdates:
 
     def _floor_s(self, choice: Choice) -> float:
         homes = self._fillings.hosting(*choice)
-        return math.inf if homes is None else self._cost.floor_of(self.model.work, *homes, early=True)
+        return math.inf if homes is None else self._cost.lower_bound_of(self.model.work, *homes, early=True)
 
     def _at(self, choice: Choice, share: float = 1.0, part: float = 1.0) -> Candidate | None:
         """The candidate with `part` of the device filled; None if it does not fit, if no chunk can be updated early, or
@@ -168,7 +168,7 @@ class EarlyUpdates:
             return None
         key = *homes, choice[2] if homes[0].resident.count(False) else 0
         if key not in self._known:
-            if self._cost.floor_of(self.model.work, *homes, early=True) > self._found.best_s * share * EXACTLY:
+            if self._cost.lower_bound_of(self.model.work, *homes, early=True) > self._found.best_s * share * EXACTLY:
                 return None
             self._known[key] = updated_early(weigh(self.model, *key, self._cost), self._budgets)
         found = self._known[key]

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, settled, weigh
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.units import LARGEST_BYTES
 
 
@@ -65,7 +65,7 @@ class Fillings:
             host_bytes = sum(self.model.host_parts(spilled(self.model, placement)).values())
             if host_bytes > most_host_bytes:
                 return None
-            if most_s < math.inf and self._cost.floor_of(self.model.work, placement, blocks, depth) > most_s:
+            if most_s < math.inf and self._cost.lower_bound_of(self.model.work, placement, blocks, depth) > most_s:
                 return None
             self._known[key] = weigh(self.model, placement, blocks, depth, self._cost)
         return self._known[key]

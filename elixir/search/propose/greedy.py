@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import HOMES, Floats, Placement
 
 _RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)

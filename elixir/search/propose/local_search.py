@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import Bools, Codes, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, updated_early, weigh
@@ -24,7 +24,7 @@ from elixir.search.propose.climb import DECIMALS, EXACTLY, LITTLE_LESS, climb
 from elixir.search.propose.placement_batch import Look, Variants
 from elixir.search.propose.sizes import Budgets
 from elixir.search.simulator.early_updates import can_step
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 
 _by_seconds = attrgetter("sort_key")
 Change = tuple[int, int]
@@ -75,7 +75,7 @@ class LocalSearch:
             return best
         look = self._look(codes)
         # The closure sees the best so far.
-        rows = takewhile(lambda row: look.floor_s[row] <= best.seconds["total"] * EXACTLY, self._promising(look))
+        rows = takewhile(lambda row: look.lower_bound_s[row] <= best.seconds["total"] * EXACTLY, self._promising(look))
         for found in self._simulated(codes, look, rows, depths):
             best = min(best, found, key=_by_seconds)
         return best
@@ -145,7 +145,7 @@ class LocalSearch:
     def _updated_otherwise(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
         """One chunk more that is updated early, one fewer, or its neighbour instead."""
         placement, now, blocks = here.placement, here.placement.early, here.schedule.blocks
-        if self.cost.floor_of(here.work, placement, blocks, early=True) > most_s:
+        if self.cost.lower_bound_of(here.work, placement, blocks, early=True) > most_s:
             return
         able = sorted(can_step(here.work, placement) - placement.state_on_disk)
         for change in [*((chunk,) for chunk in able), *pairwise(able)]:
@@ -195,7 +195,7 @@ class LocalSearch:
         """Rows that may be allowed and take no more than `most_s`, the most promising first."""
         rows = np.flatnonzero(_may_be(look, most_s, self.budgets.host_bytes))
         # Rounded, so that the last bits of a sum, which machines may give differently, do not put equal ones in order.
-        order: list[int] = rows[np.argsort(np.round(look.floor_s[rows], DECIMALS), kind="stable")].tolist()
+        order: list[int] = rows[np.argsort(np.round(look.lower_bound_s[rows], DECIMALS), kind="stable")].tolist()
         return order
 
     def _weigh(self, placement: Placement, blocks: int, depth: int) -> Candidate | None:
@@ -224,7 +224,7 @@ class LocalSearch:
 
 def _may_be(look: Look, most_s: float, most_host_bytes: int) -> Bools:
     """Which may be allowed, and take no longer."""
-    good: Bools = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes) & (look.floor_s <= most_s)
+    good: Bools = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes) & (look.lower_bound_s <= most_s)
     return good
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.greedy import PlacementBuilder

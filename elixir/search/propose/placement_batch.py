@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import HOMES, RESIDENT, Codes, Floats, Placement
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 
 
 def possible_homes(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Look:
     """
     host_bytes: Ints
     """Where states may spill to a disk, what they need at least: without those on the host."""
-    floor_s: Floats
+    lower_bound_s: Floats
     """No step is faster."""
 
 
@@ -101,5 +101,5 @@ class Variants:
         return Look(
             blocks=blocks,
             host_bytes=np.sum(list(host.values()), axis=0),
-            floor_s=self.cost.floor_s(model.work, some, codes, np.maximum(blocks, 0), early=early),
+            lower_bound_s=self.cost.lower_bound_s(model.work, some, codes, np.maximum(blocks, 0), early=early),
         )

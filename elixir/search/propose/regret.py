@@ -17,7 +17,7 @@ from elixir.search.propose.candidate import Candidate, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, NEAR, TIE
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 
 ENOUGH = 0.03
 """No plan between those of the scenarios is looked for if one of these has no larger a regret."""

@@ -11,7 +11,7 @@ from typing import get_args
 from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory import MemoryModel, MemoryNeed
+from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder

@@ -12,11 +12,11 @@ import numpy as np
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario
-from elixir.search.problem.memory import MemoryModel
-from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
 from elixir.search.problem.placement import Setting
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 
 FEWEST_CHUNKS = 16
@@ -73,7 +73,7 @@ class SearchSpace:
             key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
             found = self._by_chunks.get(key)
             if found is None:
-                found = self._by_chunks[key] = self.cost.known(Workload(self.facts, packing)).model
+                found = self._by_chunks[key] = self.cost.known(PackedStep(self.facts, packing)).model
             self._models[capacity_bytes] = found
         return found
 

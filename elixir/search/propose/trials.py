@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, Found, everything_resident
 from elixir.search.propose.climb import EXACTLY, NEAR, ROUNDING_S, Key, climb, halved
@@ -14,7 +14,7 @@ from elixir.search.propose.early_updates import EarlyUpdates
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator.step import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.units import LARGEST_BYTES
 
 FEW_CHUNKS = 16

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from elixir.schedule import Schedule, ScheduleResult
 from elixir.search.problem.placement import Placement
-from elixir.search.simulator.events import Events, WorkTimes
+from elixir.search.simulator.work_times import Events, WorkTimes
 
 
 @dataclass(frozen=True)

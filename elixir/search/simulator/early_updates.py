@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from elixir.optimizer_states import MASTER_BYTES
-from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.placement import Placement, Setting
 
 _LEAST_SLOWER = 1.01
@@ -37,7 +37,7 @@ def out_of_place_share(setting: Setting) -> float:
     return 1.0 + 3 * (MASTER_BYTES + kept) / in_place
 
 
-def can_step(work: Workload, placement: Placement) -> frozenset[int]:
+def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
     """Chunks that the host can update as soon as their gradients are there."""
     return frozenset(
         chunk

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elixir.hardware.fits import RateFit, plainer_keys
+from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.threads import adam_threads, enough_threads
+from elixir.hardware.rate_fit import RateFit, plainer_keys
 from elixir.optimizer_states import MomentKind
 from elixir.search.problem.placement import Floats
-from elixir.search.simulator.collectives import (
+from elixir.search.simulator.cluster import (
     NCCL_CALL_S,
     NETWORK_STEP_S,
     NVLINK_STEP_S,
@@ -296,7 +296,7 @@ class Rates:
         return replace(line, per_s=line.per_s * adam_share(self._moments))
 
     def _host_adam(self) -> Line:
-        """At the number of threads that the runtime gives it (`elixir.hardware.threads`), where the profile knows
+        """At the number of threads that the runtime gives it (`elixir.hardware.host_share`), where the profile knows
         several."""
         alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
         cores = max(alone, default=0)  # all that the machine's ranks may use

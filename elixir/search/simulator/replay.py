@@ -5,7 +5,7 @@ submission; an item starts when its lane is free, what it builds on is done, and
 submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
 plus a duration: nothing that gets faster can make a step slower.
 
-`Machine` does what `elixir.chunk` and `elixir.wrapper` do; its docstrings name the places.
+`Replay` does what `elixir.chunk` and `elixir.wrapper` do; its docstrings name the places.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.prediction import LINKS
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events
+from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
@@ -32,7 +32,7 @@ Handler = Callable[[Any, int, float], float]
 """Takes a machine, a chunk and the time at which compute comes there; gives the time at which it goes on."""
 
 
-class Span(NamedTuple):
+class WorkSpan(NamedTuple):
     """One piece of work of one resource; seconds count from the start of the simulated step."""
 
     resource: str
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     chunk: int | None
 
 
-class Machine:
+class Replay:
     """Lanes, gradient blocks and the clock of one rank during steps.
 
     Args:
@@ -83,7 +83,7 @@ class Machine:
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
         self.now_s = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[WorkSpan] = []
         self._forget()
 
     def restart(self) -> None:
@@ -120,7 +120,7 @@ class Machine:
         self._since_s, self._doing = 0.0, ""  # what compute is busy with
         self._doing_chunk: int | None = None
 
-    def fork(self) -> Machine:
+    def fork(self) -> Replay:
         """The same at this moment, which goes on without this one."""
         other = copy.copy(self)
         mutable = {key: value for key, value in vars(self).items() if isinstance(value, list | dict | deque)}
@@ -410,7 +410,7 @@ class Machine:
         end_s = self._free_s[lane] = start_s + seconds
         self.busy_s[lane] += seconds
         if self._recording and end_s > start_s:
-            self.spans.append(Span(lane, name, start_s, end_s, c))
+            self.spans.append(WorkSpan(lane, name, start_s, end_s, c))
         return end_s
 
     def _wait(self, now_s: float, until_s: float, lane: str) -> float:
@@ -424,5 +424,5 @@ class Machine:
 
     def _computed(self, now_s: float) -> None:
         if self._recording and now_s > self._since_s:
-            self.spans.append(Span(COMPUTE, self._doing, self._since_s, now_s, self._doing_chunk))
+            self.spans.append(WorkSpan(COMPUTE, self._doing, self._since_s, now_s, self._doing_chunk))
         self._since_s = now_s

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.events import ENTRY, Events
-from elixir.search.simulator.replay import COMPUTE, DISK, Handler, Machine
+from elixir.search.simulator.replay import COMPUTE, DISK, Handler, Replay
+from elixir.search.simulator.work_times import ENTRY, Events
 
 
 def _delayed(handler: Handler) -> Handler:
     return lambda self, chunk, now_s: handler(self, chunk, self.after_loss(now_s))
 
 
-class SharedCores(Machine):
-    """`Machine` whose compute takes longer by `Rates.contention` of every second of a lane, the disk's left out.
+class SharedCores(Replay):
+    """`Replay` whose compute takes longer by `Rates.contention` of every second of a lane, the disk's left out.
 
     Compute loses it where work is submitted, all at once: when the lane comes to it nobody knows before. Where compute
     waits for lanes later, it waits that much less.
@@ -24,7 +24,7 @@ class SharedCores(Machine):
     HANDLERS: ClassVar[Mapping[int, Handler]] = {
         # Entries are only for the record, without which seconds must be the same.
         kind: handler if kind == ENTRY else _delayed(handler)
-        for kind, handler in Machine.HANDLERS.items()
+        for kind, handler in Replay.HANDLERS.items()
     }
 
     def __init__(self, case: Case, *, record: bool) -> None:
@@ -50,6 +50,6 @@ class SharedCores(Machine):
         return super()._run(lane, name, c, submitted_s, seconds)
 
 
-def machine_of(case: Case, *, record: bool = False) -> Machine:
+def machine_of(case: Case, *, record: bool = False) -> Replay:
     """The machine on which a case is replayed."""
-    return (SharedCores if case.times.rates.contention else Machine)(case, record=record)
+    return (SharedCores if case.times.rates.contention else Replay)(case, record=record)

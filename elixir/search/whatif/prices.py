@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elixir.errors import InputError
 from elixir.files import FILES
-from elixir.search.whatif.trial import SweepRow
+from elixir.search.whatif.sweep_row import SweepRow
 
 COLUMNS = ("machine", "devices", "per_hour", "currency", "source", "read_on")
 LARGEST_FILE_BYTES = 2**20

@@ -16,7 +16,7 @@ from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.search.question import StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import profile_for
-from elixir.search.whatif.trial import (
+from elixir.search.whatif.sweep_row import (
     HOST_PER_DEVICE_BYTE,
     SweepRow,
     Traces,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elixir.plan.traffic import Backwards
+from elixir.plan.step_traffic import Backwards
 from elixir.wrapper.account.step_clock import StepClock
 from elixir.wrapper.account.step_report import (
     Course,

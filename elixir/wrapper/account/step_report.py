@@ -14,7 +14,7 @@ from elixir.chunk.rcache import CacheCounts
 from elixir.optimizer_states import MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
-from elixir.plan.traffic import Backwards, step_traffic
+from elixir.plan.step_traffic import Backwards, step_traffic
 from elixir.schedule import Schedule
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 from elixir.wrapper.account.step_clock import Span

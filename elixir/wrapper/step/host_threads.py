@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from elixir.hardware.host_share import core_list, rank_threads
 from elixir.hardware.own_threads import use_threads
-from elixir.hardware.threads import core_list, rank_threads
 from elixir.wrapper.engine import Engine
 
 logger = logging.getLogger(__name__)

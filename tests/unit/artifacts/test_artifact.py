@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, Learned
+from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import StateSize
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import LINKS, Prediction

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware.fits import LARGEST_ALONE, RateFit, fit_unit
 from elixir.hardware.memory import cpu_name, device_name_here
 from elixir.hardware.profile import (
     HardwareProfile,
@@ -23,6 +22,7 @@ from elixir.hardware.profile import (
     warn_if_doubtful,
     warn_if_other_device,
 )
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
 from elixir.search import minimum_waste_search, optimal_search
 
 GIB = 2**30

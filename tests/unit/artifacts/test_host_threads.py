@@ -19,9 +19,7 @@ from hypothesis import strategies as st
 
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import InputError
-from elixir.hardware.fits import RateFit
-from elixir.hardware.own_threads import use_threads
-from elixir.hardware.threads import (
+from elixir.hardware.host_share import (
     HostShare,
     HostView,
     adam_threads,
@@ -32,6 +30,8 @@ from elixir.hardware.threads import (
     quota_cores,
     rank_threads,
 )
+from elixir.hardware.own_threads import use_threads
+from elixir.hardware.rate_fit import RateFit
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.compiled_step import Combination, missing_compiler
 from elixir.kernels.adam.eager import fused_step

@@ -10,9 +10,9 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.hardware.scenario import extremes
 from elixir.search import plan_from_trace
 from elixir.wrapper.account.step_report import EarlyCounts, StepReport

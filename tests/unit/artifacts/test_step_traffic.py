@@ -14,10 +14,10 @@ import elixir
 from elixir.hardware.profile import preset
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
-from elixir.plan.traffic import Backwards
+from elixir.plan.step_traffic import Backwards
 from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import StateSize
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import placement_of, workload_of
-from elixir.search.simulator.step import SimulatedCost, simulate_step
-from elixir.search.whatif.explain import explain
+from elixir.search.problem.from_plan import packed_step_of, placement_of
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulation import simulate_step
+from elixir.search.whatif.explanation import explain
 from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated, updating_early
 
 # --- the lane ------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int)
     for write in (0.5, 80.0):
         machine = Speeds(1.0, 0.5, 0.25, 3.0, read=2.0, write=write).machine()
         cost = SimulatedCost(chain(), machine, Setting(1, 1, StateSize(8), False, accumulation))
-        work = workload_of(plan, chain())
+        work = packed_step_of(plan, chain())
         seconds = cost.estimate(
             work,
             placement_of(plan),

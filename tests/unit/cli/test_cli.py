@@ -17,8 +17,8 @@ from elixir.artifact import Artifact
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
 from elixir.show.tables import _label, record_of, show_value

@@ -14,7 +14,7 @@ from elixir.cli.options import build_parser, normalise
 from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.trial import SweepRow
+from elixir.search.whatif.sweep_row import SweepRow
 from tests.common.command_line import fails, run
 
 PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"

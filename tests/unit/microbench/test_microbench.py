@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
-from elixir.hardware.fits import LARGEST_ALONE, RateFit
+from elixir.hardware.host_share import HostView
 from elixir.hardware.memory import free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
-from elixir.hardware.threads import HostView
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 from elixir.microbench import adam, machine, measure
 from elixir.microbench import bench as bench_module
 from elixir.microbench.adam import adam_series, compute_threads, thread_counts

@@ -43,7 +43,7 @@ import torch
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace, simple_search
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
 trace, hardware = StepTrace.load("trace.json"), HardwareProfile.load("hw.json")

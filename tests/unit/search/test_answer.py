@@ -14,7 +14,7 @@ from elixir.errors import InputTypeError
 from elixir.plan.plan import Plan, plan_of
 from elixir.search import Answer, optimal_search, planner
 from elixir.search.request import SearchRequest
-from elixir.search.whatif.explain import explain
+from elixir.search.whatif.explanation import explain
 from elixir.units import GIB
 from elixir.wrapper import ElixirModule
 from tests.common.searching import HARDWARE, SMALL

@@ -21,15 +21,16 @@ from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace, search_batches
-from elixir.search.problem.memory import MemoryModel
-from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.simulator.step import SimulatedCost, simulate_step
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
@@ -81,7 +82,7 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
     packing = ParamTable(trace, world_size).pack(2 * numel)
     one, four = (
         MemoryModel(
-            Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), False, accumulation)
+            PackedStep(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), False, accumulation)
         )
         for accumulation in (1, 4)
     )
@@ -117,7 +118,7 @@ def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) ->
         assert (look.blocks[0], look.host_bytes[0]) == (0, need.host_bytes)
         assert variants.look(codes[None], need.device_bytes - 1).blocks[0] == -1
         fewest = model.work.schedule(placement.residents, 1).min_blocks
-        floor = space.cost.floor_s(model.work, np.arange(count), codes[None], np.array([fewest]))
+        floor = space.cost.lower_bound_s(model.work, np.arange(count), codes[None], np.array([fewest]))
         assert floor[0] <= weigh(model, placement, fewest, 1, space.cost).seconds["total"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elixir.errors import InputError
-from elixir.search.simulator.collectives import Cluster, gather_s
+from elixir.search.simulator.cluster import Cluster, gather_s
 
 
 def test_collectives_follow_their_formulas() -> None:

@@ -16,11 +16,11 @@ from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search import Answer, plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting, Spill
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain

@@ -23,9 +23,10 @@ from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import step
+from elixir.search.simulator import simulated_cost
 from elixir.search.simulator.early_updates import worth_stepping, worth_stepping_within
-from elixir.search.simulator.step import SimulatedCost, simulate_step
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulation import simulate_step
 from elixir.show.tables import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
@@ -315,7 +316,7 @@ def test_chunks_that_lie_among_others_shorten_a_step_more(
     found = best()
     assert found.placement.early
     assert found.need.host_bytes <= budget - model.copies_bytes
-    monkeypatch.setattr(step, "worth_stepping_within", lambda *_: frozenset())
+    monkeypatch.setattr(simulated_cost, "worth_stepping_within", lambda *_: frozenset())
     assert found.seconds["total"] < 0.99 * best().seconds["total"]
 
 

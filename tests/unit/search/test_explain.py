@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.models.loading import build
 from elixir.models.step import default_input, default_step
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import Answer, plan_from_trace, simple_search
 from elixir.search.advise.changes import faster
-from elixir.search.simulator.step import simulate_step
-from elixir.search.whatif.explain import Explanation, Spot, explain
-from elixir.show.explanation import (
+from elixir.search.simulator.simulation import simulate_step
+from elixir.search.whatif.explanation import Explanation, Spot, explain
+from elixir.show.explanation_tables import (
     blocks_table,
     elsewhere_table,
     explanation_record,

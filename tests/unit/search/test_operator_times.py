@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import Access, Operation, StepTrace
 from tests.common.samples import make_trace

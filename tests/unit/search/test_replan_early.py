@@ -11,7 +11,7 @@ from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s, worst
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from tests.common.observed import steady
 from tests.common.synthetic_trace import StackShape, stack_trace

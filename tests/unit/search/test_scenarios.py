@@ -11,14 +11,14 @@ import pytest
 
 from benchmark import regret
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, Learned, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.searching import HARDWARE

@@ -17,8 +17,8 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.problem.memory import MemoryModel
-from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.best import MOST_AHEAD
@@ -152,7 +152,7 @@ def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_
 def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
     table = ParamTable(trace, world_size)
     packing = table.pack(random.randint(table.largest_bytes // 2, 3 * table.largest_bytes))
-    model = MemoryModel(Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), overlap))
+    model = MemoryModel(PackedStep(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), overlap))
     builder = PlacementBuilder(model, 5)
     for _ in range(6):
         chunk = random.randrange(len(packing.chunks))
@@ -172,7 +172,7 @@ def test_many_chunks_move_as_they_would_one_by_one(
     table = ParamTable(trace, world_size)
     packing = table.pack(random.randint(table.largest_bytes // 2, 2 * table.largest_bytes))
     setting = Setting(world_size, world_size, StateSize(8), overlap, accumulation)
-    model = MemoryModel(Workload(StepFacts(trace), packing), setting)
+    model = MemoryModel(PackedStep(StepFacts(trace), packing), setting)
     together, alone = PlacementBuilder(model, 3), PlacementBuilder(model, 3)
     order = random.sample(range(len(packing.chunks)), len(packing.chunks))
     for state in (True, False):
@@ -195,7 +195,9 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
     build.use("backward", *weights[:2])
     trace = build.build("pairs")
     table = ParamTable(trace, 1)
-    model = MemoryModel(Workload(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, StateSize(8), False))
+    model = MemoryModel(
+        PackedStep(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, StateSize(8), False)
+    )
     builder = PlacementBuilder(model, 2)
     for chunk, grad_blocks in ((0, 2), (2, 1), (1, 1), (3, 0)):
         builder.move_all([chunk], state=True, resident=True, budget_bytes=PLENTY)

@@ -71,8 +71,8 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                 schedule = model.work.schedule(placement.residents, depth)
                 blocks = max(schedule.min_blocks, draw.randint(0, streamed))
                 candidate = weigh(model, placement, blocks, depth, search.space.cost)
-                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth)
-                assert floor_s <= candidate.seconds["total"] * (1 + 1e-12)
+                lower_bound_s = search.space.cost.lower_bound_of(model.work, placement, blocks, depth)
+                assert lower_bound_s <= candidate.seconds["total"] * (1 + 1e-12)
                 second = model.second_set_bytes * model.setting.ranks_per_host
                 some = search.space.cost.early_choices(
                     model.work,
@@ -81,10 +81,10 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     overlap=candidate.overlap,
                     left_bytes=int(draw.choice((second[0], second.sum()))),
                 )
-                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth, early=True)
+                lower_bound_s = search.space.cost.lower_bound_of(model.work, placement, blocks, depth, early=True)
                 for choice in (placement, *some):
                     step_s = weigh(model, choice, blocks, depth, search.space.cost).seconds["total"]
-                    assert floor_s <= step_s * (1 + 1e-12)
+                    assert lower_bound_s <= step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -103,14 +103,14 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     plain = weigh(model, placement, 4, 2, space.cost)
     some = space.cost.early_choices(model.work, placement, plain.schedule, overlap=True, left_bytes=GIB)
     step_s = min(weigh(model, early, 4, 2, space.cost).seconds["total"] for early in some)
-    floor_s = space.cost.floor_of(model.work, placement, 4, early=True)
+    lower_bound_s = space.cost.lower_bound_of(model.work, placement, 4, early=True)
     compute_s = space.cost.known(model.work).times.total_s
-    assert compute_s < floor_s <= step_s * (1 + 1e-12)
-    assert step_s - floor_s < (step_s - compute_s) / 10
+    assert compute_s < lower_bound_s <= step_s * (1 + 1e-12)
+    assert step_s - lower_bound_s < (step_s - compute_s) / 10
     waiting_s = weigh(model, placement, 1, 0, space.cost).seconds["total"]
-    floor_s = space.cost.floor_of(model.work, placement, 1, 0)
-    assert space.cost.floor_of(model.work, placement, 1, 1) < floor_s <= waiting_s * (1 + 1e-12)
-    assert waiting_s - floor_s < (waiting_s - compute_s) / 2
+    lower_bound_s = space.cost.lower_bound_of(model.work, placement, 1, 0)
+    assert space.cost.lower_bound_of(model.work, placement, 1, 1) < lower_bound_s <= waiting_s * (1 + 1e-12)
+    assert waiting_s - lower_bound_s < (waiting_s - compute_s) / 2
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -126,7 +126,7 @@ def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int) -> None:
     part = variants.look(codes[:, some], search.budgets.device_bytes, some)
     assert (part.blocks >= whole.blocks).all()
     assert (part.host_bytes <= whole.host_bytes).all()
-    assert (part.floor_s <= whole.floor_s * (1 + 1e-12)).all()
+    assert (part.lower_bound_s <= whole.lower_bound_s * (1 + 1e-12)).all()
 
 
 def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:

@@ -12,11 +12,11 @@ import torch
 import elixir
 from elixir.cli import main
 from elixir.errors import InputTypeError
-from elixir.hardware.fits import RateFit
+from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.problem.from_plan import setting_of
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.show.tables import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB

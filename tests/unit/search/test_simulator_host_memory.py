@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.search.simulator.rates import ADAM_TRAFFIC_BYTES, DEVICE_ROUNDING_BYTES, Rates
 from tests.common.samples import make_hardware
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import RateFit
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import with_link_speed
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import INSTANT, NUMEL, Speeds, chain, chain_plan, simulated

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elixir.errors import InputError
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.simulation import Simulation, simulate_step
 from tests.common.chains import Speeds, chain, chain_plan
 
 LANES = ("host_to_device", "device_to_host", "network", "host_adam", "refresh")

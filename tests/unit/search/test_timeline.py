@@ -12,8 +12,8 @@ import pytest
 from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator.replay import RESOURCES, Span
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.replay import RESOURCES, WorkSpan
+from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.show.perfetto import chrome_trace, save_chrome_trace
 from elixir.show.style import render
 from elixir.show.timeline import plot_timeline
@@ -126,7 +126,7 @@ def test_sums_of_gradients_and_their_norm_are_drawn(tmp_path: Path) -> None:
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
     plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1 << 40, placement="cpu", accumulation=2).plan
     step = simulate_step(plan, trace, replace(HARDWARE, device_kind="cuda", compute_capability=(9, 0)))
-    step = replace(step, timeline=(Span("compute", "norm", 0.0, step.step_s / 100, None), *step.timeline))
+    step = replace(step, timeline=(WorkSpan("compute", "norm", 0.0, step.step_s / 100, None), *step.timeline))
     assert {"add", "norm", "update"} <= {span.name for span in step.timeline}
     (axes,) = plot_timeline(step, tmp_path / "step.png").figure.axes
     assert sum(len(collection.get_paths()) for collection in axes.collections) == len(step.timeline)

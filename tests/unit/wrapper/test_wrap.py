@@ -18,7 +18,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.simulation import simulate_step
 from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.failing import Fault

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import elixir
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.rate_fit import RateFit
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import make_moments, read_moments

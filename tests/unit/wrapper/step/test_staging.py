@@ -17,8 +17,8 @@ from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.replay import Span
-from elixir.search.simulator.step import simulate_step
+from elixir.search.simulator.replay import WorkSpan
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
@@ -131,7 +131,7 @@ def chain(dtype: str, chunks: int) -> StepTrace:
     return build.build("chain")
 
 
-def simulated_lanes(dtype: str, chunks: int, speeds: Speeds) -> dict[str, list[Span]]:
+def simulated_lanes(dtype: str, chunks: int, speeds: Speeds) -> dict[str, list[WorkSpan]]:
     """Spans by resource of a step in which all weights are resident and all states on the host."""
     trace = chain(dtype, chunks)
     machine = speeds.machine()

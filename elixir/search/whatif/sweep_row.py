@@ -16,7 +16,7 @@ from elixir.search.planner import plan_or_shortage
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.step import Simulation, simulate_step
+from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_bytes
 

@@ -25,8 +25,8 @@ from elixir.optimizer_states import (
 )
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
-from elixir.search.problem.packed_step import Workload
+from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
+from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
     DISK,
@@ -111,7 +111,7 @@ class _Stretches(NamedTuple):
 class MemoryModel:
     """Memory of candidates of one workload."""
 
-    def __init__(self, work: Workload, setting: Setting) -> None:
+    def __init__(self, work: PackedStep, setting: Setting) -> None:
         self.work, self.setting = work, setting
         facts, chunks, ranks = work.facts, work.chunks, setting.world_size
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
-from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
 from elixir.search.simulator.rates import Rates
@@ -48,7 +48,7 @@ class WorkTimes:
     """
 
     def __init__(
-        self, work: Workload, rates: Rates, accesses_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
+        self, work: PackedStep, rates: Rates, accesses_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
     ) -> None:
         self.work, self.disk_bytes, self._block_bytes = work, tuple(disk_bytes), block_bytes
         self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()

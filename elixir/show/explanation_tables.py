@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from elixir.plan.prediction import Judgement
-from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
+from elixir.search.whatif.explanation import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
 from elixir.units import format_bytes, format_seconds
@@ -50,7 +50,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Group:
+class AlikeChunks:
     """Chunks that live in the same spot."""
 
     runs: tuple[tuple[int, int], ...]
@@ -76,12 +76,12 @@ class Group:
         return max(changes, default=0.0)
 
 
-def runs(explanation: Explanation) -> tuple[Group, ...]:
+def runs(explanation: Explanation) -> tuple[AlikeChunks, ...]:
     """Neighbours that live in the same spot, the greatest effect first."""
     return _grouped(explanation, [list(run) for _, run in groupby(explanation.chunks, key=lambda chunk: chunk.spot)])
 
 
-def kinds(explanation: Explanation) -> tuple[Group, ...]:
+def kinds(explanation: Explanation) -> tuple[AlikeChunks, ...]:
     """All chunks that live in the same spot, wherever they are in the order; the greatest effect first."""
     members: dict[Spot, list[ChunkReasons]] = {}
     for chunk in explanation.chunks:
@@ -89,7 +89,7 @@ def kinds(explanation: Explanation) -> tuple[Group, ...]:
     return _grouped(explanation, list(members.values()))
 
 
-def _grouped(explanation: Explanation, lists: Sequence[list[ChunkReasons]]) -> tuple[Group, ...]:
+def _grouped(explanation: Explanation, lists: Sequence[list[ChunkReasons]]) -> tuple[AlikeChunks, ...]:
     prefix = _common_prefix([chunk.first_parameter for chunk in explanation.chunks])
     found = []
     for members in lists:
@@ -97,7 +97,7 @@ def _grouped(explanation: Explanation, lists: Sequence[list[ChunkReasons]]) -> t
         numbers = [
             list(run) for _, run in groupby(enumerate(m.chunk for m in members), key=lambda pair: pair[1] - pair[0])
         ]
-        group = Group(
+        group = AlikeChunks(
             runs=tuple((run[0][1], run[-1][1]) for run in numbers),
             parameters=" to ".join(dict.fromkeys(name.removeprefix(prefix) for name in ends)),
             weight_bytes=sum(chunk.weight_bytes for chunk in members),
@@ -248,7 +248,7 @@ def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
     return tuple(sorted(found, key=lambda option: (round(option.median_change_s, 9), str(option.spot))))
 
 
-def _summary(group: Group, count: int, step_s: float) -> str:
+def _summary(group: AlikeChunks, count: int, step_s: float) -> str:
     here = f"{group.spot} ({group.parameters}, {format_bytes(group.weight_bytes)})"
     slight_s, one = NEGLIGIBLE_SHARE * step_s, "one of them as " if count > 1 else ""
     if not group.options:

@@ -21,13 +21,14 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.prediction import Judgement
 from elixir.search.advise.answer import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
-from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import HOMES, Placement
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.climb import TIE
 from elixir.search.propose.placement_batch import possible_homes
-from elixir.search.simulator.step import SimulatedCost, simulate_step
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -201,7 +202,7 @@ class _Variants:
             plan = replace(plan, block_bytes=largest)
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
         setting = setting_of(plan, ranks_per_host)
-        self._model = MemoryModel(workload_of(plan, trace), setting)
+        self._model = MemoryModel(packed_step_of(plan, trace), setting)
         self._trace, self._hardware = trace, hardware
         self._cost = SimulatedCost(trace, hardware, setting)
         self._costs: dict[Scenario, SimulatedCost] = {}

@@ -13,16 +13,16 @@ import numpy as np
 
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
-from elixir.search.simulator.events import WorkTimes
+from elixir.search.simulator.work_times import WorkTimes
 
 
-class Floor:
+class LowerBound:
     """For one packing on one machine.
 
     Args:
         times: seconds of every piece of work.
         early: the host may make new states before forward begins, which then need not wait for that.
-        clipping, accumulates, ahead: as in `Machine`.
+        clipping, accumulates, ahead: as in `Replay`.
     """
 
     def __init__(
