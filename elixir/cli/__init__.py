@@ -1,4 +1,4 @@
-"""``elixir profile | hardware | plan | check | show | compare | models | sweep | fit | explain | timeline |
+"""``elixir try | profile | hardware | plan | check | show | compare | models | sweep | fit | explain | timeline |
 checkpoint``.
 
 Nothing but `os`, `signal` and `sys` is imported up front, and everything else inside of `main`, so that a user who
@@ -120,10 +120,12 @@ def _run(args: Namespace, *, for_good: bool) -> int:
     from elixir.cli import output
 
     with output.results_apart(for_good=for_good):
-        from elixir.cli import checkpoints, commands, hardware, whatif
+        from elixir.cli import checkpoints, commands, hardware, try_model, whatif
 
         name = f"run_{args.command}"
-        module = next(module for module in (commands, hardware, whatif, checkpoints) if hasattr(module, name))
+        module = next(
+            module for module in (commands, hardware, whatif, checkpoints, try_model) if hasattr(module, name)
+        )
         run: Callable[[Namespace], int] = getattr(module, name)
         return run(args)
 

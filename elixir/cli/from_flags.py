@@ -116,7 +116,7 @@ def _action(lever: Lever, args: argparse.Namespace) -> str:
         words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
         settled = trace_in(args.model) is not None and any(name in STEP_FLAGS for name, _ in lever.options)
         return f"{lever.action}: {words}{_OF_PROFILE if settled else ''}"
-    if lever.argument not in vars(args) or (lever.argument == "batch" and args.inp):
+    if lever.argument not in vars(args) or (lever.argument == "batch" and getattr(args, "inp", None)):
         return lever.action
     if lever.argument in _OF_THE_STEP:
         again = _OF_PROFILE if trace_in(args.model) is not None else ""

@@ -22,7 +22,7 @@ def run_hardware(args: argparse.Namespace) -> int:
     """Lists presets, shows one, or measures this machine."""
     _check_together(args)
     files.check_outputs(pictures=[args.plot], data=[args.out])
-    if not args.measure and args.show is None:
+    if not args.measure and args.show is None and args.learn is None:
         return _list_hardware(as_json=args.json)
     if args.measure:
         from elixir.microbench.ranks import joined
@@ -37,9 +37,7 @@ def run_hardware(args: argparse.Namespace) -> int:
         if ranks.rank != 0:
             return 0  # all ranks have the same profile; one writes it
     else:
-        profile = files.find_hardware(args.show)
-        if args.learn:
-            profile = _learned(profile, args.learn)
+        profile = _learned(args.show, args.learn) if args.learn else files.find_hardware(args.show)
     written = [profile.save(args.out)] if args.out else []
     if args.plot:
         from elixir.microbench.plots import plot_profile
@@ -60,10 +58,8 @@ def _check_together(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.measure:
             raise InputError(f"--{option.replace('_', '-')} goes with --measure")
     for option in ("out", "plot"):
-        if getattr(args, option) and not (args.measure or args.show is not None):
-            raise InputError(f"--{option} goes with --show NAME or --measure")
-    if args.learn and args.show is None:
-        raise InputError("--learn goes with --show NAME, the profile that the run was planned with, and --out FILE")
+        if getattr(args, option) and not (args.measure or args.learn or args.show is not None):
+            raise InputError(f"--{option} goes with --show NAME, --measure or --learn FILE")
 
 
 def say_hardware(profile: HardwareProfile) -> None:
@@ -82,17 +78,25 @@ def say_hardware(profile: HardwareProfile) -> None:
         output.say(f"doubtful: {len(doubtful)} of the rates: {', '.join(shown)}{more}\n{IF_DOUBTFUL}")
 
 
-def _learned(profile: HardwareProfile, path: str) -> HardwareProfile:
-    """The profile after the steps in a file: one report, or a list of them."""
+def _learned(name: str | None, path: str) -> HardwareProfile:
+    """The profile after the steps in a file: one report, a list of them, or a trial, which has its profile."""
     from elixir.artifact import read_json
     from elixir.errors import ArtifactError
     from elixir.hardware.learning import learn
+    from elixir.hardware.profile import HardwareProfile
 
     found = read_json(path)
-    reports = found if isinstance(found, list) else [found]
-    if not all(isinstance(report, dict) for report in reports):
+    trial = found if isinstance(found, dict) and {"hardware", "steps"} <= found.keys() else None
+    if name is None and trial is None:
+        raise InputError(
+            "--learn goes with --show NAME, the profile that the run was planned with, unless FILE is of `elixir try`"
+        )
+    reports = trial["steps"] if trial else found if isinstance(found, list) else [found]
+    if not (isinstance(reports, list) and all(isinstance(report, dict) for report in reports)):
         raise ArtifactError(f"{path}: expected the numbers of a step's report, or a list of such, found neither")
-    return learn(profile, reports)
+    if trial and name is None:
+        return learn(HardwareProfile.from_dict(trial["hardware"], source=path), reports)
+    return learn(files.find_hardware(str(name)), reports)
 
 
 def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:

@@ -185,6 +185,9 @@ FLAGS: dict[str, Flag] = {
     "--batches": _flag("samples per rank (default: 1)", "N,M", _list_of(_count), default=[1]),
     "--seq": _number("tokens per sample (default: 1024, or the model's maximum if smaller)"),
     "--dtype": _flag("of parameters and floating inputs: bf16 (default), fp16, fp32, fp64, as-built", "DTYPE"),
+    "--dtype@try": _flag(
+        "of parameters and floating inputs: bf16 (default on a GPU), fp32 (default on a CPU), fp16, fp64", "DTYPE"
+    ),
     "--activation-checkpointing": _flag(f"{_CHECKPOINT} (default: none)", "FORM", _checkpoint, dest="checkpoint"),
     "--optimizer": _flag("adamw (default), adam, sgd, ...", "NAME"),
     "--optimizer-kernel": _flag(
@@ -243,7 +246,8 @@ FLAGS: dict[str, Flag] = {
     "--show": _flag("one preset or hw.json, with the source of every number", "NAME"),
     "--measure": _switch("measure this machine"),
     "--learn": _flag(
-        "with --show: fold the seconds of a run's steps into the profile (JSON of report.to_dict(), or a list)", "FILE"
+        "fold the seconds of a run's steps into a profile: the file of `elixir try`; with --show, JSON of "
+        "report.to_dict(), or a list", "FILE"
     ),
     "--quick": _switch("with --measure: fewer and smaller runs"),
     "--disk-folder": _flag(
@@ -274,6 +278,7 @@ FLAGS: dict[str, Flag] = {
     "--plot@sweep": _flag("draw a heat map (.png, .pdf or .svg)", "FILE"),
     "--out@profile": _flag("save the trace as JSON; `elixir plan` takes it for a model", "FILE"),
     "--out@hardware": _flag("save the profile as JSON (with --show or --measure)", "FILE"),
+    "--out@try": _flag("save the trial as JSON, to hand on; `elixir hardware --learn` takes it", "FILE"),
     "--out@plan": _flag("save the plan as JSON", "FILE"),
     "--out@timeline": _flag(
         "a picture (.png, .pdf, .svg), or a Chrome trace for Perfetto (.json)", "FILE", required=True
@@ -287,6 +292,13 @@ _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-k
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "try": (
+        "Ten steps of a model on this machine, measured briefly: memory, seconds and transfers as predicted, or not.",
+        {
+            "": "model --device-memory --host-memory --out --json",
+            STEP: "--batch --seq --dtype --activation-checkpointing --moments",
+        },
+    ),
     "profile": (
         "What one training step of a model needs: memory by kind, its peak, and why.",
         {"": "model --hardware --json --brief --plot --out", STEP: _TRACED},
@@ -347,6 +359,7 @@ FORMER_FLAGS = {
 }
 """Name of a flag in earlier versions, which is still taken -> its name today."""
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "try": ("elixir try opt-125m --batch 1 --seq 128", "elixir try llama-3.2-1b --device-memory 8GiB --out try.json"),
     "profile": (
         "elixir profile opt-175b --batch 8 --seq 2048 --activation-checkpointing --plot memory.png",
         "elixir profile my_models:make_model --inp my_models:batch --step my_models:train_step --out trace.json",

@@ -1,0 +1,97 @@
+"""`elixir try`: ten steps on this machine, whose bytes are those that were predicted, and a file that can be learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir.cli import main, trial
+from elixir.cli.try_model import MOST_RANGE
+from elixir.hardware.profile import HardwareProfile
+from tests.common.command_line import fails
+
+TINY = {
+    "model_type": "opt", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "ffn_dim": 512,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 128, "dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, and a machine that is measured for less than two seconds."""
+    monkeypatch.setattr(trial, "MEASURING_S", 0.2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.mark.parametrize("budget", [(), ("--device-memory", "5.5MiB")], ids=["resident", "streamed"])
+def test_bytes_are_as_predicted_and_the_file_is_learned(
+    config: Path, budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, learned = config.with_name("try.json"), config.with_name("hw.json")
+    words = ("try", str(config), "--batch", "2", "--seq", "64", "--host-memory", "1GiB", *budget, "--out", str(saved))
+    assert main(list(words)) == 0
+    printed = capsys.readouterr().out
+    assert "buffers on the host" in printed
+    found = json.loads(saved.read_text())
+    by_name = {row["name"]: row for row in found["compared"]}
+    assert by_name["host to device"]["measured"] > 0 or not budget
+    for name in ("host to device", "device to host", "buffers on the device"):
+        assert by_name[name]["measured"] == by_name[name]["predicted"]
+    assert all(row["agrees"] for row in found["compared"] if row["unit"] == "bytes"), by_name
+    peak = by_name["peak, device and host"]
+    assert peak["measured"] > 1.2 * by_name["buffers on the device"]["measured"], "activations and gradients count"
+    low_s, high_s = by_name["seconds a step"]["range_s"]
+    assert low_s < high_s <= MOST_RANGE * low_s
+    assert len(found["steps"]) == trial.STEPS - trial.WARM_UP_STEPS - 1
+
+    for step in found["steps"]:  # a busy machine may be too slow to be believed
+        step["step_s"] = 1.5 * step["predicted_step_s"]
+    saved.write_text(json.dumps(found))
+    assert main(["hardware", "--learn", str(saved), "--out", str(learned)]) == 0
+    before, after = HardwareProfile.from_dict(found["hardware"]), HardwareProfile.load(learned)
+    assert after.flops_per_s["float32"] == pytest.approx(before.flops_per_s["float32"] / 1.5)
+    assert after.learned is not None
+    assert after.learned.steps == len(found["steps"])
+
+
+def test_a_trial_says_what_was_not_as_predicted() -> None:
+    equal = trial.Compared("device to host", "bytes", 1000, 1000)
+    assert equal.agrees
+    assert not dataclasses.replace(equal, measured=1003).agrees
+    assert not dataclasses.replace(equal, measured=900).agrees
+    assert dataclasses.replace(equal, measured=900, at_times=100).agrees
+    timed = trial.Compared("seconds a step", "seconds", 1.0, 1.2, (0.8, 1.25))
+    assert timed.agrees
+    assert not dataclasses.replace(timed, measured=1.3).agrees
+
+
+def test_the_observed_peak_is_of_what_is_allocated_meanwhile() -> None:
+    def call() -> None:
+        first = torch.zeros(1 << 18)
+        del first
+        second = torch.zeros(1 << 19)
+        third = torch.zeros(1 << 10)
+        del second, third
+
+    assert trial.allocated_peak(call) == 4 * ((1 << 19) + (1 << 10))
+
+
+def test_a_budget_that_is_too_small_is_refused_before_any_step(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["try", str(config), "--device-memory", "1MiB", "--host-memory", "1GiB"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "elixir try: error: " in printed.err
+    assert "--device-memory" in printed.err
+
+
+def test_learning_needs_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    assert "--show NAME" in fails(capsys, "hardware", "--learn", str(tmp_path / "report.json"))
