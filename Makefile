@@ -3,7 +3,7 @@
 # make test-all     the slow ones as well
 # make pictures     the pictures of README and docs, made anew
 # make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
-# make figures      the figures that README and docs quote, from the newest rows in benchmark/results
+# make figures      README and pages of docs from their sources in docs/src, with the newest rows in benchmark/results
 # make wheel        the source archive and the wheel, in dist
 # make wheel-check  the same wheel and what it needs, from the package index in a new environment: three commands run
 # make release-check  what a release of the version in elixir/__init__.py still lacks

@@ -1,28 +1,32 @@
-"""Holds the figures that README and docs quote against the newest rows in ``benchmark/results``.
+"""Fills the figures of README and docs in from the newest rows in ``benchmark/results``.
 
-A quoted figure is followed by a comment that names its row and column, which no reader sees::
+Pages with measured figures have a source in ``docs/src``, which names a row at each place, with a format of Python::
 
-    traced in 0.41 s<!-- row trace_speed part=trace model=opt-175b what=cache: wall_p50_s -->
+    traced in {{trace_speed_opt_175b_s:.2f}} s
+
+``docs/src/rows.txt`` says for every name where its value comes from, one on a line::
+
+    trace_speed_opt_175b_s = trace_speed part=trace model=opt-175b what=cache: wall_p50_s
 
 After the file come conditions on columns (``=``, ``<``, ``<=``, ``>``, ``>=``), then a colon and the value: a column,
 an aggregate of one (``median ratio``; also min, max, mean, p80, largest and average of absolute values, and count), and
 steps of arithmetic from left to right (``median ratio - 1 * 100``). Of rows that measured the same case only the last
 in the file counts.
 
-    python -m benchmark.quoted            # says what is stale; exit status 1 if anything is
-    python -m benchmark.quoted --write    # writes the newest figures into the documents
+    python -m benchmark.quoted            # says which pages are stale; exit status 1 if any is
+    python -m benchmark.quoted --write    # makes README.md and the pages of docs from their sources
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import operator
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,10 @@ import pandas as pd
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+SOURCES = ROOT / "docs" / "src"
+ROWS = "rows.txt"
+MADE = "<!-- Made from {source} by `make figures`. -->"
+"""The last line of a page that is made: edits belong elsewhere."""
 
 CASES: dict[str, tuple[str, ...]] = {
     "adam_out_of_place": ("moments", "step", "what", "numel"),
@@ -71,34 +79,12 @@ AGGREGATES: dict[str, Callable[[Any], float]] = {
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 STEPS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
-_QUOTED = re.compile(r"(?P<figure>-?\d[\d,]*(?:\.\d+)?)(?P<unit>[^\d<>]{0,20})<!-- row (?P<row>.*?) -->")
-_MARK = re.compile(r"<!-- row ")
+PLACE = re.compile(r"\{\{(?P<name>\w+):(?P<format>,?\.\d+f)\}\}")
+_BRACES = re.compile(r"\{\{[^}]*\}\}")
 
 
 class QuoteError(ValueError):
-    """A comment in a document names no row, or more than one."""
-
-
-@dataclass(frozen=True)
-class Quoted:
-    """One figure in a document."""
-
-    document: Path
-    line: int
-    figure: str
-    """The figure as the document has it, such as ``1,626.2``."""
-    row: str
-    """The comment's text."""
-
-    @property
-    def newest(self) -> str:
-        """The figure of the newest row, with as many decimals as are quoted."""
-        decimals = len(self.figure.partition(".")[2])
-        return f"{value_of(self.row):{',' if ',' in self.figure else ''}.{decimals}f}"
-
-    @property
-    def stale(self) -> bool:
-        return self.newest != self.figure
+    """A place in a source names no row, or a name no figure."""
 
 
 @functools.cache
@@ -111,10 +97,10 @@ def newest_rows(name: str) -> Any:
 
 
 def value_of(row: str) -> float:
-    """The number that a comment asks for.
+    """The number that a line of `ROWS` asks for.
 
     Raises:
-        QuoteError: the comment cannot be read, or without an aggregate other than one row matches.
+        QuoteError: the line cannot be read, or without an aggregate other than one row matches.
     """
     where, colon, value = row.rpartition(":")
     if not colon:
@@ -150,52 +136,69 @@ def _holds(rows: Any, condition: str) -> Any:
 
 
 def documents() -> list[Path]:
-    """All pages on which figures may be quoted."""
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    """All pages for readers."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return sorted(page for page in pages if not page.is_relative_to(SOURCES))
 
 
-def quoted_in(document: Path) -> Iterator[Quoted]:
-    """All figures with a comment.
+def sources() -> dict[Path, Path]:
+    """Source -> the page that is made from it."""
+    found = {source: ROOT / "docs" / source.relative_to(SOURCES) for source in sorted(SOURCES.glob("**/*.md"))}
+    return found | {SOURCES / "README.md": ROOT / "README.md"}
+
+
+def rows() -> dict[str, str]:
+    """Name -> the row and the value that it stands for.
 
     Raises:
-        QuoteError: a comment follows no figure.
+        QuoteError: a line has no name, or two have the same.
     """
-    text = document.read_text(encoding="utf-8")
-    found = list(_QUOTED.finditer(text))
-    marked = {match.end("unit") for match in found}
-    for mark in _MARK.finditer(text):
-        if mark.start() not in marked:
-            line = text.count("\n", 0, mark.start()) + 1
-            raise QuoteError(f"{document.name}:{line}: a comment 'row ...' must follow a number and at most a unit")
-    for match in found:
-        yield Quoted(document, text.count("\n", 0, match.start()) + 1, match["figure"], match["row"])
+    found: dict[str, str] = {}
+    for line in (SOURCES / ROWS).read_text(encoding="utf-8").splitlines():
+        name, equals, row = line.partition(" = ")
+        if line.startswith("#"):
+            continue
+        if not equals or name in found:
+            raise QuoteError(f"{ROWS}: expected NAME = FILE CONDITION... : VALUE, each name once, found {line!r}")
+        found[name] = row
+    return found
 
 
-def rewrite(document: Path) -> int:
-    """Writes the newest figures into a document; gives how many were stale."""
-    stale = [quoted for quoted in quoted_in(document) if quoted.stale]
-    if stale:
-        newest = iter([quoted.newest for quoted in quoted_in(document)])
-        text = document.read_text(encoding="utf-8")
-        text = _QUOTED.sub(lambda match: f"{next(newest)}{match['unit']}<!-- row {match['row']} -->", text)
-        document.write_text(text, encoding="utf-8")
-    return len(stale)
+def filled_in(source: Path) -> str:
+    """The page that a source makes, with the newest figures.
+
+    Raises:
+        QuoteError: a place has a name that no row has, or no format.
+    """
+    known = rows()
+
+    def figure(place: re.Match[str]) -> str:
+        if place["name"] not in known:
+            raise QuoteError(f"{source.name}: {ROWS} has no {place['name']!r}")
+        return format(value_of(known[place["name"]]), place["format"])
+
+    text = source.read_text(encoding="utf-8")
+    for braces in _BRACES.findall(text):
+        if not PLACE.fullmatch(braces):
+            raise QuoteError(f"{source.name}: expected a name and a format such as {{{{name:.2f}}}}, found {braces}")
+    made = MADE.format(source=source.relative_to(ROOT).as_posix()) if source.is_relative_to(ROOT) else ""
+    return f"{PLACE.sub(figure, text).rstrip()}\n\n{made}\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the newest figures into the documents")
+    parser.add_argument("--write", action="store_true", help="make the pages")
     write = parser.parse_args().write
-    found = 0
-    for document in documents():
-        for quoted in quoted_in(document):
-            if quoted.stale:
-                found += 1
-                where = f"{document.relative_to(ROOT)}:{quoted.line}"
-                print(f"{where}: {quoted.figure} is quoted, the newest row says {quoted.newest} ({quoted.row})")
-        if write:
-            rewrite(document)
-    return 1 if found and not write else 0
+    stale = 0
+    for source, page in sources().items():
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        made = filled_in(source)
+        stale += made != before
+        names = (str(page.relative_to(ROOT)), str(source.relative_to(ROOT)))
+        sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), made.splitlines(True), *names, n=0))
+        if write and made != before:
+            page.write_text(made, encoding="utf-8")
+    return 1 if stale and not write else 0
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmark.quoted import documents
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = documents()
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 MOST_WORDS = {"README.md": 1000, "docs/*.md": 850, "docs/design/*.md": 900, "docs/appendix/*.md": 1100}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark.quoted import documents
 from elixir.hardware.profile import preset
 from elixir.models.loading import build_shape
 from elixir.models.model_shape import describe
@@ -21,7 +22,7 @@ from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = documents()
 
 
 def examples(document: Path) -> list[str]:

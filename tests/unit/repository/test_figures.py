@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import quoted
-from benchmark.quoted import QuoteError, documents, quoted_in, value_of
+from benchmark.quoted import PLACE, QuoteError, documents, filled_in, rows, sources, value_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,28 +33,32 @@ NOT_MEASURED = (
 """Thresholds and inputs, as the pages have them."""
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_quoted_figures_are_those_of_the_newest_rows(document: Path) -> None:
-    stale = [
-        f"line {figure.line}: {figure.figure}, now {figure.newest} ({figure.row})"
-        for figure in quoted_in(document)
-        if figure.stale
-    ]
-    assert stale == [], "run `make figures`, and read what the text says about them"
+@pytest.mark.parametrize("source", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_pages_are_what_their_sources_make_with_the_newest_rows(source: Path) -> None:
+    page = sources()[source].read_text(encoding="utf-8").splitlines()
+    assert page == filled_in(source).splitlines(), "edit the source, run `make figures`, and read what the text says"
 
 
 def test_readme_and_measurements_quote_figures() -> None:
-    counts = {document.name: len(list(quoted_in(document))) for document in documents()}
+    counts = {source.name: len(PLACE.findall(source.read_text(encoding="utf-8"))) for source in sources()}
     assert counts["README.md"] >= 10
     assert sum(count for name, count in counts.items() if name.startswith("measurements")) >= 50
+
+
+def test_every_row_is_quoted() -> None:
+    quoted_names = {
+        place["name"] for source in sources() for place in PLACE.finditer(source.read_text(encoding="utf-8"))
+    }
+    assert set(rows()) - quoted_names == set()
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_figure_is_without_a_row(document: Path) -> None:
     if has_rules_or_bars(document):
         return
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
-    text = re.sub(r"\s+", " ", quoted._QUOTED.sub("", text))
+    source = {page: source for source, page in sources().items()}.get(document, document)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", source.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"\s+", " ", PLACE.sub("", text))
     for phrase in NOT_MEASURED:
         text = text.replace(phrase, "")
     assert CLAIM.findall(text) == []
@@ -81,19 +85,22 @@ def test_a_value_is_computed_from_left_to_right(monkeypatch: pytest.MonkeyPatch,
         quoted.newest_rows.cache_clear()
 
 
-def test_figures_are_written_with_their_decimals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_filled_in_with_their_decimals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quoted, "value_of", lambda row: 1234.567)
+    monkeypatch.setattr(quoted, "SOURCES", tmp_path)
+    (tmp_path / "rows.txt").write_text("# A comment\nspeed = a: b\n")
     page = tmp_path / "page.md"
-    page.write_text("about 1.0 s<!-- row a: b --> and 7,000 B<!-- row a: b -->, of 3<!-- row a: b -->\n")
-    assert quoted.rewrite(page) == 3
-    assert (
-        page.read_text() == "about 1234.6 s<!-- row a: b --> and 1,235 B<!-- row a: b -->, of 1235<!-- row a: b -->\n"
-    )
-    assert quoted.rewrite(page) == 0
+    page.write_text("about {{speed:.1f}} s and {{speed:,.0f}} B\n")
+    assert filled_in(page).startswith("about 1234.6 s and 1,235 B\n")
+    for wrong in ("{{speed}}", "{{other:.1f}}", "{{speed:.1e}}"):
+        page.write_text(f"about {wrong}\n")
+        with pytest.raises(QuoteError, match=r"page\.md"):
+            filled_in(page)
 
 
-def test_a_comment_without_a_figure_is_an_error(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("fast <!-- row a: b -->\n")
-    with pytest.raises(QuoteError, match="page.md:1"):
-        list(quoted_in(page))
+def test_a_name_has_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quoted, "SOURCES", tmp_path)
+    for text in ("a = b: c\na = d: e\n", "no row\n"):
+        (tmp_path / "rows.txt").write_text(text)
+        with pytest.raises(QuoteError):
+            rows()
