@@ -11,27 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
-from elixir.show.plan_map import plot_plan
-from elixir.show.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    SMALL_PT,
-    TEXT_PT,
-    finish,
-    gib,
-    legend,
-    new_figure,
-    picture_format,
-    shorten,
-    swatch,
-    title_style,
-)
+from elixir.show import style
 from elixir.step_trace import CurveSample, StepTrace
 from elixir.units import GIB
 
@@ -39,15 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["picture_format", "plot_activations", "plot_memory", "plot_plan"]
-
 _STACK = (
-    ("parameters", BLUE, ("parameters",)),
-    ("optimizer states", SKY, ("optimizer",)),
-    ("gradients", GREEN, ("gradients",)),
-    ("buffers", GREY, ("buffers",)),
-    ("activations + inputs", ORANGE, ("inputs", "activations")),
-    ("workspace", PURPLE, ("workspace",)),
+    ("parameters", style.BLUE, ("parameters",)),
+    ("optimizer states", style.SKY, ("optimizer",)),
+    ("gradients", style.GREEN, ("gradients",)),
+    ("buffers", style.GREY, ("buffers",)),
+    ("activations + inputs", style.ORANGE, ("inputs", "activations")),
+    ("workspace", style.PURPLE, ("workspace",)),
 )
 """The layers from the bottom: label, colour, fields of `CurveSample`. The kind that stays longest lies lowest."""
 
@@ -66,7 +44,7 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
     """
     if not any(sample.total for sample in trace.curve):
         raise InputError(f"the trace of {trace.model_name} holds no memory curve to draw")
-    figure = new_figure(2.9)
+    figure = style.new_figure(2.9)
     axes = figure.add_subplot()
     xs = _positions(trace.curve)
     peak = max(range(len(trace.curve)), key=lambda index: trace.curve[index].total)
@@ -76,20 +54,22 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
         if not any(values):
             continue
         layers.append(values)
-        handles.append(swatch(colour, f"{label}  {gib(values[peak])}"))
+        handles.append(style.swatch(colour, f"{label}  {style.gib(values[peak])}"))
     colours = [handle.get_facecolor() for handle in handles]
     axes.stackplot(xs, layers, colors=colours, linewidth=0)
     top = trace.curve[peak].total / GIB
     axes.set_ylim(0, top * 1.42)
     axes.set_xlim(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1)
-    axes.set_ylabel("device memory (GiB)", fontsize=TEXT_PT)
+    axes.set_ylabel("device memory (GiB)", fontsize=style.TEXT_PT)
     axes.set_xticks([])
     _draw_phases(axes, trace.curve, xs)
     _draw_peak(axes, trace, xs, peak)
-    axes.set_title(f"{trace.model_name}, one step on {trace.device}: {trace.dtype}, {trace.optimizer}", **title_style())
+    axes.set_title(
+        f"{trace.model_name}, one step on {trace.device}: {trace.dtype}, {trace.optimizer}", **style.title_style()
+    )
     # Reversed, so that the legend reads from the top as the stack does.
-    legend(axes, handles[::-1], columns=3, title="at the peak, in GiB")
-    return finish(figure, path)
+    style.legend(axes, handles[::-1], columns=3, title="at the peak, in GiB")
+    return style.finish(figure, path)
 
 
 def _positions(curve: Sequence[CurveSample]) -> list[float]:
@@ -122,7 +102,7 @@ def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) 
     for phase, start, stop in _runs(outer):
         left, right = xs[max(start - 1, 0)], xs[stop]
         if start:
-            axes.axvline(left, color=DARK, linewidth=0.5, linestyle=(0, (3, 2)), zorder=4)
+            axes.axvline(left, color=style.DARK, linewidth=0.5, linestyle=(0, (3, 2)), zorder=4)
         share = (right - left) / max(xs[-1] - xs[0], 1e-9)
         text = {"backward": "backward (dark: recompute)" if recomputes else "backward", "optimizer": "step"}.get(
             phase, phase
@@ -133,7 +113,8 @@ def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) 
             box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "linewidth": 0}
             axes.text(
                 (left + right) / 2, bottom + height / 2 - 0.003, text, transform=blend, ha="center", va="center",
-                fontsize=SMALL_PT, color=DARK, zorder=5, bbox=box if phase == "backward" and recomputes else None,
+                fontsize=style.SMALL_PT, color=style.DARK, zorder=5,
+                bbox=box if phase == "backward" and recomputes else None,
             )  # fmt: skip
 
 
@@ -141,8 +122,8 @@ def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> 
     """A mark at the highest total with its size, module and operator; next to one in the optimizer, the one before
     it."""
     sample = trace.curve[peak]
-    running = [shorten(trace.peak_module or "outside any module", 44), shorten(trace.peak_operator, 44)]
-    lines = [f"peak {gib(sample.total / GIB)} GiB in {sample.phase}", *running]
+    running = [style.shorten(trace.peak_module or "outside any module", 44), style.shorten(trace.peak_operator, 44)]
+    lines = [f"peak {style.gib(sample.total / GIB)} GiB in {sample.phase}", *running]
     ran = [index for index, other in enumerate(trace.curve) if other.phase != "optimizer"]
     if sample.phase == "optimizer" and ran:
         # The model's own peak is what a change of the model can lower, so it is named as well.
@@ -150,30 +131,30 @@ def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> 
         earlier = trace.curve[before]
         _mark_peak(axes, xs[before], earlier, face="white")
         lines = [
-            f"peak {gib(sample.total / GIB)} GiB in the optimizer step",
-            f"before it {gib(earlier.total / GIB)} GiB in {earlier.phase}: {running[0]}",
+            f"peak {style.gib(sample.total / GIB)} GiB in the optimizer step",
+            f"before it {style.gib(earlier.total / GIB)} GiB in {earlier.phase}: {running[0]}",
             running[1],
         ]
-    _mark_peak(axes, xs[peak], sample, face=DARK)
+    _mark_peak(axes, xs[peak], sample, face=style.DARK)
     # Towards the middle of the picture, so that the longest names stay inside it.
     early = xs[peak] - xs[0] < 0.47 * (xs[-1] - xs[0])
     axes.annotate(
         "\n".join(lines), (xs[peak], sample.total / GIB), xytext=(-4 if early else 4, 6), textcoords="offset points",
-        ha="left" if early else "right", va="bottom", fontsize=SMALL_PT, color=DARK, linespacing=1.15, zorder=6,
-        bbox={"facecolor": "white", "alpha": 0.85, "pad": 0.6, "linewidth": 0},
+        ha="left" if early else "right", va="bottom", fontsize=style.SMALL_PT, color=style.DARK, zorder=6,
+        bbox={"facecolor": "white", "alpha": 0.85, "pad": 0.6, "linewidth": 0}, linespacing=1.15,
     )  # fmt: skip
 
 
 def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
-    style: dict[str, Any] = {
+    look: dict[str, Any] = {
         "marker": "v",
         "markersize": 4.5,
-        "color": DARK,
+        "color": style.DARK,
         "markerfacecolor": face,
         "zorder": 7,
         "clip_on": False,
     }
-    axes.plot([x], [sample.total / GIB], **style)
+    axes.plot([x], [sample.total / GIB], **look)
 
 
 def _runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -201,47 +182,47 @@ def plot_activations(traces: Sequence[StepTrace], path: str | os.PathLike[str] |
     if not traces:
         raise InputError("give at least one trace to draw")
     names = list(dict.fromkeys(trace.model_name for trace in traces))
-    figure = new_figure(0.9 + 0.26 * len(names))
+    figure = style.new_figure(0.9 + 0.26 * len(names))
     axes = figure.add_subplot()
     for trace in traces:
         y = names.index(trace.model_name)
         plain = not trace.checkpointed_modules
         for size, colour, marker in (
-            (trace.param_bytes, DARK, "|"),
-            (trace.activation_peak_bytes, ORANGE, "o"),
-            (trace.step_peak_bytes, BLUE, "D"),
+            (trace.param_bytes, style.DARK, "|"),
+            (trace.activation_peak_bytes, style.ORANGE, "o"),
+            (trace.step_peak_bytes, style.BLUE, "D"),
         ):
             axes.plot([size / GIB], [y], **_mark(colour, marker, hollow=not plain))
     for y, name in enumerate(names):
         sizes = [trace.activation_peak_bytes / GIB for trace in traces if trace.model_name == name]
-        axes.plot([min(sizes), max(sizes)], [y, y], color=ORANGE, linewidth=1.0, alpha=0.5, zorder=1)
+        axes.plot([min(sizes), max(sizes)], [y, y], color=style.ORANGE, linewidth=1.0, alpha=0.5, zorder=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("GiB", fontsize=TEXT_PT)
+    axes.set_xlabel("GiB", fontsize=style.TEXT_PT)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", which="major", color=PALE, linewidth=0.6)
+    axes.grid(axis="x", which="major", color=style.PALE, linewidth=0.6)
     axes.set_axisbelow(True)
     handles = _activation_handles(traces)
-    legend(axes, handles, columns=2, below=0.5 / (0.9 + 0.26 * len(names)))
-    return finish(figure, path)
+    style.legend(axes, handles, columns=2, below=0.5 / (0.9 + 0.26 * len(names)))
+    return style.finish(figure, path)
 
 
 def _mark(colour: str, marker: str, *, hollow: bool) -> dict[str, Any]:
     # Hollow marks are larger, so that where both fall together the ring still shows around the dot.
     size = 8.0 if marker == "|" else 6.5 if hollow else 4.0
-    style = {"marker": marker, "color": colour, "markerfacecolor": "none" if hollow else colour, "linestyle": "none"}
-    return style | {"markersize": size, "markeredgewidth": 1.0, "zorder": 3}
+    look = {"marker": marker, "color": colour, "markerfacecolor": "none" if hollow else colour, "linestyle": "none"}
+    return look | {"markersize": size, "markeredgewidth": 1.0, "zorder": 3}
 
 
 def _activation_handles(traces: Sequence[StepTrace]) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    kinds = [("parameters", DARK, "|", False)]
+    kinds = [("parameters", style.DARK, "|", False)]
     for hollow, ending in ((False, ""), (True, ", checkpointing")):
         if any(bool(trace.checkpointed_modules) == hollow for trace in traces):
-            kinds.append((f"activation peak{ending}", ORANGE, "o", hollow))
-            kinds.append((f"step peak{ending}", BLUE, "D", hollow))
+            kinds.append((f"activation peak{ending}", style.ORANGE, "o", hollow))
+            kinds.append((f"step peak{ending}", style.BLUE, "D", hollow))
     return [
         Line2D([], [], label=label, **_mark(colour, marker, hollow=hollow)) for label, colour, marker, hollow in kinds
     ]

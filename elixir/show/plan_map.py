@@ -8,27 +8,7 @@ from typing import TYPE_CHECKING
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.show.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    RED,
-    SKY,
-    SMALL_PT,
-    TEXT_PT,
-    YELLOW,
-    finish,
-    gib,
-    legend,
-    new_figure,
-    part_label,
-    swatch,
-    title_style,
-)
+from elixir.show import style
 from elixir.units import GIB
 
 if TYPE_CHECKING:
@@ -39,18 +19,18 @@ HOME_COLOURS = {"device": "#332288", "host": "#DDCC77", "disk": "#882255"}
 """Indigo, sand and wine of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
 
 _PART_COLOURS = (
-    ("rcache", YELLOW),
+    ("rcache", style.YELLOW),
     ("block", "#A5D8C6"),
-    ("flight", PALE),
-    ("master", RED),
-    ("grad", GREEN),
-    ("state", SKY),
-    ("optim", SKY),
-    ("activation", ORANGE),
-    ("buffer", GREY),
-    ("workspace", PURPLE),
-    ("weight", BLUE),
-    ("param", BLUE),
+    ("flight", style.PALE),
+    ("master", style.RED),
+    ("grad", style.GREEN),
+    ("state", style.SKY),
+    ("optim", style.SKY),
+    ("activation", style.ORANGE),
+    ("buffer", style.GREY),
+    ("workspace", style.PURPLE),
+    ("weight", style.BLUE),
+    ("param", style.BLUE),
 )
 """Colour of a part by the first of these words in its name: the colours of the memory curve, where both know it."""
 
@@ -81,7 +61,7 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
         lines = -(-sum(size > 0 for size in parts.values()) // _LEGEND_COLUMNS)
         heights.append(bar_in + 0.46 + 0.155 * lines)
     height = 0.3 + sum(heights) + 0.12 + map_in + 0.55
-    figure = new_figure(height)
+    figure = style.new_figure(height)
     top = height - 0.3
     for (label, parts, peak_bytes, budget_bytes), used_in in zip(bars, heights, strict=True):
         axes = figure.add_axes((0.13, (top - bar_in) / height, 0.85, bar_in / height))
@@ -92,9 +72,9 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
     _draw_chunks(axes, plan, below=0.36 / map_in)
     ranks = f"{plan.world_size} x " if plan.world_size > 1 else ""
     figure.axes[0].set_title(
-        f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **title_style()
+        f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **style.title_style()
     )
-    return finish(figure, path)
+    return style.finish(figure, path)
 
 
 def order_of_use(plan: Plan) -> list[int]:
@@ -112,25 +92,29 @@ def _draw_budget(
     for name, size in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
         if size > 0:
             axes.barh([0], [size / GIB], left=left, height=1, color=colours[name], edgecolor="white", linewidth=0.4)
-            handles.append(swatch(colours[name], f"{part_label(name)} {gib(size / GIB)}"))
+            handles.append(style.swatch(colours[name], f"{style.part_label(name)} {style.gib(size / GIB)}"))
             left += size / GIB
     budget = budget_bytes / GIB
-    axes.axvline(budget, color=DARK, linewidth=1.6)
+    axes.axvline(budget, color=style.DARK, linewidth=1.6)
     axes.set_xlim(0, max(budget, peak_bytes / GIB) * 1.005 or 1.0)
     axes.set_ylim(-0.5, 0.5)
     axes.set_yticks([0], [f"{label}\n(GiB)"])
     axes.tick_params(axis="y", length=0)
-    _corner(axes, f"{gib(peak_bytes / GIB)} of {gib(budget)} GiB")
+    _corner(axes, f"{style.gib(peak_bytes / GIB)} of {style.gib(budget)} GiB")
     if handles:
-        legend(axes, handles, columns=_LEGEND_COLUMNS, below=below)
+        style.legend(axes, handles, columns=_LEGEND_COLUMNS, below=below)
 
 
 def _colours(parts: dict[str, int]) -> dict[str, str]:
     """A colour for each part; where two would share one, the smaller gets the next that is free."""
     colours: dict[str, str] = {}
     for name in sorted(parts, key=lambda name: (-parts[name], name)):
-        wanted = next((colour for word, colour in _PART_COLOURS if word in name.lower()), GREY)
-        free = [colour for colour in (wanted, RED, PURPLE, YELLOW, GREY, PALE) if colour not in colours.values()]
+        wanted = next((colour for word, colour in _PART_COLOURS if word in name.lower()), style.GREY)
+        free = [
+            colour
+            for colour in (wanted, style.RED, style.PURPLE, style.YELLOW, style.GREY, style.PALE)
+            if colour not in colours.values()
+        ]
         colours[name] = free[0] if free else wanted
     return colours
 
@@ -149,33 +133,35 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
                 linewidth=gap,
             )  # fmt: skip
         if chunk.resident:
-            axes.bar([left], [0.1], width=[width], bottom=[1.88], align="edge", color=DARK, linewidth=0)
+            axes.bar([left], [0.1], width=[width], bottom=[1.88], align="edge", color=style.DARK, linewidth=0)
         left += width
     axes.set_xlim(0, left or 1.0)
     axes.set_ylim(0, 2.0)
     axes.set_yticks([1.43, 0.43], ["weights", "gradients\n+ states"])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("chunks in order of first use (GiB of weights)", fontsize=TEXT_PT, labelpad=2)
-    blocks = f", {plan.block_count} rCache blocks of {gib(plan.block_bytes / GIB)} GiB" if plan.block_count else ""
+    axes.set_xlabel("chunks in order of first use (GiB of weights)", fontsize=style.TEXT_PT, labelpad=2)
+    blocks = (
+        f", {plan.block_count} rCache blocks of {style.gib(plan.block_bytes / GIB)} GiB" if plan.block_count else ""
+    )
     _corner(axes, f"{len(chunks)} chunks{blocks}")
     handles = [
-        swatch(colour, f"on the {home}")
+        style.swatch(colour, f"on the {home}")
         for home, colour in HOME_COLOURS.items()
         if any(home in (chunk.weight_home, chunk.state_home) for chunk in chunks)
     ]
     if any(chunk.resident for chunk in chunks):
-        handles.append(swatch(DARK, "resident all step"))
+        handles.append(style.swatch(style.DARK, "resident all step"))
     if not all(chunk.trainable for chunk in chunks):
-        handles.append(swatch(PALE, "frozen: no states"))
-    legend(axes, handles, columns=4, below=below)
+        handles.append(style.swatch(style.PALE, "frozen: no states"))
+    style.legend(axes, handles, columns=4, below=below)
 
 
 def _state_colour(chunk: ChunkPlan) -> str:
-    return HOME_COLOURS[chunk.state_home] if chunk.trainable else PALE
+    return HOME_COLOURS[chunk.state_home] if chunk.trainable else style.PALE
 
 
 def _corner(axes: Axes, text: str) -> None:
     axes.annotate(
         text, (1, 1), xytext=(0, 2), xycoords="axes fraction", textcoords="offset points", ha="right", va="bottom",
-        fontsize=SMALL_PT, color=DARK,
+        fontsize=style.SMALL_PT, color=style.DARK,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.errors import InputError
 from elixir.search.whatif.prices import Prices, RunCost
 from elixir.search.whatif.sweep_row import SweepRow
-from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
+from elixir.show import style
 from elixir.show.tables import list_table, range_cell
 from elixir.units import format_bytes
 
@@ -69,7 +69,7 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Price
                 range_cell(row.step_s or 0.0, _range(row)),
                 f"{_speed(row)}\n{speed_of_device(row, 'T')}",
                 f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",
-                f"{RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
+                f"{style.RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
                 *cost,
             ]
         )
@@ -136,7 +136,7 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
         raise InputError("there are no rows to draw")
     down = list(dict.fromkeys((row.model, row.batch) for row in rows))
     across = list(dict.fromkeys((row.machine, row.world_size) for row in rows))
-    figure = new_figure(0.95 + _CELL_IN * len(down))
+    figure = style.new_figure(0.95 + _CELL_IN * len(down))
     width_in = min(max(3.6 / len(across), _NARROWEST_IN), _WIDEST_IN) * len(across)
     figure.set_figwidth(width_in + 1.9)
     whole_in, height_in = width_in + 1.9, figure.get_figheight()
@@ -151,21 +151,23 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
     axes.tick_params(length=0)
     _name_machines(axes, across)
     tokens = all(row.tokens_per_s is not None for row in rows if row.fits)
-    axes.set_title(f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **title_style())
+    axes.set_title(
+        f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **style.title_style()
+    )
     used = dict.fromkeys(row.bound_by for row in rows if row.bound_by)
-    letters = [f"{_LETTERS[name]} {RESOURCE_LABELS[name]}" for name in _LETTERS if name in used]
-    handles = [swatch("none", text) for text in letters]
+    letters = [f"{_LETTERS[name]} {style.RESOURCE_LABELS[name]}" for name in _LETTERS if name in used]
+    handles = [style.swatch("none", text) for text in letters]
     if any(not row.fits for row in rows):
-        handles.append(swatch(PALE, "does not fit"))
+        handles.append(style.swatch(style.PALE, "does not fit"))
     axes.legend(
-        handles=handles, ncols=len(handles), fontsize=SMALL_PT, frameon=False, loc="upper left", handlelength=0.8,
-        title="bound by", title_fontsize=SMALL_PT, alignment="left", columnspacing=1.0, handletextpad=0.2, borderpad=0,
-        bbox_to_anchor=(0.0, -0.42 / (_CELL_IN * len(down))), borderaxespad=0.0,
+        handles=handles, ncols=len(handles), fontsize=style.SMALL_PT, frameon=False, loc="upper left", handlelength=0.8,
+        title="bound by", title_fontsize=style.SMALL_PT, alignment="left", columnspacing=1.0, handletextpad=0.2,
+        borderpad=0, bbox_to_anchor=(0.0, -0.42 / (_CELL_IN * len(down))), borderaxespad=0.0,
     )  # fmt: skip
-    finish(figure, None)
+    style.finish(figure, None)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    return finish(figure, path) if path is not None else figure
+    return style.finish(figure, path) if path is not None else figure
 
 
 def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: Sequence[float]) -> None:
@@ -173,8 +175,8 @@ def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: S
     from matplotlib.patches import Rectangle
 
     amount = _amount(row)
-    colour: Any = PALE
-    ink = DARK
+    colour: Any = style.PALE
+    ink = style.DARK
     if amount:
         low, high = math.log(min(speeds)), math.log(max(speeds))
         share = (math.log(amount) - low) / (high - low) if high > low else 0.5
@@ -187,7 +189,7 @@ def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: S
         axes.plot([column - 0.3, column + 0.3], [row_index + 0.3, row_index - 0.3], color="#999999", linewidth=0.6)
         return
     text = f"{_short(amount)} {_LETTERS.get(row.bound_by or '', '')}"
-    axes.text(column, row_index, text, ha="center", va="center", fontsize=SMALL_PT - 1, color=ink)
+    axes.text(column, row_index, text, ha="center", va="center", fontsize=style.SMALL_PT - 1, color=ink)
 
 
 def _name_machines(axes: Axes, across: Sequence[tuple[str, int]]) -> None:
@@ -197,7 +199,7 @@ def _name_machines(axes: Axes, across: Sequence[tuple[str, int]]) -> None:
         if index == len(across) or across[index][0] != across[start][0]:
             axes.annotate(
                 across[start][0], ((start + index - 1) / 2, len(axes.get_yticks()) - 0.5), xytext=(0, -17),
-                textcoords="offset points", ha="center", va="top", fontsize=TEXT_PT, annotation_clip=False,
+                textcoords="offset points", ha="center", va="top", fontsize=style.TEXT_PT, annotation_clip=False,
             )  # fmt: skip
             if index < len(across):
                 axes.axvline(index - 0.5, color="white", linewidth=3)

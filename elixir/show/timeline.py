@@ -9,26 +9,7 @@ from typing import TYPE_CHECKING
 from elixir.errors import InputError, InputTypeError
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation
-from elixir.show.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    RED,
-    RESOURCE_LABELS,
-    SKY,
-    SMALL_PT,
-    TEXT_PT,
-    YELLOW,
-    finish,
-    legend,
-    new_figure,
-    swatch,
-    title_style,
-)
+from elixir.show import style
 from elixir.units import format_seconds
 
 if TYPE_CHECKING:
@@ -36,23 +17,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {
-    "forward": BLUE,
-    "recompute": SKY,
-    "backward": GREEN,
-    "optimizer": DARK,
-    "norm": YELLOW,
-    "fetch": ORANGE,
-    "copy": GREY,
-    "gather": YELLOW,
+    "forward": style.BLUE,
+    "recompute": style.SKY,
+    "backward": style.GREEN,
+    "optimizer": style.DARK,
+    "norm": style.YELLOW,
+    "fetch": style.ORANGE,
+    "copy": style.GREY,
+    "gather": style.YELLOW,
     "reduce": "#882255",  # wine, of Paul Tol's muted scheme
-    "offload": RED,
-    "deliver": PALE,
-    "update": PURPLE,
-    "early update": GREEN,
-    "add": ORANGE,
-    "refresh": SKY,
-    "read": SKY,
-    "write": DARK,
+    "offload": style.RED,
+    "deliver": style.PALE,
+    "update": style.PURPLE,
+    "early update": style.GREEN,
+    "add": style.ORANGE,
+    "refresh": style.SKY,
+    "read": style.SKY,
+    "write": style.DARK,
 }
 """By name of a span; no two in one lane are alike to the colour-blind."""
 LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
@@ -79,7 +60,7 @@ def plot_timeline(
     check_simulation(simulation)
     lanes = [name for name in LANE_ORDER if any(span.resource == name for span in simulation.timeline)]
     unit_s, unit = (1.0, "s") if simulation.step_s >= 1 else (1e-3, "ms") if simulation.step_s >= 1e-3 else (1e-6, "µs")
-    figure = new_figure(0.95 + _LANE_IN * len(lanes))
+    figure = style.new_figure(0.95 + _LANE_IN * len(lanes))
     axes = figure.add_subplot()
     for row, name in enumerate(lanes):
         spans = [span for span in simulation.timeline if span.resource == name]
@@ -87,21 +68,21 @@ def plot_timeline(
         share = simulation.utilisation[name]
         axes.annotate(
             f"{share:.0%}", (1, len(lanes) - 1 - row), xytext=(4, 0), xycoords=("axes fraction", "data"),
-            textcoords="offset points", va="center", fontsize=SMALL_PT, color=DARK,
+            textcoords="offset points", va="center", fontsize=style.SMALL_PT, color=style.DARK,
         )  # fmt: skip
     for at_s in _turns(simulation.timeline):
-        axes.axvline(at_s / unit_s, color=DARK, linewidth=0.6, linestyle=(0, (3, 2)), zorder=3)
+        axes.axvline(at_s / unit_s, color=style.DARK, linewidth=0.6, linestyle=(0, (3, 2)), zorder=3)
     axes.set_xlim(0, simulation.step_s / unit_s)
     axes.set_ylim(-0.5, len(lanes) - 0.5)
-    axes.set_yticks(range(len(lanes)), [RESOURCE_LABELS[name] for name in reversed(lanes)])
+    axes.set_yticks(range(len(lanes)), [style.RESOURCE_LABELS[name] for name in reversed(lanes)])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time since the optimizer has all gradients ({unit})", fontsize=TEXT_PT, labelpad=2)
-    text = f"{format_seconds(simulation.step_s)} a step, bound by {RESOURCE_LABELS[simulation.bound_by]}"
-    axes.set_title(f"{title}: {text}" if title else text, **title_style())
+    axes.set_xlabel(f"time since the optimizer has all gradients ({unit})", fontsize=style.TEXT_PT, labelpad=2)
+    text = f"{format_seconds(simulation.step_s)} a step, bound by {style.RESOURCE_LABELS[simulation.bound_by]}"
+    axes.set_title(f"{title}: {text}" if title else text, **style.title_style())
     used = dict.fromkeys(span.name for span in simulation.timeline)
-    handles = [swatch(colour, name) for name, colour in _COLOURS.items() if name in used]
-    legend(axes, handles, columns=6, below=0.44 / (_LANE_IN * len(lanes)))
-    return finish(figure, path)
+    handles = [style.swatch(colour, name) for name, colour in _COLOURS.items() if name in used]
+    style.legend(axes, handles, columns=6, below=0.44 / (_LANE_IN * len(lanes)))
+    return style.finish(figure, path)
 
 
 def check_simulation(simulation: Simulation) -> None:

@@ -154,7 +154,7 @@ def test_shortened_names_keep_both_ends() -> None:
 def test_pictures_leave_pyplot_and_settings_alone() -> None:
     code = (
         "import sys, matplotlib; before = matplotlib.rcParams.copy()\n"
-        "from elixir.show.style import render; from elixir.show.memory_curve import plot_plan\n"
+        "from elixir.show.style import render; from elixir.show.plan_map import plot_plan\n"
         "from tests.common.samples import make_plan\n"
         "figure = plot_plan(make_plan(3))\n"
         "render(figure, 'pdf')\n"
