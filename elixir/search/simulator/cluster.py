@@ -1,16 +1,13 @@
-"""How long gathers and reductions take among ranks that nobody has measured: latency and bandwidth, by algorithm.
+"""`Cluster`: how long gathers and reductions take among ranks that nobody has measured, by latency and bandwidth.
 
 An all-gather of a buffer leaves it whole on every rank, each of which brought one part; a reduce-scatter is the same
 read backwards, so one formula serves both (the cost of adding up is left out). With p ranks on H hosts,
-G per host, n bytes of the whole buffer, a latency per step within a host and between hosts, and bandwidths B:
-
-* ring: every rank passes on what it got last, p - 1 steps. A part crosses H - 1 host borders and p - H links within
-  hosts, and every link carries (p - 1)/p of n, so the slowest one sets the pace.
-* tree: recursive doubling (halving, for a reduction), log2 p steps. Between hosts first, while the parts are small:
-  (H - 1)/H of n through each host's network; then within hosts, (G - 1)/G of n.
+G per host, n bytes of the whole buffer, a latency per step within a host and between hosts, and bandwidths B, in a
+ring every rank passes on what it got last, p - 1 steps. A part crosses H - 1 host borders and p - H links within
+hosts, and every link carries (p - 1)/p of n, so the slowest one sets the pace.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J.
-of High Performance Computing Applications 19(1), 2005, sections 4.1 and 4.2; NCCL's own estimate, src/graph/tuning.cc
+of High Performance Computing Applications 19(1), 2005, section 4.1; NCCL's own estimate, src/graph/tuning.cc
 (latencies per step, and that NCCL gathers and reduce-scatters in rings).
 """
 
@@ -18,11 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from elixir.errors import InputError
-
-Algorithm = Literal["ring", "tree"]
 
 # NCCL, src/graph/tuning.cc (commit 01afd20), protocol "Simple", algorithm ring.
 NCCL_CALL_S = 8.4e-6
@@ -75,24 +69,18 @@ class Cluster:
         return -(-self.ranks // self.ranks_per_host)
 
 
-def gather_s(nbytes: float, cluster: Cluster, algorithm: Algorithm = "ring") -> float:
+def gather_s(nbytes: float, cluster: Cluster) -> float:
     """Seconds of an all-gather, or a reduce-scatter, of a buffer of `nbytes` in total.
 
     >>> round(gather_s(8e9, Cluster(ranks=8, ranks_per_host=8, host_bytes_per_s=1e9)), 6)
     7.0
 
     Raises:
-        InputError: `nbytes` is negative or not finite, or the algorithm is unknown.
+        InputError: `nbytes` is negative or not finite.
     """
     check_not_negative("nbytes", nbytes)
-    if algorithm not in get_args(Algorithm):
-        raise InputError(f"algorithm must be one of {list(get_args(Algorithm))}, got {algorithm!r}")
     if cluster.ranks == 1 or not nbytes:
         return 0.0
-    return cluster.call_s + (_ring_s if algorithm == "ring" else _tree_s)(nbytes, cluster)
-
-
-def _ring_s(nbytes: float, cluster: Cluster) -> float:
     ranks, hosts = cluster.ranks, cluster.hosts
     bytes_per_s = cluster.host_bytes_per_s
     if hosts > 1 and cluster.network_bytes_per_s is not None:
@@ -100,19 +88,7 @@ def _ring_s(nbytes: float, cluster: Cluster) -> float:
         # With one rank per host no link within a host is on the way.
         bytes_per_s = min(bytes_per_s, slowest) if cluster.ranks_per_host > 1 else slowest
     latency = (ranks - hosts) * cluster.host_step_s + (hosts - 1) * cluster.network_step_s
-    return latency + (ranks - 1) / ranks * nbytes / bytes_per_s
-
-
-def _tree_s(nbytes: float, cluster: Cluster) -> float:
-    seconds, hosts = 0.0, cluster.hosts
-    members = -(-cluster.ranks // hosts)
-    if hosts > 1 and cluster.network_bytes_per_s is not None:
-        seconds += _doubling_s(nbytes, hosts, cluster.network_step_s, cluster.network_bytes_per_s)
-    return seconds + _doubling_s(nbytes, members, cluster.host_step_s, cluster.host_bytes_per_s)
-
-
-def _doubling_s(nbytes: float, members: int, step_s: float, bytes_per_s: float) -> float:
-    return math.ceil(math.log2(members)) * step_s + (members - 1) / members * nbytes / bytes_per_s
+    return cluster.call_s + (latency + (ranks - 1) / ranks * nbytes / bytes_per_s)
 
 
 def check_positive(name: str, value: object) -> None:

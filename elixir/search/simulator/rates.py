@@ -21,9 +21,7 @@ from elixir.search.simulator.cluster import (
     NCCL_CALL_S,
     NETWORK_STEP_S,
     NVLINK_STEP_S,
-    Algorithm,
     Cluster,
-    check_not_negative,
     check_positive,
     gather_s,
 )
@@ -93,10 +91,6 @@ class Rates:
         dtype: of most parameters, in which matrices are multiplied.
         world_size: number of ranks.
         ranks_per_host: how many of them share a machine.
-        network_bytes_per_s: between machines, per machine and direction. None: the profile's; where it knows none, as
-            fast as between the devices of one machine (`say_if_network_unknown`).
-        network_latency_s: of one step between machines; the profile's by default, and else NCCL's figure.
-        algorithm: of collectives that the profile has not measured at this world size.
         moments: how Adam's are kept. A profile has measured float32, and perhaps bfloat16; other rates follow by the
             bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
 
@@ -111,9 +105,6 @@ class Rates:
         world_size: int,
         ranks_per_host: int,
         *,
-        network_bytes_per_s: float | None = None,
-        network_latency_s: float | None = None,
-        algorithm: Algorithm = "ring",
         moments: MomentKind = "float32",
     ) -> None:
         self._moments = moments
@@ -136,8 +127,7 @@ class Rates:
         self.host_memory = Line(0.0, host_memory)
         self.contention = hardware.contention or 0.0
         """Seconds that compute loses for each that a lane works next to it."""
-        self._cluster = self._made(network_bytes_per_s, network_latency_s)
-        self._algorithm: Algorithm = algorithm
+        self._cluster = self._made()
 
     def device_step(self, numel: npt.ArrayLike, low_precision: npt.ArrayLike) -> Floats:
         """Adam on the device, by elements of a chunk and whether its weights have fewer bits than its masters."""
@@ -231,24 +221,19 @@ class Rates:
         if fit is not None:
             return Line(fit.latency_s, fit.per_s)(nbytes)
         amounts = np.asarray(nbytes, dtype=np.float64)
-        known = {amount: gather_s(amount, self._cluster, self._algorithm) for amount in np.unique(amounts).tolist()}
+        known = {amount: gather_s(amount, self._cluster) for amount in np.unique(amounts).tolist()}
         return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
 
-    def _made(self, network_bytes_per_s: float | None, network_latency_s: float | None) -> Cluster:
+    def _made(self) -> Cluster:
+        """The ranks; an unknown network is as fast as the devices of one machine (`say_if_network_unknown`)."""
         hardware = self._hardware
-        if network_bytes_per_s is not None:
-            check_positive("network_bytes_per_s", network_bytes_per_s)
-        if network_latency_s is not None:
-            check_not_negative("network_latency_s", network_latency_s)
-        between_s = hardware.network_latency_s if network_latency_s is None else network_latency_s
+        between_s = hardware.network_latency_s
         nccl = hardware.device_kind == "cuda"
         return Cluster(
             ranks=self.world_size,
             ranks_per_host=self._ranks,
             host_bytes_per_s=hardware.device_to_device_bytes_per_s,
-            network_bytes_per_s=network_bytes_per_s
-            or hardware.network_bytes_per_s
-            or hardware.device_to_device_bytes_per_s,
+            network_bytes_per_s=hardware.network_bytes_per_s or hardware.device_to_device_bytes_per_s,
             call_s=NCCL_CALL_S if nccl else 0.0,
             host_step_s=NVLINK_STEP_S if nccl else 0.0,
             network_step_s=NETWORK_STEP_S if between_s is None else between_s,

@@ -18,7 +18,7 @@ from elixir.search.problem.from_plan import packed_step_of, placement_of, settin
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.request import check_count
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.cluster import Algorithm, check_positive
+from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import (
     out_of_place_share,
 )
@@ -64,7 +64,7 @@ class Simulation:
         return max(RESOURCES, key=lambda name: self.critical_s[name])
 
 
-def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by one
+def simulate_step(
     plan: Plan | HasPlan,
     trace: StepTrace,
     hardware: HardwareProfile,
@@ -73,9 +73,6 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
     ranks_per_host: int | None = None,
     steps: int | None = None,
     compute_scale: float = 1.0,
-    network_bytes_per_s: float | None = None,
-    network_latency_s: float | None = None,
-    algorithm: Algorithm = "ring",
     clipped: bool = False,
 ) -> Simulation:
     """The last of `steps` training steps of `plan`, on one rank of many alike.
@@ -89,9 +86,6 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some
             states live on a disk and other chunks are updated early), so that None is for that one.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
-        network_bytes_per_s: between machines, per machine and direction; the profile's by default.
-        network_latency_s: of one step of a collective between machines; likewise.
-        algorithm: of collectives that the profile has not measured at this world size.
         clipped: gradients are clipped, so that states which were made early are discarded and made again.
 
     Raises:
@@ -109,16 +103,12 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
     if ranks_per_host is None:
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
     check_count("ranks_per_host", ranks_per_host)
-    if network_bytes_per_s is None:
-        say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
+    say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
     rates = Rates(
         hardware,
         main_dtype(trace),
         plan.world_size,
         min(ranks_per_host, plan.world_size),
-        network_bytes_per_s=network_bytes_per_s,
-        network_latency_s=network_latency_s,
-        algorithm=algorithm,
         moments=plan.moments,
     )
     check_positive("compute_scale", compute_scale)

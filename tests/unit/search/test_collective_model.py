@@ -11,12 +11,8 @@ from elixir.search.simulator.cluster import Cluster, gather_s
 def test_collectives_follow_their_formulas() -> None:
     one = Cluster(ranks=8, ranks_per_host=8, host_bytes_per_s=1e9, host_step_s=1e-3, call_s=0.5)
     assert gather_s(8e9, one) == pytest.approx(0.5 + 7e-3 + 7.0)
-    assert gather_s(8e9, one, "tree") == pytest.approx(0.5 + 3e-3 + 7.0)
     four = Cluster(32, 8, host_bytes_per_s=4e9, network_bytes_per_s=1e9, host_step_s=1e-3, network_step_s=1e-2)
     assert gather_s(32e9, four) == pytest.approx(28e-3 + 3e-2 + 31.0)
-    assert gather_s(32e9, four, "tree") == pytest.approx(2e-2 + 24.0 + 3e-3 + 7.0)
     assert gather_s(1e9, Cluster(1, 1, host_bytes_per_s=1.0)) == 0
     with pytest.raises(InputError, match="network_bytes_per_s"):
         Cluster(16, 8, host_bytes_per_s=1e9)
-    with pytest.raises(InputError, match="algorithm"):
-        gather_s(1.0, one, "star")  # type: ignore[arg-type]

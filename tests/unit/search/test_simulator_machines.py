@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -29,24 +28,17 @@ def stack() -> StepTrace:
     return stack_trace(SMALL, batch=2, seq=256)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_several_machines_are_as_fast_as_their_network(
-    stack: StepTrace, algorithm: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The argument counts, else the profile's rate; where neither says, that within a machine, with a warning."""
+def test_several_machines_are_as_fast_as_their_network(stack: StepTrace, caplog: pytest.LogCaptureFixture) -> None:
+    """A network that the profile does not know is as fast as the devices of one machine, with a warning."""
     plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45).plan
     caplog.clear()
-    unknown = simulate_step(plan, stack, HARDWARE, algorithm=algorithm).step_s
+    unknown = simulate_step(plan, stack, HARDWARE).step_s
     assert [record.levelname for record in caplog.records if "network_bytes_per_s" in record.getMessage()] == [
         "WARNING"
     ]
     caplog.clear()
-    rates = (50e9, 400e9)
-    slow, fast = (
-        simulate_step(plan, stack, HARDWARE, network_bytes_per_s=rate, algorithm=algorithm).step_s for rate in rates
-    )
-    known = (replace(HARDWARE, network_bytes_per_s=rate) for rate in rates)
-    assert [simulate_step(plan, stack, machine, algorithm=algorithm).step_s for machine in known] == [slow, fast]
+    known = (replace(HARDWARE, network_bytes_per_s=rate) for rate in (50e9, 400e9))
+    slow, fast = (simulate_step(plan, stack, machine).step_s for machine in known)
     assert slow > fast == unknown > 0  # the sample's devices have 400 GB/s between them
     assert not caplog.records
 
@@ -66,7 +58,8 @@ def test_fits_take_the_place_of_plain_rates(stack: StepTrace) -> None:
 def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:
     plan, speeds = chain_plan(blocks=3, depth=0, world_size=2), Speeds(1.0, 0.5, 0.25, adam=8.0)
     together = simulated(plan, speeds, ranks_per_host=2)
-    apart = simulated(plan, speeds, ranks_per_host=1, network_bytes_per_s=INSTANT, network_latency_s=0.0)
+    machine = replace(speeds.machine(), network_bytes_per_s=INSTANT, network_latency_s=0.0)
+    apart = simulate_step(plan, chain(len(plan.chunks)), machine, ranks_per_host=1)
     assert together.busy_s["host_adam"] == pytest.approx(3 * 8.0)
     assert apart.busy_s["host_adam"] == pytest.approx(3 * 8.0 / 2)
 
