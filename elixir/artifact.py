@@ -34,8 +34,8 @@ of a file."""
 _LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
 """Characters of a key, and of what is wrong with fields, that an error repeats."""
 _TOO_LARGE, _TOO_LONG = 2**60, 2**64
-"""No field counts as many bytes, elements or FLOPs as 2**60, and sums of several smaller ones fit into 64 bits, in
-which searches compute. Integers in lists may be checksums of 64 bits, and no longer."""
+"""Limits of integers: a field counts fewer bytes, elements or FLOPs than 2**60, so that sums of several fit into the 64
+bits in which searches compute; integers in lists may be checksums of 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Artifact:
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """The fields of an earlier version's file without those that are gone since; `ArtifactError` if one counts."""
+        """Returns the fields of an earlier version's file without those that are gone since; `ArtifactError` if one
+        counts."""
         return data
 
     @classmethod
@@ -142,8 +143,8 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of pairs, for `json.loads`, which would take the last of several; `ArtifactError` for a key that comes
-    twice."""
+    """Makes a dict of pairs for `json.loads`, which would take the last of several; `ArtifactError` for a key that
+    comes twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -158,7 +159,8 @@ def digest(*parts: Any) -> str:
 
 
 def check_writable(path: str | os.PathLike[str], *, files: Files = FILES) -> Path:
-    """`path`, after making sure that a file can be written there; `InputError` otherwise. Leaves no file behind."""
+    """Returns `path` after making sure that a file can be written there; `InputError` otherwise. Leaves no file
+    behind."""
     with _writing(path) as target:
         name = temporary_name(target)
         files.create(name).close()
@@ -178,7 +180,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, file
 
 @contextlib.contextmanager
 def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The file that `path` leads to. What cannot be written is an `InputError`."""
+    """Gives the file that `path` leads to. A failure to write is an `InputError`."""
     try:
         target = Path(os.path.realpath(path))
         if target.is_dir():
@@ -224,7 +226,7 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...], bool]:
 
 
 def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
-    """`value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
+    """Decodes `value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
     if type(value) is expected and expected is not float and expected is not int:  # as many values of a large file are
         return value
     origin, args, is_dataclass = _parts(expected)

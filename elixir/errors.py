@@ -143,7 +143,7 @@ class RankError(ElixirError, RuntimeError):
 
 
 class StepError(ElixirError, RuntimeError):
-    """An optimizer has raised while it stepped weights on a lane; the message names them, the cause is what it
+    """An optimizer has raised while it stepped weights on a lane; the message names the weights, the cause is what it
     raised."""
 
 
@@ -162,9 +162,9 @@ class Lever:
     action: str
     """The thing to do, in the imperative."""
     saves_bytes: int
-    """By how much this alone would lower the need, or raise what is available; 0 where it is not known."""
+    """Bytes by which this would lower the need, or raise what is available; 0 if they are not known."""
     effect: Literal["saves", "adds"] = "saves"
-    """Which of the two `saves_bytes` is."""
+    """Whether `saves_bytes` lowers the need or raises what is available."""
     argument: str = ""
     """The argument of a search, or of the traced step, that does it; may be empty."""
     value: str = ""
@@ -176,11 +176,11 @@ class Lever:
     step_s: float | None = None
     """Seconds of the step with it, where it suffices; None where it does not, or is not known to."""
     enough: bool = True
-    """False where it was tried and is not enough alone."""
+    """False if it was tried and does not suffice by itself."""
 
 
 class PlanError(ElixirError, RuntimeError):
-    """No plan fits. Carries the need, what there is, and what to change, the most effective lever first.
+    """No plan fits. The error has the need, what is available, and what to change, the most effective lever first.
 
     Args:
         message: one sentence that says which memory is short, and why.
@@ -206,7 +206,7 @@ class PlanError(ElixirError, RuntimeError):
 
 
 def _by_worth(lever: Lever) -> tuple[bool, float, bool, bool, int, str]:
-    """Sorts levers: first what suffices, by step time; then what saves most; last what is not enough alone."""
+    """Sorts levers: first what suffices, by step time; then what saves most; last what does not suffice by itself."""
     return (
         lever.step_s is None, lever.step_s or 0.0, lever.comes_last, not lever.enough, -lever.saves_bytes, lever.action
     )  # fmt: skip

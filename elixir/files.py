@@ -33,7 +33,7 @@ FLUSH_EVERY_BYTES = 256 * 2**20
 """A file that is written in passing has no more than this in the page cache. Dirty pages count as memory of a
 container, so without a limit the cache takes what a plan gave to optimizer states."""
 BEGIN_BYTES = 2**20
-"""With a limit, what is written in pieces as large as this goes on its way to the drive at once."""
+"""Size of a piece that, with a limit, goes on its way to the drive at once."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Kinds of file systems that are memory and no disk."""
@@ -54,7 +54,7 @@ class Files:
     """
 
     def call(self, operation: str, path: str, function: Callable[..., T], *args: Any) -> T:
-        """One call of the operating system, about `path`.
+        """Makes one call of the operating system about `path`.
 
         Args:
             operation: ``create``, ``open``, ``size``, ``resize``, ``allocate``, ``write``, ``read``, ``sync``,
@@ -74,7 +74,7 @@ class Files:
     def create(
         self, path: PathLike, nbytes: int = 0, *, direct: bool = False, flush_every_bytes: int | None = None
     ) -> File:
-        """A new file of `nbytes` zeros, to be written and read; it is an error if there is one.
+        """Makes a file of `nbytes` zeros, to be written and read; it is an error if there is one.
 
         Args:
             path: its name.
@@ -93,11 +93,11 @@ class Files:
         return file
 
     def open(self, path: PathLike, *, writable: bool = False, direct: bool = False) -> File:
-        """A file that is there, to be read, and written if it is `writable`."""
+        """Opens a file that is there to read it, and to write it if it is `writable`."""
         return self._opened("open", path, os.O_RDWR if writable else os.O_RDONLY, direct, None)
 
     def create_unnamed(self, folder: PathLike, *, direct: bool = False) -> File:
-        """A new file in `folder` that has no name, so it is gone once it is closed, however the process ends.
+        """Makes a file in `folder` that has no name, so it is gone once it is closed, however the process ends.
 
         Where the system cannot make one, it has a hidden name for a moment.
         """
@@ -220,7 +220,7 @@ class Files:
             return bytes(memoryview(content)[: file.read_into(content, 0)])
 
     def read_stream(self, path: PathLike, *, limit_bytes: int) -> bytes:
-        """As `read_whole`, also of a pipe, whose size nobody knows."""
+        """Reads all bytes of a file, or of a pipe, whose size nobody knows."""
         name = os.fspath(path)
         with self.call("open", name, lambda: open(name, "rb")) as stream:
             found = os.fstat(stream.fileno())

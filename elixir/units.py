@@ -57,7 +57,7 @@ def _bounded(size: int, text: str) -> int:
 
 
 def format_bytes(amount_bytes: float) -> str:
-    """For people: the largest binary unit that leaves at least one digit before the point."""
+    """Writes bytes for people, in the largest binary unit that leaves at least one digit before the point."""
     for unit, size in (("TiB", TIB * 10), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(amount_bytes) >= size:
             scale = TIB if unit == "TiB" else size
@@ -66,7 +66,7 @@ def format_bytes(amount_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """For people: seconds, or a smaller unit where three decimals of a second would hide too much."""
+    """Writes seconds for people, or a smaller unit if three decimals of a second would hide too much."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size / 100 or seconds == 0:
             return f"{seconds / size:.3f} {unit}"

@@ -1,4 +1,4 @@
-"""`Checkpoints`: a folder of checkpoints, of which so many stay, and the newest that is whole is loaded."""
+"""`Checkpoints`: a folder of checkpoints that keeps the newest and loads the newest that is whole."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Checkpoints:
         return None
 
     def latest(self) -> Path | None:
-        """Folder of the newest checkpoint, by its index alone; None without one."""
+        """Folder of the newest checkpoint that has a readable index; None without one."""
         return next(newest_checkpoints(self.folder, [], files=self._files), None)
 
     def steps(self) -> list[int]:
@@ -130,7 +130,7 @@ class Checkpoints:
         return sorted(int(match[1]) for name in known if (match := STEP_FOLDER.fullmatch(name)))
 
     def close(self) -> None:
-        """Waits until the last save is over.
+        """Waits until the last save has ended.
 
         Raises:
             CheckpointError: it could not be saved, which was not reported yet.

@@ -1,4 +1,4 @@
-"""`HeartbeatGroup`: exchanges between ranks of which some still write; heartbeats tell of errors and dead ranks."""
+"""`HeartbeatGroup`: exchanges between ranks that may still write; heartbeats report errors and dead ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elixir.chunk.group import Group
 from elixir.errors import CheckpointError, ElixirError, RankError
 
 LONGEST_PERIOD_S = 10.0
-"""A rank that writes says at least so often that it is alive, and hears whether others have failed."""
+"""Longest time after which a rank that writes reports that it is alive, and learns whether others have failed."""
 _HEARTBEATS_PER_TIMEOUT = 8
 _WHAT = "checkpoint"
 
@@ -22,7 +22,7 @@ class HeartbeatGroup:
     timeout of the group, and a rank that is gone is still noticed within it.
 
     Args:
-        group: for these rounds alone.
+        group: used by these rounds only.
     """
 
     def __init__(self, group: Group) -> None:
@@ -35,12 +35,12 @@ class HeartbeatGroup:
         self._ended = group.size == 1
 
     def heartbeat(self) -> None:
-        """Between two pieces of work: join a round if one is due; raises what `exchange` raises."""
+        """Joins a round if one is due; called between two pieces of work. Raises what `exchange` raises."""
         if not self._ended and time.monotonic() - self._last >= self._every_s:
             self._round(False, None, None)
 
     def exchange(self, value: Any = None) -> list[Any]:
-        """Every rank's value, in order of rank, once all have come here.
+        """Returns every rank's value, in order of rank, once all have come here.
 
         Raises:
             CheckpointError: another rank has failed, or is gone.
@@ -53,10 +53,7 @@ class HeartbeatGroup:
                 return [theirs for _, theirs, _ in answers]
 
     def fail(self, error: BaseException) -> CheckpointError:
-        """Tells the others that this rank has failed; the error that all ranks raise.
-
-        After an error that came from a round the others know already.
-        """
+        """Tells the others that this rank has failed, unless they know it; returns the error that all ranks raise."""
         if not self._ended:
             try:
                 self._round(True, None, _in_words(error))

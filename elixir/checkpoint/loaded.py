@@ -12,7 +12,7 @@ class Loaded:
 
     folder: Path
     step: int | None
-    """As it was saved."""
+    """The step that the save was given."""
     sequence: int
     """The larger, the later: among the checkpoints of one folder the one with the largest is the latest."""
     world_size: int

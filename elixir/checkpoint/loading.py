@@ -109,8 +109,8 @@ def load_checkpoint(
 
 
 def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> Index:
-    """The newest checkpoint of the folder that all ranks see, also where a commit was cut off; the next save ends
-    that."""
+    """Agrees on the newest checkpoint of the folder that all ranks see, also if a commit was cut off, which the next
+    save ends."""
     problem: Exception | None = None
     known: list[Index] = []
     try:
@@ -153,8 +153,8 @@ class _Loading:
         """Name of an optimizer in the state -> in the checkpoint."""
         self.notes: set[str] = set()
         self.files_here: set[str] = set()
-        """Finds the files that this rank sees. With node-local disks other ranks see other files. A file that this rank
-        needs and does not see fails when it is read."""
+        """Files that this rank sees. With node-local disks other ranks see other files. A file that this rank needs and
+        does not see fails when it is read."""
 
     def check(self) -> None:
         """Raises `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
@@ -252,7 +252,7 @@ class _Loading:
             self.notes.add(f"optimizers that are not in the state are skipped: {_few(unused)}")
 
     def _group_of(self, optimizer: str, names: Collection[str]) -> int | None:
-        """The saved group with the same parameters; else one that has all of them."""
+        """Finds the saved group with the same parameters, otherwise one that has all of them."""
         wanted = set(names)
         around = None
         for number, group in enumerate(self._index.param_groups):
@@ -444,7 +444,7 @@ class CheckpointStates(SavedStates):
         self._saved.finish()
 
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
-        """Fills a stretch of a parameter's weights, or their masters; a note where they are rounded."""
+        """Fills a range of a parameter's weights or masters; returns a note if they are rounded."""
         self.fill("weight", name, start, out)
         saved = self._saved.index.tensors[f"weight/{name}"].torch_dtype
         if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):
@@ -453,7 +453,7 @@ class CheckpointStates(SavedStates):
 
 
 def _ranges(saved: SavedTensor, start: int, stop: int) -> list[tuple[int, int]]:
-    """Stretches of elements that each lie in one span of one piece, so that every span is read once."""
+    """Ranges of elements that each lie in one span of one piece, so that every span is read once."""
     found = []
     step = SPAN_BYTES // saved.itemsize
     for piece in saved.pieces:

@@ -59,7 +59,7 @@ def save_checkpoint(
     Whatever is killed when, the folder holds the checkpoint that was there before, or this one.
 
     Code that writes to weights otherwise than by a step or a load, such as one that swaps in their mean for an
-    evaluation, calls `Saving.wait` first. It is told where torch counts what it writes, but not of ``weight.data``.
+    evaluation, calls `Saving.wait` first. A save notices what torch counts as a write, but not ``weight.data``.
 
     Args:
         folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. One that is there
@@ -100,7 +100,7 @@ class SaveOptions:
     frozen: bool = True
     files: Files = FILES
     keep: int | None = None
-    """With `retains`, how many checkpoints stay in the folder around this one; None for all."""
+    """Number of checkpoints that stay in the folder around this one, if it `retains`; None for all."""
     retains: bool = False
     """Whether the folder around this one is of one run, so that what is no longer wanted there goes."""
     pool_bytes: int | None = None
@@ -108,14 +108,14 @@ class SaveOptions:
 
 
 class _ChunkReader:
-    """One chunk as a `Snapshot` reads it: when it does, counts of steps are taken down as well."""
+    """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
 
     def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
         self.chunk_states, self._small = states, small
         found = states.tensors()
         self.layout = {_key(each.kind, each.name): each for each in found}
         self.states_only = [each for each in found if each.kind != WEIGHT]
-        """Those that are no weights."""
+        """The tensors that are no weights."""
         chunk = states.chunk
         # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
         exposed = chunk.masters is None and chunk.whole is not None
@@ -167,12 +167,12 @@ class _RankPart:
     rng: Any
     rank_values: dict[str, Any]
     common: dict[str, Any] | None
-    """Fields of the index that are rank 0's."""
+    """Fields of the index that rank 0 provides."""
 
 
 @dataclass
 class _Captured:
-    """Everything small, as of the call; and how the chunks are read."""
+    """The small values at the time of the call, and readers of the chunks."""
 
     readers: list[_ChunkReader]
     small: dict[str, SmallStates]
@@ -190,7 +190,7 @@ class _Captured:
 
 
 class Saves:
-    """The checkpoints of one module: one at a time, in a group that no training uses. A `StateReader`."""
+    """The saves of one module, one at a time, in a group that no training uses. Implements `StateReader`."""
 
     def __init__(self, group: Group) -> None:
         self._values = group
@@ -200,7 +200,7 @@ class Saves:
 
     @staticmethod
     def of(states: TrainingStates) -> Saves:
-        """Those of a module; all ranks call this, since the first time a process group is made."""
+        """Returns the saves of a module. All ranks call this, since the first call makes a process group."""
         states.refuse_closed()
         reader = states.reader
         if not isinstance(reader, Saves):
@@ -210,11 +210,11 @@ class Saves:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return self._values.rank
 
     def finish(self) -> None:
-        """Waits for the save before; raises its error, if that was not reported yet."""
+        """Waits for the previous save; raises its error if that was not reported yet."""
         error = self._ended()
         if error is not None:
             raise error
@@ -223,7 +223,7 @@ class Saves:
         return None if self.current is None else self.current.end()
 
     def settle(self) -> None:
-        """Waits for the save before; its error, if that was not reported yet, is logged."""
+        """Waits for the previous save; logs its error if that was not reported yet."""
         error = self._ended()
         if error is not None:
             logger.error("going on after a save that failed: %s", error)
@@ -240,7 +240,7 @@ class Saves:
         return error
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank; while no save is under way.
+        """Exchanges a value with all ranks, in order of rank, while no save is under way.
 
         Raises:
             CheckpointError: the ranks have lost each other.
@@ -251,7 +251,7 @@ class Saves:
             raise CheckpointError(str(error)) from error
 
     def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
-        """`exchange`, after which all ranks raise if one has a problem: the same error, of the first rank that has
+        """Exchanges a value, after which all ranks raise if one has a problem: the error of the first rank that has
         one."""
         answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
@@ -267,7 +267,7 @@ class Saves:
         try:
             states.refuse("save_checkpoint()")
             captured = _capture(user, options, self._values.rank)
-        except Exception as error:  # also what a lane has raised: all ranks must hear of it
+        except Exception as error:  # also what a lane has raised: all ranks must raise
             problem = error
         mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
         answers = self.together("save", mine, problem)
@@ -288,7 +288,7 @@ class Saves:
 
 
 class Saving:
-    """A save that is under way, or over."""
+    """A save that is under way, or has ended."""
 
     def __init__(
         self,
@@ -316,11 +316,11 @@ class Saving:
 
     @property
     def stall_s(self) -> float:
-        """How long updates have waited for this save so far, time for copies included."""
+        """Seconds for which updates have waited for this save so far, with the time for copies."""
         return self.snapshot.stall_s
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the save has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Loaded:
@@ -343,7 +343,7 @@ class Saving:
         return self._result
 
     def end(self) -> CheckpointError | None:
-        """Waits until it is over; its error, if that was not reported yet."""
+        """Waits until the save has ended; returns its error if that was not reported yet."""
         self._ended.wait()  # the caller saves again, loads or closes: one save at a time reads the chunks
         error, self._reported = None if self._reported else self._error, True
         return error
@@ -417,7 +417,7 @@ class Saving:
     def _write(
         self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], ranks: HeartbeatGroup, states: bool
     ) -> WrittenFile:
-        """Writes one file: the states of the chunks, if it is theirs, and `tensors`, which are held in memory."""
+        """Writes one file: the states of the chunks if it is theirs, and `tensors`, which are in memory."""
         writer = SliceWriter(self._options.folder / name, slices, files=self._options.files)
         try:
             if states:
@@ -432,7 +432,7 @@ class Saving:
 
 
 def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
-    """Takes down what is small, and how the chunks are laid out. Afterwards steps may go on."""
+    """Records what is small and how the chunks are laid out. Afterwards steps may go on."""
     states = user.states
     small: dict[str, SmallStates] = {}
     states.follow_writes()
@@ -512,7 +512,7 @@ def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: S
 
 
 def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
-    """Tensors that one file has as a whole."""
+    """Slices of tensors that one file holds as a whole."""
     return [Slice(key, tuple(each.shape), each.dtype, 0, each.numel()) for key, each in tensors.items()]
 
 
@@ -525,7 +525,7 @@ def _key(kind: str, name: str) -> str:
 
 
 def _report_of(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:
-    """An error for other ranks: its class, or one that it is a kind of, the message, and what else it takes."""
+    """Describes an error to other ranks: its class, or a base of it, the message, and further arguments."""
     text = str(error) or type(error).__name__
     if isinstance(error, CheckpointMismatch):
         return CheckpointMismatch, text, {key: getattr(error, key) for key in ("missing", "unexpected", "shapes")}

@@ -37,7 +37,8 @@ from elixir.units import format_bytes
 
 
 def known_indexes(folder: Path, files: Files) -> list[Index]:
-    """The checkpoint of a folder and the one before it, if a commit was cut off; the newest first, damaged ones not."""
+    """Reads the indexes of a folder: the newest, and the one before it if a commit was cut off; leaves out damaged
+    ones."""
     found = []
     for previous in (False, True):
         with contextlib.suppress(CheckpointNotFound, CheckpointCorrupt):
@@ -46,7 +47,7 @@ def known_indexes(folder: Path, files: Files) -> list[Index]:
 
 
 def newest_of_all(answers: Iterable[Sequence[str]]) -> str | None:
-    """The newest id that every file system has."""
+    """Returns the newest id that every file system has."""
     lists = list(answers)
     return next((each for each in lists[0] if all(each in others for others in lists)), None) if lists else None
 
@@ -93,7 +94,7 @@ class SharedFolder:
         return SharedFolder(folder, rank, min(seen), len(set(views)), files)
 
     def clean_up(self, ranks: HeartbeatGroup) -> str | None:
-        """Before a save: end commits that were cut off, remove what they left.
+        """Ends commits that were cut off and removes what they left, before a save.
 
         The id of the checkpoint there, if there is one.
         """
@@ -122,7 +123,7 @@ class SharedFolder:
                 )
 
     def check_written(self, written: Iterable[WrittenFile | None]) -> None:
-        """Before a commit: an index must not take the place of the one before and name files that are gone.
+        """Checks before a commit that the written files are there: an index must not name files that are gone.
 
         Args:
             written: by this rank.
@@ -139,7 +140,7 @@ class SharedFolder:
                 )
 
     def next_sequence(self, ranks: HeartbeatGroup) -> int:
-        """A number above those of all checkpoints next to this one, on all file systems."""
+        """Returns a number above those of all checkpoints next to this one, on all file systems."""
         mine = next_sequence(self.folder, files=self.files) if self.leads else 1
         return max(int(each) for each in ranks.exchange(mine))
 
@@ -168,7 +169,7 @@ class SharedFolder:
             remove_stale(self.folder, committed, files=self.files)
 
     def _take_back(self, checkpoint_id: str, before: str | None) -> None:
-        """Another file system could not commit: the checkpoint before is the one of the folder again."""
+        """Restores the checkpoint before, since another file system could not commit."""
         with contextlib.suppress(FileError, CheckpointError):
             if before is not None:
                 settle(self.folder, before, files=self.files)

@@ -30,11 +30,11 @@ WriteSpan = Callable[[str, int, memoryview], None]
 
 
 class LiveTensor(Protocol):
-    """A stretch of a saved tensor in memory that changes later."""
+    """A range of a saved tensor in memory that changes later."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is saved."""
+        """Dtype in which it is saved."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class LiveStates(Protocol):
         """Waits for the update that was under way when the snapshot was taken; raises what it raised."""
 
     def read(self) -> dict[str, LiveTensor]:
-        """Key -> tensor, and whatever small is taken down with them; called once, before anything changes."""
+        """Returns key -> tensor and records small values; called once, before anything changes."""
 
     def check(self) -> None:
         """Raises if anything has changed unannounced since the snapshot was taken."""
@@ -61,15 +61,15 @@ class PartState(enum.Enum):
     """How far the writer is with a chunk, and who holds the bytes that are still to be written."""
 
     LIVE = "live"
-    """Its own memory holds them; nobody reads it now."""
+    """Memory of the chunk holds the bytes; nobody reads it now."""
     WRITING = "writing"
-    """Its own memory holds them, and the writer reads it."""
+    """Memory of the chunk holds the bytes, and the writer reads it."""
     COPYING = "copying"
-    """The pool has an area for them, into which the updating thread copies."""
+    """The pool has an area for the bytes, into which the updating thread copies."""
     COPIED = "copied"
-    """The pool holds them."""
+    """The pool holds the bytes."""
     DONE = "done"
-    """All are written, or nobody wants them any more."""
+    """All bytes are written, or nobody wants them any more."""
 
 
 _ALLOWED = {
@@ -118,7 +118,7 @@ class _Part:
         self.state = state
 
     def read(self) -> list[_Rest]:
-        """The data to write, taken down once: by the writer, or by the first update after the snapshot."""
+        """Returns the data to write, read once: by the writer, or by the first update after the snapshot."""
         with self.lock:
             if self.rest is None:
                 self.states.wait()  # an update from before the snapshot still writes the memory that is read
@@ -159,7 +159,7 @@ class Snapshot:
         """The stream on which the writer reads a device."""
 
     def release(self, index: int) -> None:
-        """The states of a chunk are about to change: come back when nothing is read from their memory any more."""
+        """Returns when nothing is read from the memory of a chunk's states, which are about to change."""
         part, copying = self._parts[index], False
         started = time.perf_counter()
         try:
@@ -198,7 +198,7 @@ class Snapshot:
                 self.stall_s += time.perf_counter() - started
 
     def _copy_now(self, part: _Part) -> bool:
-        """Whether the chunk lies still and the pool has room, which it has taken then."""
+        """Whether the chunk is not being read and the pool has room, which is then taken."""
         if part.state is not PartState.LIVE:
             return False
         part.area = self._pool.take(part.rest_bytes)
@@ -245,7 +245,8 @@ class Snapshot:
             self._write_part(index, part, write_span, heartbeat)
 
     def _next(self) -> int | None:
-        """The chunk to write now: one that an update waits for, live ones, then copies. None: all are written."""
+        """Chooses the chunk to write now: one that an update waits for, then live ones, then copies. None: all are
+        written."""
         with self._turn:
             while True:
                 self._refuse_given_up()
@@ -290,7 +291,7 @@ class Snapshot:
             self._turn.notify_all()
 
     def _spans(self, each: _Rest) -> Iterator[tuple[int, memoryview]]:
-        """The spans that are left of one tensor; bytes that stay as they are until the next is asked for."""
+        """Yields the spans that are left of one tensor; the bytes stay as they are until the next span is asked for."""
         size, source, base = each.live.dtype.itemsize, each.copied, each.span
         for number in range(each.span, span_count(each.live.nbytes)):
             first, stop = number * SPAN_BYTES, min((number + 1) * SPAN_BYTES, each.live.nbytes)
@@ -301,16 +302,15 @@ class Snapshot:
             yield number, memory_of(values if values.device.type == "cpu" else self._from_device(values))
 
     def _from_device(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of values on a device in pinned memory, which the next copy overwrites."""
+        """Copies values on a device to pinned memory, which the next copy overwrites."""
         pinned = self._pool.piece
         if pinned is None:
             pinned = self._pool.piece = pinned_zeros(SPAN_BYTES, self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             if self._taken is not None:
-                self._stream.wait_event(
-                    self._taken
-                )  # the values are those after the step that was given before the save
+                # The values are those after the step that was submitted before the save.
+                self._stream.wait_event(self._taken)
         piece = pinned[: values.nbytes].view(values.dtype)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             piece.copy_(values, non_blocking=True)
@@ -355,7 +355,7 @@ class Snapshot:
             self._turn.wait_for(lambda: all(part.state in (PartState.COPIED, PartState.DONE) for part in self._parts))
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Nobody wants what is not written yet: updates go on, and the pool is free."""
+        """Gives up what is not written yet: updates go on, and the pool is free."""
         with self._turn:
             if error is not None and self._given_up is None:
                 self._given_up = error
@@ -366,7 +366,7 @@ class Snapshot:
             self._turn.notify_all()
 
     def end(self) -> None:
-        """The writer has ended, well or not: nothing is read any more."""
+        """Ends the snapshot after its writer has ended, well or not: nothing is read any more."""
         with self._turn:
             for part in self._parts:
                 if part.state is PartState.WRITING:

@@ -19,7 +19,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Area:
-    """A taken stretch of the pool."""
+    """A range of the pool that is in use."""
 
     start: int
     memory: torch.Tensor
@@ -42,7 +42,7 @@ class SnapshotPool:
         """Pinned memory through which the writer of a save reads a device. The next save uses it again, because pinning
         and freeing make the driver wait for the device."""
         self.largest_use_bytes = 0
-        """The most that was taken at once."""
+        """Largest number of bytes in use at once."""
 
     @property
     def is_made(self) -> bool:
@@ -51,12 +51,12 @@ class SnapshotPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are free."""
         with self._lock:
             return sum(nbytes for _, nbytes in self._free)
 
     def take(self, nbytes: int) -> Area | None:
-        """An area of so many bytes; None if it does not fit now."""
+        """Takes an area of `nbytes`; None if it does not fit now."""
         wanted = aligned(nbytes)
         with self._lock:
             for i, (start, free) in enumerate(self._free):
@@ -71,7 +71,7 @@ class SnapshotPool:
             return None
 
     def give_back(self, area: Area) -> None:
-        """The area is free again."""
+        """Frees an area."""
         if not area.memory.numel():
             return  # it would part the areas on both sides of it
         with self._lock:

@@ -43,7 +43,7 @@ class UserState:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> UserState:
-        """The parts of `state`.
+        """Divides `state` into its parts.
 
         Raises:
             InputTypeError: it is no dict by name.
@@ -82,7 +82,7 @@ class UserState:
 
 
 def encoded(values: Mapping[str, Any], suffix: str = "") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Values as JSON by name, and the tensors in them by key."""
+    """Encodes values as JSON by name; also returns the tensors in them by key."""
     found: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in values.items():
@@ -119,8 +119,7 @@ def check_tensor(name: str, mine: Any, saved: Any, folder: Path) -> set[str]:
 
 
 def restore(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Puts saved values into the user's state: other values are replaced first, then
-    objects load theirs.
+    """Puts saved values into the user's state: plain values are replaced first, then objects load theirs.
 
     Raises:
         CheckpointError: an object raised something; the message names it.
@@ -166,7 +165,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device, *, try_only: bool = False) -> set[str]:
-    """Goes on drawing as after `rng_state`; notes on what cannot be restored.
+    """Restores what `rng_state` gave; returns notes on what cannot be restored.
 
     With `try_only`, generators made for it take the state, which raises whatever they raise, and the global ones stay
     as they are.

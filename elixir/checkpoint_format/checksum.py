@@ -7,5 +7,5 @@ from xxhash import xxh3_64_intdigest as checksum
 __all__ = ["CHECKSUM_KIND", "LARGEST_CHECKSUM", "checksum"]
 
 CHECKSUM_KIND = "xxh3_64"
-"""Its name in the index of a checkpoint."""
+"""Name of the checksum in the index of a checkpoint."""
 LARGEST_CHECKSUM = 2**64 - 1

@@ -1,4 +1,4 @@
-"""Commit a checkpoint by one rename of its index, and remove checkpoints that are no longer wanted.
+"""Commits a checkpoint by one rename of its index, and removes checkpoints that are no longer wanted.
 
 One process of each file system calls these, after all ranks have written and synchronised their files. With several
 file systems, each has a separate index, and the renames happen at different moments. So `commit` keeps the index
@@ -25,7 +25,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
 def new_id() -> str:
-    """An id for a save; rank 0 makes it and sends it to the others."""
+    """Makes an id for a save; rank 0 sends it to the others."""
     return uuid.uuid4().hex[:16]
 
 
@@ -45,7 +45,7 @@ def shared_file(checkpoint_id: str) -> str:
 
 
 def read_index(folder: PathLike, *, previous: bool = False, files: Files = FILES) -> Index:
-    """The index of the checkpoint in a folder, or of the one before it while a commit is under way.
+    """Reads the index of the checkpoint in a folder, or of the one before it while a commit is under way.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -91,21 +91,20 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
         files.write_whole(current, text)
         files.sync_folder(folder)
     except BaseException:
-        # The save will be said to have failed, so later saves must not take this index for one that was committed.
+        # The save will be reported as failed, so later saves must not take this index for one that was committed.
         with contextlib.suppress(FileError):
             if os.path.lexists(previous):
                 files.replace(previous, current)
-                files.remove(
-                    previous, missing_ok=True
-                )  # a rename of one name of a file to another of its names does nothing
+                # A rename of one name of a file to another of its names does nothing.
+                files.remove(previous, missing_ok=True)
             elif not replacing:
                 files.remove(current, missing_ok=True)
         raise
 
 
 def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Index:
-    """Ends a commit: the checkpoint with this id, which all file systems have, is the only one of the folder; its
-    index.
+    """Ends a commit: the checkpoint with this id, which all file systems have, becomes the only one of the folder.
+    Returns its index.
 
     Called after all have committed; and before a save or after a load, because a commit may have been cut off.
 
@@ -116,9 +115,8 @@ def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Ind
     index = _with_id(folder, checkpoint_id, False, files)
     if index is not None:
         files.remove(previous, missing_ok=True)
-        files.sync_folder(
-            folder
-        )  # even where nothing was to do: the process that committed may have been killed before
+        # Even if nothing was to do: the process that committed may have been killed before.
+        files.sync_folder(folder)
         return index
     index = _with_id(folder, checkpoint_id, True, files)
     if index is None:
@@ -137,7 +135,8 @@ def _with_id(folder: PathLike, checkpoint_id: str, previous: bool, files: Files)
 
 
 def remove_stale(folder: PathLike, only: Index | None = None, *, files: Files = FILES) -> tuple[str, ...]:
-    """Removes what cut-off saves and replaced checkpoints left in a folder, and nothing that is not ours; the names.
+    """Removes what cut-off saves and replaced checkpoints left in a folder, and only files of ours; returns their
+    names.
 
     No save may be under way there.
 

@@ -57,7 +57,7 @@ def export_hf(
         out: the folder for the files; it is made where it is missing, and must hold no model yet.
         dtype: of floating-point weights, rounded once. None: as saved, which is float32 where there were master
             weights.
-        max_shard_size: of one file, such as ``5GB``; a tensor that is larger gets a file alone.
+        max_shard_size: of one file, such as ``5GB``; a larger tensor gets a separate file.
         config: for ``config.json``: a transformers config, a dict, or the path of a ``config.json``. None: none is
             written.
         files: the file operations it uses.

@@ -35,11 +35,11 @@ class SavedGroup:
     """One parameter group of an optimizer."""
 
     optimizer: str
-    """Under which name the optimizer was saved."""
+    """Name under which the optimizer was saved."""
     names: tuple[str, ...]
     """Names of its parameters, in order."""
     options: Any
-    """Such as the learning rate, as `values.encode` gives them: a dict by name."""
+    """Options such as the learning rate, encoded by `values.encode`: a dict by name."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Index(Artifact):
     moments: str | None
     """Kind of Adam's moments; None for other optimizers, or none."""
     checksum_kind: str
-    """How the checksums of spans are computed: `CHECKSUM_KIND`."""
+    """Kind of the checksums of spans: `CHECKSUM_KIND`."""
     files: dict[str, int]
     """Name -> bytes."""
     tensors: dict[str, SavedTensor]
@@ -83,7 +83,7 @@ class Index(Artifact):
     has_frozen: bool
     """Whether parameters that are not trained are saved; otherwise loading leaves them as they are."""
     loss_scale: Any
-    """As `values.encode` gives it; None without one."""
+    """State of the loss scale, encoded by `values.encode`; None without one."""
     rng: tuple[Any, ...]
     """State of the random number generators of every rank, as `values.encode` gives it; empty where it is not saved."""
     rank_values: tuple[dict[str, Any], ...]
@@ -97,7 +97,7 @@ class Index(Artifact):
         if self.checksum_kind != CHECKSUM_KIND:
             raise _wrong(
                 "checksum_kind",
-                f"is {self.checksum_kind!r:.40}, this version of Elixir knows {CHECKSUM_KIND!r} alone; read it "
+                f"is {self.checksum_kind!r:.40}, this version of Elixir knows only {CHECKSUM_KIND!r}; read it "
                 "with the version that saved it",
             )
         for name, least in (("sequence", 1), ("world_size", 1), ("step", 0)):
@@ -137,24 +137,24 @@ class Index(Artifact):
                 raise _wrong("files", f"{name!r:.80} is no name of a file of checkpoint {self.id}")
             if size < 8:
                 raise _wrong(f"files.{name}", f"must be 8 bytes or more, found {size}")
-        stretches: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
+        ranges: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
         for key, tensor in self.tensors.items():
             if len({piece.file for piece in tensor.pieces}) < len(tensor.pieces):
                 raise _wrong(f"tensors.{key}", "two pieces are in one file, whose header can name one")
             for piece in tensor.pieces:
-                if piece.file not in stretches:
+                if piece.file not in ranges:
                     raise _wrong(f"tensors.{key}", f"file {piece.file!r:.80} is not listed in 'files'")
                 end, size = piece.offset + piece.numel * tensor.itemsize, self.files[piece.file]
                 if end > size:
                     raise _wrong(f"tensors.{key}", f"a piece ends at byte {end} of {piece.file}, which has {size}")
-                stretches[piece.file].append((piece.offset, end, key))
-        for name, found in stretches.items():
+                ranges[piece.file].append((piece.offset, end, key))
+        for name, found in ranges.items():
             for (_, end, key), (start, _, other) in pairwise(sorted(found)):
                 if start < end:
                     raise _wrong(f"tensors.{other}", f"overlaps {key!r:.80} in {name}")
 
     def _wrong_scales(self, key: str, tensor: SavedTensor) -> str:
-        """Why codes and their scales do not go together; empty where they do, or where the tensor has no codes."""
+        """Says why codes and their scales do not fit together; empty if they do, or if the tensor has no codes."""
         block = tensor.block_numel
         if block is None:
             return ""
@@ -207,7 +207,7 @@ def scale_key(key: str) -> str:
 
 
 def parse_index(raw: bytes, path: str | os.PathLike[str]) -> Index:
-    """The index in the bytes of the file `path`; `CheckpointCorrupt` for anything that `Index.to_json` would not have
+    """Parses the bytes of the file `path`; `CheckpointCorrupt` for anything that `Index.to_json` would not have
     written."""
     try:
         text = raw.decode("ascii")
@@ -236,7 +236,7 @@ def parse_index(raw: bytes, path: str | os.PathLike[str]) -> Index:
 
 
 def merge_tensors(parts: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """One entry for each key from those of single files, with all their pieces in order.
+    """Merges the entries of single files into one for each key, with all its pieces in order.
 
     Raises:
         InputError: two files do not agree on dtype, shape, order or blocks of a tensor.

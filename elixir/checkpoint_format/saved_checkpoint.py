@@ -21,7 +21,7 @@ _SCALED = {"exp_avg": decode_signed, "exp_avg_sq": decode_unsigned}
 
 
 def open_checkpoint(folder: PathLike, *, files: Files = FILES) -> SavedCheckpoint:
-    """The checkpoint in a folder, to read from. It is closed by `close`, or by a ``with`` statement.
+    """Opens the checkpoint in a folder to read from it. `close` or a ``with`` statement closes it.
 
     Args:
         folder: that was saved to.
@@ -54,7 +54,7 @@ class SavedCheckpoint(SliceReader):
         return tuple(self.index.tensors)
 
     def read_whole(self, key: str) -> torch.Tensor:
-        """A tensor in its shape."""
+        """Reads a tensor in its shape."""
         return self._shaped(key, self.read(key))
 
     def _shaped(self, key: str, flat: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class SavedCheckpoint(SliceReader):
         return shaped(flat, saved.shape, saved.order)
 
     def read_float32(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """As `read`, in float32; codes of 8 bits are decoded with their scales."""
+        """Reads elements in float32; codes of 8 bits are decoded with their scales."""
         saved, stop = self.in_range(key, start, stop)
         if saved.block_numel is None or start == stop:
             return self.read(key, start, stop).float()
@@ -87,8 +87,8 @@ class SavedCheckpoint(SliceReader):
         return _Weights(self, None if dtype is None else parse_dtype(dtype))
 
     def optimizer_state_dict(self, optimizer: str | None = None) -> dict[str, Any]:
-        """States in the layout of torch.optim: by number, in float32 or wider, in the parameter's shape. All of it is
-        in memory.
+        """Returns the states in the layout of torch.optim: by number, in float32 or wider, in the parameter's shape,
+        all in memory.
 
         Args:
             optimizer: the name under which it was saved; may be left out if there is one.
@@ -148,7 +148,7 @@ class SavedCheckpoint(SliceReader):
         return tuple(self.index.values)
 
     def decoded(self, data: Any, key: str) -> Any:
-        """A value of the index that `values.encode` made; `key` names it in errors."""
+        """Decodes a value of the index that `values.encode` made; `key` names it in errors."""
         return decode(data, self._stored, path=self.folder / INDEX_NAME, key=key)
 
     def _stored(self, key: str) -> torch.Tensor:
@@ -159,7 +159,7 @@ class SavedCheckpoint(SliceReader):
         return self.read(key)
 
     def mapping(self, data: Any, key: str) -> dict[str, Any]:
-        """As `decoded`, for what must be a dict."""
+        """Decodes a value that must be a dict."""
         found = self.decoded(data, key)
         if not isinstance(found, dict):
             raise CheckpointCorrupt(

@@ -27,7 +27,7 @@ SAFETENSORS_NAMES = {
 }  # fmt: skip
 """Dtypes that a checkpoint holds, under their names in headers of safetensors files."""
 STORED_DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
-"""The same, by the names that the index uses."""
+"""The same dtypes by the names that the index uses."""
 
 
 def scalar_state(value: Any) -> Any:
@@ -45,7 +45,7 @@ _TOO_MANY_BYTES = 2**63
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a flattened tensor, and where it lies."""
+    """A range of a flattened tensor, and where it lies."""
 
     file: str
     start: int
@@ -78,8 +78,8 @@ class SavedTensor:
     dtype: str
     shape: tuple[int, ...]
     order: Order | None
-    """In which dimensions the elements lie, one after the other: that of the weights in the run that saved them. None:
-    as the dimensions of `shape` lie."""
+    """Order of the dimensions in which the elements lie, that of the weights in the run that saved them. None: the
+    order of `shape`."""
     block_numel: int | None
     """Elements of 8-bit codes that share a scale, counted from the first; the scales are another tensor. None for all
     other tensors."""
@@ -105,7 +105,7 @@ class SavedTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """As torch knows it."""
+        """The dtype as a `torch.dtype`."""
         return STORED_DTYPES[self.dtype]
 
     @property
@@ -124,7 +124,7 @@ class SavedTensor:
         return self.numel * self.itemsize
 
     def uncovered(self) -> str:
-        """Why the pieces, by their first element, are not the whole tensor exactly once; empty where they are."""
+        """Says why the pieces are not the whole tensor exactly once, in order; empty if they are."""
         at = 0
         for piece in self.pieces:
             if piece.start != at:

@@ -64,7 +64,7 @@ class SliceReader:
         self._starts: dict[str, list[int]] = {}
 
     def tensor(self, key: str) -> SavedTensor:
-        """The entry of a tensor; `CheckpointError` if it has none."""
+        """Returns the entry of a tensor; `CheckpointError` if it has none."""
         found = self.index.tensors.get(key)
         if found is None:
             raise CheckpointError(
@@ -81,7 +81,7 @@ class SliceReader:
         return out
 
     def in_range(self, key: str, start: int, stop: int | None) -> tuple[SavedTensor, int]:
-        """The entry of a tensor, and `stop` or its end; `InputError` where that is no range of it."""
+        """Returns the entry of a tensor, and `stop` or its end; `InputError` for a range outside of it."""
         saved = self.tensor(key)
         stop = saved.numel if stop is None else stop
         if not 0 <= start <= stop <= saved.numel:
@@ -96,7 +96,7 @@ class SliceReader:
             self.finish()
 
     def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Have a contiguous tensor in host memory filled with the elements from `start` on; it is after `finish`.
+        """Starts to fill a contiguous tensor in host memory with the elements from `start` on; `finish` ends it.
 
         After an error `out` may hold anything. `finish` raises what this does not.
 
@@ -138,7 +138,7 @@ class SliceReader:
                 each.result()
 
     def _add(self, read: _Read) -> None:
-        """Have a span read, together with others of small tensors: to hand one over costs as much as to read 100 KB."""
+        """Queues a span with others of small tensors, since handing one over costs as much as reading 100 KB."""
         self._batch.append(read)
         self._batch_bytes += len(read.view)
         if self._batch_bytes >= SPAN_BYTES:
@@ -167,7 +167,7 @@ class SliceReader:
             yield piece
 
     def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
-        """One whole span into `view`, checked."""
+        """Reads and checks one whole span into `view`."""
         self._check_span(_Read(self._file(piece.file), key, piece, number, view))
 
     def _check_span(self, read: _Read) -> None:
@@ -190,7 +190,7 @@ class SliceReader:
         return self._scratch
 
     def _file(self, name: str) -> File:
-        """An open file of the checkpoint; `CheckpointCorrupt` where it is missing or of another size."""
+        """Opens a file of the checkpoint; `CheckpointCorrupt` if it is missing or of another size."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -228,7 +228,7 @@ class SliceReader:
             raise CheckpointCorrupt(f"has {size} bytes, the index says {expected}", path=path)
 
     def problems(self) -> Iterator[CheckpointError]:
-        """Reads everything, and gives every file, header and span that is not what the index says."""
+        """Reads everything and yields an error for every file, header and span that is not what the index says."""
         whole = set()
         for name in self.index.files:
             try:
@@ -275,7 +275,7 @@ class SliceReader:
 
 
 def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:
-    """Reads all of a checkpoint and checks it; what is wrong with it, nothing where it is whole.
+    """Reads and checks all of a checkpoint; returns what is wrong with it.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.

@@ -39,7 +39,7 @@ LARGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a flattened tensor that one rank saves."""
+    """A range of a flattened tensor that one rank saves."""
 
     key: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class WrittenFile:
     name: str
     nbytes: int
     tensors: dict[str, SavedTensor]
-    """With the pieces that are in this file."""
+    """Key -> the tensor with its pieces that are in this file."""
 
 
 class SliceWriter:
@@ -159,7 +159,7 @@ class SliceWriter:
         return min(SPAN_BYTES, self._slices[key].nbytes - number * SPAN_BYTES)
 
     def finish(self) -> WrittenFile:
-        """Waits until the drive has the file, and says what is in it. Its name is not safe before the folder is
+        """Waits until the drive has the file and returns its contents. Its name is not safe before the folder is
         synchronised."""
         tensors = {}
         for key, each in self._slices.items():

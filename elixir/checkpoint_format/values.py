@@ -30,12 +30,12 @@ _NUMPY = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
 _BIG = ">"
-"""Before the dtype of an array whose numbers begin with their highest byte."""
+"""Prefix of the dtype of a big-endian array."""
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
 def encode(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A value as plain JSON, and the tensors that are to be saved with it.
+    """Encodes a value as plain JSON; also returns the tensors that are saved with it.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, `Counter`, `OrderedDict`, set, frozenset,
@@ -50,7 +50,7 @@ def encode(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(data: Any, read: Callable[[str], torch.Tensor], *, path: str | os.PathLike[str], key: str) -> Any:
-    """The value that `encode` was given. Tensors come back in host memory.
+    """Decodes what `encode` gave. Tensors come back in host memory.
 
     Args:
         data: plain JSON.

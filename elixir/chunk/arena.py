@@ -18,7 +18,7 @@ from elixir.errors import NoMemoryError, StateError, readable_bytes
 from elixir.plan.chunk_plan import Memory
 
 Kept: TypeAlias = "Memory | Literal['disk']"
-"""Where bytes are counted: memory, and files."""
+"""Places where bytes are counted: memory, and files."""
 
 
 class Arena:
@@ -38,7 +38,7 @@ class Arena:
     def make(
         self, numel: int, dtype: torch.dtype, home: Memory, kind: str, *, pin: bool = True, paged: bool = False
     ) -> torch.Tensor:
-        """A flat zeroed buffer of exactly `numel` elements.
+        """Makes a flat zeroed buffer of exactly `numel` elements.
 
         Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
         nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device.
@@ -50,14 +50,7 @@ class Arena:
             buffer = self._made(numel, dtype, home, pin=pin, paged=paged)
         except torch.OutOfMemoryError:
             raise  # programs that look for the largest batch know the one of CUDA
-        except (
-            RuntimeError,
-            MemoryError,
-            OverflowError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:  # as each allocator has it
+        except (RuntimeError, MemoryError, OverflowError, OSError, TypeError, ValueError) as error:  # of any allocator
             raise NoMemoryError(
                 f"there is no room for {readable_bytes(numel * dtype.itemsize, up=True)} of {kind.replace('_', ' ')} "
                 f"in {home} memory ({error}); plan for less with {home}_memory=, or free some"
@@ -74,7 +67,7 @@ class Arena:
         return torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
 
     def count(self, nbytes: int, home: Kept, kind: str) -> None:
-        """So many more bytes (fewer, if negative) are in use."""
+        """Counts `nbytes` more bytes in use; fewer if it is negative."""
         with self._lock:
             live = self._live[home]
             live[kind] += nbytes

@@ -34,13 +34,13 @@ class BlockPool:
         return len(self._free)
 
     def take(self) -> int:
-        """Index of a free block, which is now taken."""
+        """Takes a free block; returns its index."""
         if not self._free:
             raise StateError(f"all {self.count} rCache blocks are taken")
         return self._free.pop()
 
     def give_back(self, block: int) -> None:
-        """The block holds nothing any more."""
+        """Frees a block, whose contents nobody needs."""
         if self._poison:
             self._memory[block * self.block_bytes : (block + 1) * self.block_bytes].fill_(0xFF)  # NaN in every dtype
         self._free.append(block)
@@ -51,7 +51,7 @@ class BlockPool:
         return self._memory[start : start + numel * dtype.itemsize].view(dtype)
 
     def marked_view(self, block: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same, marked (`elixir.access.placeholders`)."""
+        """The same elements, marked (`elixir.access.placeholders`)."""
         start = block * self.block_bytes
         with unmarked():
             return self._marked[start : start + numel * dtype.itemsize].view(dtype)

@@ -22,10 +22,10 @@ from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 
 class ChunkState(enum.Enum):
-    """Who holds a chunk's weights, and what its parameters point to."""
+    """Holder of a chunk's weights, and what its parameters point to."""
 
     HOME = "home"
-    """Only the shards hold weights.
+    """The shards hold the weights, and nothing else does.
 
     Parameters are placeholders: right shape, no memory, marked (`elixir.access.placeholders`).
     """
@@ -57,14 +57,14 @@ class Slot:
     stride: tuple[int, ...]
     """The parameter's own: kernels are chosen by it, and with them the bits."""
     order: Order | None
-    """In which its elements lie in the chunk."""
+    """Order of the dimensions in which its elements lie in the chunk."""
     placeholder: torch.Tensor
     """The placeholder of a parameter while its chunk is at home: right shape, strides, dtype, device, marked, without
     memory."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, place: ParamSlot, dtype: torch.dtype, device: torch.device | str) -> Slot:
-        """A parameter keeps its layout where that is dense; one with gaps or overlaps becomes contiguous."""
+        """Makes a slot. A parameter keeps its layout if that is dense; one with gaps or overlaps becomes contiguous."""
         with DisableTorchFunctionSubclass():  # where it lies is asked, not what it holds
             shape, stride = parameter.shape, parameter.stride()
         if not is_dense(shape, stride):
@@ -94,18 +94,18 @@ class Held:
     place: int
     """Position of the parameter among those of the chunk."""
     first: int
-    """Its first element in the flattened parameter."""
+    """First element of the part in the flattened parameter."""
     part: slice
-    """Where it lies in the shard."""
+    """Range of the part in the shard."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Elements of the part."""
         return int(self.part.stop - self.part.start)
 
 
 def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
+    """Gives a parameter on meta a `value`; it keeps its identity, its attributes and whether it is trained."""
     with unmarked():  # `value` may be a placeholder, which nothing reads here
         real = nn.Parameter(value, parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
@@ -121,7 +121,7 @@ def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _follow(masters: torch.Tensor, weights: torch.Tensor) -> None:
-    """Masters take the weights wherever they do not round to them."""
+    """Copies weights into masters wherever the masters do not round to them."""
     if masters.dtype == weights.dtype:
         masters.copy_(weights)
         return
@@ -165,28 +165,29 @@ class Chunk:
         self.mine = slice(self.shard_start, self.shard_start + self.shard_numel)
         """This rank's shard, in the chunk."""
         self.held = {held.slot.name: held for held in self._held()}
-        """By name, the parts of parameters that this rank's shard has; parameters of which it has none are left out."""
+        """Name -> the part of the parameter that this rank's shard has; parameters without such a part are left out."""
         self.state = ChunkState.HOME
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
         self.block: int | None = None
         self.memory: torch.Tensor | None = None
-        """As much of the block as the chunk fills."""
+        """The part of the block that the chunk fills."""
         self.marked: torch.Tensor | None = None
         """The same memory, marked: what parameters and tracked views point into."""
         self.filled: Ticket | None = None
         """The transfer into the block, or the update of a resident chunk's weights."""
         self.home_uses = MemoryUses()
-        """Who uses this rank's shard of weights, masters and states, and the second set of them if there is one: the
-        optimizer's step writes, until new weights are where they live; fetches and early steps read."""
+        """Users of this rank's shard of weights, masters and states, and of their second set if there is one: the
+        optimizer's step writes until new weights are where they live; fetches and early updates read."""
         self.writes = 0
-        """How often its weights, masters or states were about to be written to otherwise than by a step on the host."""
+        """Number of times that its weights, masters or states were about to be written to, other than by a step on the
+        host."""
         self.shard: torch.Tensor | None = None
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
         self.gathered: torch.Tensor | None = None
-        """Separate memory that the parameters point to, whatever the state, while they are shown outside of a step."""
+        """Memory that the parameters point to, in any state, while they are shown outside of a step."""
         self.masters: torch.Tensor | None = None
         """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
         states, in float32 or wider. None where the weights themselves are there and no less precise. Look at the values
@@ -194,12 +195,12 @@ class Chunk:
         self.stored: StoredStates | None = None
         """Masters and optimizer states on a disk; None where they are in memory."""
         self.before_write: Callable[[], None] | None = None
-        """Set while a checkpoint reads this rank's shard, masters and states.
+        """Hook that is set while a checkpoint reads this rank's shard, masters and states.
 
         A step calls it before it writes to them.
         """
         self.taken_back = 0
-        """How often values of parameters that had been given other memory were taken; see `take_back`."""
+        """Number of times that values of parameters with other memory were taken; see `take_back`."""
         self._lent: torch.Tensor | None = None  # the resident weights, with a count of what is written through `data`
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
@@ -249,7 +250,7 @@ class Chunk:
             raise StateError(
                 f"rank {self.rank}: {self} cannot go from {self.state.value} to {state.value} with {self.pins} pins"
             )
-        with DisableTorchFunctionSubclass():  # nobody is to be told that parameters move, and it is faster
+        with DisableTorchFunctionSubclass():  # no listener sees that parameters move, and it is faster
             if self.state is ChunkState.CACHED:
                 self._check_unwritten()
             self.state = state
@@ -260,13 +261,13 @@ class Chunk:
                 self.hold_placeholders()
 
     def point_into(self, memory: torch.Tensor) -> None:
-        """Parameters become views of `memory`, which holds the gathered weights."""
+        """Makes the parameters views of `memory`, which holds the gathered weights."""
         with DisableTorchFunctionSubclass(), unmarked():
             for slot in self.slots:
                 slot.parameter.data = slot.part_of(memory)
 
     def hold_placeholders(self) -> None:
-        """Parameters give up the memory they point to; nobody may read it unannounced from here on."""
+        """Takes their memory from the parameters; nobody may read it unannounced from here on."""
         with DisableTorchFunctionSubclass():
             for slot in self.slots:
                 slot.parameter.data = slot.placeholder
@@ -300,7 +301,7 @@ class Chunk:
             self.before_write()
 
     def exchange_state(self, master: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """Have other memory hold the states of this rank's shard, in which a step has made new ones.
+        """Replaces the states of this rank's shard by other memory, in which a step has made new ones.
 
         Whatever else views the states belongs to the chunk's optimizer (`Shard.end_early`), which calls this.
 
@@ -342,7 +343,7 @@ class Chunk:
             _follow(self.masters, weights)
 
     def follow_writes(self) -> None:
-        """Where weights are no longer what their masters round to they were written to, and masters take that value."""
+        """Lets masters take the weights that were written to, which are no longer what their masters round to."""
         if self.masters is None:
             return
         if self.stored is None and self.masters.device.type == "cpu" and not self._were_written().any():
@@ -356,7 +357,7 @@ class Chunk:
                 _follow(self.masters, self.shard_weights)
 
     def _were_written(self) -> torch.Tensor:
-        """By element, whether the shard of weights is not what the masters round to."""
+        """Compares by element: whether the shard of weights is not what the masters round to."""
         if self.masters is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no masters")
         return self.masters.to(self.dtype) != self.shard_weights.to(self.masters.device)
@@ -385,7 +386,7 @@ class Chunk:
         return self.stored is None or (self.whole is not None and self.on_one_rank)
 
     def take_written(self, parameter: nn.Parameter) -> None:
-        """Have what was written to a parameter, while the gathered weights are there, be its weights."""
+        """Keeps what was written to a parameter while the gathered weights are there."""
         place, slot = next((at, slot) for at, slot in enumerate(self.slots) if slot.parameter is parameter)
         memory = self.memory if self.whole is None else self.whole
         if memory is None:
@@ -401,7 +402,7 @@ class Chunk:
             self._versions[place] = parameter._version
 
     def lend(self, data: torch.Tensor) -> torch.Tensor:
-        """``data`` of a parameter, such that `data_writes` counts what is written through it if it lies in the resident
+        """Returns ``data`` of a parameter; `data_writes` counts what is written through it if it lies in the resident
         weights. PyTorch gives the tensor another count each time."""
         if self.whole is None or data.dtype != self.dtype or storage_of(data) != storage_of(self.whole):
             return data
@@ -450,7 +451,7 @@ class Chunk:
         return found
 
     def show(self, slot: Slot) -> None:
-        """The parameter points to where it does while no block holds the chunk."""
+        """Lets the parameter point to where it does while no block holds the chunk."""
         with DisableTorchFunctionSubclass():
             slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
 
@@ -491,7 +492,7 @@ class Chunk:
         return self.slots[max(bisect_right(self._offsets, offset) - 1, 0)].parameter
 
     def _check_unwritten(self) -> None:
-        """Blocks never go back home, so what a forward wrote to a weight would be lost."""
+        """Refuses what a forward wrote to a weight: blocks never go back home, so it would be lost."""
         before, self._versions = self._versions, self._versions_now()  # said once
         for slot, old, new in zip(self.slots, before, self._versions, strict=True):
             if new != old:
@@ -506,8 +507,7 @@ class Chunk:
 
 
 def take_back(places: Iterable[tuple[Chunk, torch.Tensor, Sequence[Slot]]]) -> None:
-    """Where parameters were given other memory than that of which they were views, have their values there, and the
-    views again.
+    """Copies parameters that were given other memory back to where they were views, and makes them views again.
 
     Args:
         places: chunks with the memory in question and the parameters.

@@ -64,7 +64,7 @@ class Group:
         self._data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self.timeout_s: float | None = None
-        """After which a collective fails; None for the backend's default."""
+        """Seconds after which a collective fails; None for the backend's default."""
         self._issued = 0
         self._digest = 0
         self._since: list[str] = []  # issued since all ranks last had the same digest
@@ -84,7 +84,7 @@ class Group:
             self._store = self._private_store(dist.get_global_rank(process_group, 0))
 
     def for_values(self) -> Group:
-        """A second group of the same ranks, for values of a thread that does not keep this group's order.
+        """Makes a second group of the same ranks, for values of a thread that does not keep this group's order.
 
         All ranks call this.
         """
@@ -123,7 +123,7 @@ class Group:
             shard.copy_(whole, non_blocking=True)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, which can be pickled, in order of rank. Blocks until all ranks are here.
+        """Exchanges a `value`, which can be pickled, in order of rank. Blocks until all ranks are here.
 
         Args:
             what: for which purpose; the same on all ranks.
@@ -147,7 +147,8 @@ class Group:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """If one rank raises in here, all do, so that none goes on alone; no collective may be issued in here.
+        """Raises on all ranks if one raises in here, so that none goes on by itself; no collective may be issued in
+        here.
 
         Args:
             what: is done, the same on all ranks.
@@ -176,7 +177,7 @@ class Group:
         return self._broken is not None
 
     def note(self, what: str) -> None:
-        """Takes down something that all ranks must do at this point, to be compared with the next exchange."""
+        """Records something that all ranks must do at this point, to be compared with the next exchange."""
         with self._issuing(what):
             pass
 
@@ -215,7 +216,8 @@ class Group:
             raise self._broken from error
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        """Every rank's object, by rank. As `all_gather_object`, which cannot be waited for with `_wait`."""
+        """Gathers every rank's object, by rank, as `all_gather_object` does, which cannot be waited for with
+        `_wait`."""
         sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self._wait(_all_gather(sizes, torch.tensor([len(sent)], device="cpu"), group=self._control, async_op=True))
@@ -226,7 +228,7 @@ class Group:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes.tolist(), strict=True)]
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Block until `work` on the host is over, and look where the others are while that takes long.
+        """Blocks until `work` on the host has ended, and looks where the others are if that takes long.
 
         None is work on a stream of the device, for which the host does not wait.
 
@@ -287,7 +289,7 @@ class Group:
                     return  # that rank has come as far as this one, and compares itself with those after it
 
     def _private_store(self, source: int) -> Any:
-        """The store of the control group, under a name of rank 0's.
+        """Opens the store of the control group under a name of rank 0's.
 
         Torch gives a group the name of an earlier one, where the default group was made anew or ranks share a part of
         it; what was published there counts no more.
@@ -318,7 +320,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """That of a group; by its name alone where all devices have the same.
+    """Returns the backend of a group: one name if all devices have the same.
 
     Given by device, torch does not know a default among them once any plugin of a backend is registered, as importing
     FSDP does, and warns of that when the group goes.
@@ -329,7 +331,8 @@ def _backend(group: dist.ProcessGroup) -> str:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """That of a group, which new groups do not take over by themselves; None for the backend's default."""
+    """Returns the timeout of a group, which new groups do not take over by themselves; None for the backend's
+    default."""
     for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):
             found = group._get_backend(torch.device(device)).options._timeout

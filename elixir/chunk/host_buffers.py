@@ -73,7 +73,8 @@ class HostBuffer:
 
     memory: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
     uses: MemoryUses = field(default_factory=MemoryUses)
-    """Each use has the whole buffer to itself until its last work is over, so that alone is entered, as a writer."""
+    """Users of the buffer. Each has the whole buffer until its last work has ended, so only that is entered, as a
+    writer."""
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `numel` elements."""
@@ -125,13 +126,13 @@ class HostBuffers:
             self.drop(name)
 
     def count_in(self, arena: Arena) -> None:
-        """Have the memory made and counted by another arena from here on, as under another plan."""
+        """Makes and counts the memory in another arena from here on, as under another plan."""
         self._arena = arena
         for kind in self._kinds.values():
             arena.count(sum(buffer.memory.nbytes for buffer in self.of(kind.name)), "host", kind.counted_as)
 
     def take(self, name: str, nbytes: int) -> HostBuffer:
-        """The buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
+        """Takes the buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
         `HostBuffer.uses`."""
         kind, turns = self._kinds[name], self._turns[name]
         buffer = turns[0]
@@ -140,8 +141,8 @@ class HostBuffers:
         return buffer
 
     def take_only(self, name: str, nbytes: int) -> HostBuffer:
-        """A buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or write
-        any of them now; `take` makes their memory again."""
+        """Takes a buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or
+        write any of them now; `take` makes their memory again."""
         kind, buffers = self._kinds[name], self.of(name)
         for buffer in buffers:
             self._give_up(kind, buffer)

@@ -29,13 +29,13 @@ _T = TypeVar("_T")
 
 
 class Ticket(Protocol):
-    """Work that was submitted."""
+    """A handle of work that was submitted."""
 
     def wait(self) -> None:
-        """Have compute that is submitted from here on come after the work. Raises what the work raised."""
+        """Lets compute that is submitted from here on wait for the work. Raises what the work raised."""
 
     def synchronize(self) -> None:
-        """Block this thread until the work is done. Raises what the work raised."""
+        """Blocks this thread until the work is done. Raises what the work raised."""
 
     def done(self) -> bool:
         """Whether the work is done."""
@@ -61,7 +61,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _reported(error: BaseException) -> BaseException:
-    """The error of work, which the caller raises."""
+    """Marks an error of work as reported, unless a lane meets it; the caller raises it."""
     if not (_THREAD.is_lane or _THREAD.is_quiet):
         error.elixir_reported = True  # type: ignore[attr-defined]
     return error
@@ -74,7 +74,7 @@ def is_reported(error: BaseException) -> bool:
 
 
 def failure(ticket: Ticket | None) -> Exception | None:
-    """The error of the work, if there was one, once it is over; this does not report it."""
+    """Waits for the work and returns its error, if there was one, without reporting it."""
     try:
         if ticket is not None:
             with _quietly():
@@ -85,7 +85,7 @@ def failure(ticket: Ticket | None) -> Exception | None:
 
 
 class Settled:
-    """A `Ticket` of the same work that raises nothing: the work is over, whether or not it has failed."""
+    """A `Ticket` of the same work that raises nothing: it waits whether or not the work has failed."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -110,7 +110,7 @@ class Settled:
 
 
 def settled(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Tickets of the same work that raise nothing, see `Settled`."""
+    """Returns tickets of the same work that raise nothing; see `Settled`."""
     return [Settled(ticket) for ticket in tickets]
 
 
@@ -118,7 +118,7 @@ _WRITER = "writer"
 
 
 class MemoryUses:
-    """Who last wrote a piece of memory, and who last read it, by lane.
+    """The last writer of a piece of memory, and its last reader in each lane.
 
     Work that reads comes after `to_read`, work that writes after `to_write`; then it is entered here. A lane works in
     order, so of its readers the last is enough. A reader stays until the next of its name even if the memory is written
@@ -188,7 +188,7 @@ class Lane(Protocol):
         """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
 
     def close(self) -> None:
-        """Finishes what was submitted, then stop."""
+        """Finishes what was submitted, then stops."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def closed() -> InputError:
 
 
 class _CudaTicket:
-    """Work that has been, or will be, issued to a stream."""
+    """A ticket of work that has been, or will be, issued to a stream."""
 
     def __init__(self, lane: StreamLane) -> None:
         self._lane = lane
@@ -368,8 +368,8 @@ _SPANS_KEPT = 4096
 
 
 def _own_modes() -> contextlib.AbstractContextManager[Any]:
-    """Work of a lane that the caller's thread issues runs without that thread's dispatch modes, as on a thread of the
-    lane's own: selective activation checkpointing would keep the block that a chunk is copied into."""
+    """Runs work that the caller's thread issues without that thread's dispatch modes, as on a thread of the lane:
+    selective activation checkpointing would keep the block that a chunk is copied into."""
     return without_dispatch_modes() if dispatch_mode_count() else contextlib.nullcontext()
 
 

@@ -57,12 +57,12 @@ def host_zeros(numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 def _touched(nbytes: int) -> tuple[_Pages, torch.Tensor]:
     memory = _Pages(nbytes)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.zero_()  # by all threads: the driver alone would bring the pages in one after the other
+    buffer.zero_()  # by all threads: the driver would bring the pages in one after the other
     return memory, buffer
 
 
 class _Pages(mmap.mmap):
-    """Memory in separate pages: two registered stretches must not share one.
+    """Memory in separate pages: two registered ranges must not share a page.
 
     Freeing memory that is still registered makes the driver refuse the same addresses to the next one. So what pins
     it is what owns it.

@@ -5,9 +5,9 @@ The cache walks the plan's order as the step reports its uses. At every position
 foresee is fetched on demand and counted.
 
 With several ranks every gather needs all of them, so all must walk alike, whatever their data does. A rank that skips
-entries of the order (an expert without tokens) loads what they say all the same when it goes on; the forward part of
-the order is walked to its end when forward is over, the rest when backward is. Who leaves is a function of the order
-alone. A use that the order does not foresee must come on all ranks: they agree on it first, and a rank that is alone
+entries of the order (an expert without tokens) loads what they say all the same when it goes on. The forward part of
+the order is walked to its end when forward ends, the rest when backward ends. The order decides which chunk leaves. A
+use that the order does not foresee must come on all ranks: they agree on it first, and a rank that is the only one
 with it gets a `RankError`.
 """
 
@@ -34,7 +34,7 @@ from elixir.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 _LOOKAHEAD = 64
-"""In how many further entries of streamed chunks a use is looked for before it counts as a deviation."""
+"""Number of further entries of streamed chunks in which a use is looked for before it counts as a deviation."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RCache:
         pool: the blocks.
         lanes: fetch and network are used.
         group: over which chunks are sharded.
-        gradients: with several ranks, use the network in the same order, and are told of every position.
+        gradients: with several ranks, use the network in the same order; the cache reports every position to them.
         backward_from: first position that is not forward.
         evict_always: evict whatever is not pinned after every use; for tests.
     """
@@ -99,7 +99,7 @@ class RCache:
         self.counts = CacheCounts()
 
     def begin(self, *, announce: bool = True) -> None:
-        """A forward starts: the order is walked from its beginning, with whatever is in the blocks.
+        """Begins a forward: the order is walked from its beginning, with whatever is in the blocks.
 
         Args:
             announce: False where it is only made ready for one.
@@ -115,13 +115,13 @@ class RCache:
             self._jump(-1)
 
     def end_forward(self) -> None:
-        """Forward is over: with several ranks, load what the order says and this rank's data skipped."""
+        """Ends forward: with several ranks, loads what the order says and this rank's data skipped."""
         with self._lock:
             if self._together and not self._in_backward:
                 self._walk_to(self._backward_from - 1)
 
     def enter_backward(self) -> None:
-        """Backward is running; may be said any number of times."""
+        """Enters backward; may be called any number of times."""
         with self._lock:
             if not self._together or self._in_backward:
                 return
@@ -133,14 +133,14 @@ class RCache:
             self._gradients.begin()
 
     def end_backward(self) -> None:
-        """Backward is over, and with it the order."""
+        """Ends backward, and with it the order."""
         with self._lock:
             if self._together and self._in_backward:
                 self._walk_to(len(self._required) - 1)
                 self._in_backward = False
 
     def disturbed(self) -> None:
-        """A forward or backward was left by an exception; with several ranks, it must have been on all of them."""
+        """Notes that an exception left a forward or backward; with several ranks, it must have been on all of them."""
         self._disturbed = self._together
 
     @property
@@ -159,7 +159,7 @@ class RCache:
         return counts
 
     def acquire(self, indices: Sequence[int]) -> None:
-        """Computes may read these chunks from here on. Each gets one pin; give it back with `unpin`."""
+        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back."""
         with self._lock:
             self._advance(indices)
             for index in indices:
@@ -222,7 +222,7 @@ class RCache:
         return marked
 
     def invalidate(self) -> None:
-        """The weights have changed at home: nothing in the blocks is valid any more."""
+        """Empties the blocks, since the weights have changed at home."""
         with self._lock:
             for index in list(self._in_block.values()):
                 self._evict(self._chunks[index])
@@ -296,7 +296,7 @@ class RCache:
                 self._gradients.enter(position)
 
     def _jump(self, position: int) -> None:
-        """Be at `position` without a walk, with whatever is in the blocks."""
+        """Moves to `position` without a walk, with whatever is in the blocks."""
         self._position = position
         self._view = self._schedule.policy.start()
         for passed in range(position):
@@ -306,7 +306,7 @@ class RCache:
                 self._view.admit(index)
 
     def _announce(self, phase: str) -> None:
-        """Have the network compare what the ranks do before it goes on; compute does not wait for that.
+        """Lets the network compare what the ranks do before it goes on; compute does not wait for that.
 
         A rank that runs one forward more than the others is found out here, before its gathers meet their reductions.
         """
@@ -336,7 +336,7 @@ class RCache:
             chunk.to(ChunkState.CACHED, self.memory(chunk.index))
 
     def _make_room(self, *, optional: bool) -> bool:
-        """See that a block is free; whether one is."""
+        """Frees a block if none is free; returns whether one is."""
         if self._pool.free:
             return True
         residents = list(self._in_block.values())
@@ -360,9 +360,8 @@ class RCache:
 
     def _evict(self, chunk: Chunk) -> None:
         if chunk.filled is not None and chunk.state is ChunkState.FETCHING:
-            failure(
-                chunk.filled
-            )  # its transfer must not arrive in a block that has another owner; if it failed, none does
+            # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
+            failure(chunk.filled)
         chunk.to(ChunkState.HOME)
         if chunk.block is None:
             raise StateError(f"chunk {chunk.index} leaves a block that it does not have")

@@ -1,4 +1,4 @@
-"""Extents: stretches of unnamed files, on one disk or striped over several, that hold what memory has no room for.
+"""Extents: ranges of unnamed files, on one disk or striped over several, that hold what memory has no room for.
 
 All room of an extent is taken when it is made, so no later write runs out of it. The files have no name: they are gone
 once they are closed, however the process ends, and their contents are no checkpoint.
@@ -44,7 +44,7 @@ class Requests:
 
 
 REQUESTS = (Requests(), Requests(8 * MIB, 2), Requests(MIB, 2), Requests(MIB, 4), Requests(MIB // 4, 16))
-"""Tried in this order on a disk; the first are those with which states are moved where nothing was measured."""
+"""Requests that are tried in this order on a disk; the first are used if nothing was measured."""
 NOTICEABLE = 0.95
 """Other requests are taken if they need less than this part of the time."""
 TRIED_BYTES, TRIED_ROUNDS = 64 * MIB, 3
@@ -55,7 +55,7 @@ WORTH_TRYING_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class Extent:
-    """A stretch of the files."""
+    """A range of the files."""
 
     start: int
     """First byte, the same in every file."""
@@ -84,7 +84,7 @@ class ExtentFile:
 
     def __init__(self, folders: Sequence[PathLike], *, files: Files = FILES, requests: Requests | None = None) -> None:
         self.requests = requests or Requests()
-        """May be changed while no transfer is under way."""
+        """The requests of transfers; they may change while no transfer is under way."""
         self._files: list[File] = []
         self._end = 0
         self._free: list[Extent] = []
@@ -132,7 +132,7 @@ class ExtentFile:
         return found
 
     def give_back(self, extent: Extent) -> None:
-        """Nobody needs an extent any more."""
+        """Frees an extent."""
         self._free.append(extent)
 
     def read(self, extent: Extent, memory: memoryview, first: int = 0) -> None:
@@ -214,7 +214,7 @@ def _close(files: list[File]) -> None:
 
 
 def open_extents(folders: Sequence[PathLike], nbytes: int, *, files: Files = FILES) -> ExtentFile:
-    """The file for a run, moved with the requests that these disks take fastest if there is much to move.
+    """Opens the file for a run, with the requests that these disks take fastest if there is much to move.
 
     Args:
         folders: see `ExtentFile`.
@@ -237,8 +237,8 @@ def open_extents(folders: Sequence[PathLike], nbytes: int, *, files: Files = FIL
 
 
 def fastest_requests(file: ExtentFile, extent: Extent, source: memoryview, target: memoryview) -> Requests:
-    """The requests with which an extent is written and read fastest, which the file has from here on; of those alike
-    the first.
+    """Finds the requests with which an extent is written and read fastest, the first of those alike; the file has them
+    from here on.
 
     Args:
         file: has the extent.

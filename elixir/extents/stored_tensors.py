@@ -39,7 +39,7 @@ class TensorFile:
         self._left: str | None = None
 
     def new_extent(self, nbytes: int, name: str) -> Extent:
-        """Room on the disk; `DiskError` if it has none."""
+        """Takes room on the disk; `DiskError` if it has none."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -116,7 +116,7 @@ class _View:
     tensor: torch.Tensor
     region: str
     first: int
-    """Its first element in the region."""
+    """First element of the tensor in the region."""
     owner: object
     stride: tuple[int, ...] | None = None
     """None: it is contiguous."""
@@ -138,7 +138,7 @@ class StoredTensors:
         self._file = file
         self._extent = file.new_extent(nbytes, name)
         self._written_bytes = 0
-        """From here on the extent has zeros."""
+        """Bytes from which on the extent has zeros."""
         self._regions: dict[str, _Region] = {}
         self._views: list[_View] = []
         self._memory: torch.Tensor | None = None
@@ -159,7 +159,7 @@ class StoredTensors:
     # --- regions and the tensors in them ---------------------------------------------------------------------------
 
     def region(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of the extent, zero if it is new; a view of the buffer, if one holds the extent.
+        """Returns a flat tensor of the extent, zero if it is new; a view of the buffer, if one holds the extent.
 
         Args:
             name: of the region.
@@ -297,7 +297,7 @@ class StoredTensors:
                     part[begin:end].copy_(values[begin - at : end - at])
 
     def read(self, name: str, first: int, stop: int) -> torch.Tensor:
-        """Elements of a region in separate memory, straight from the disk: for a reader that takes no turn.
+        """Reads elements of a region into separate memory, straight from the disk: for a reader that takes no turn.
 
         Nothing may write the extent meanwhile.
         """
@@ -322,7 +322,7 @@ class StoredTensors:
 
 
 def paged_memory(nbytes: int) -> torch.Tensor:
-    """Bytes that direct transfers take, rounded up to whole blocks."""
+    """Makes memory that direct transfers take, rounded up to whole blocks."""
     return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
 
 

@@ -136,7 +136,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             raise InputError("torch.compile is configured, but cannot run with weights that are streamed; leave it out")
 
     def wrap(self, model: torch.nn.Module, optimizers: Any, **more: Any) -> Run:
-        """Plan, and wrap a plain model and its optimizers.
+        """Plans, and wraps a plain model and its optimizers.
 
         Args:
             model: plain.
@@ -194,7 +194,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return models[0], optimizers if len(optimizers) > 1 else optimizers[0], batch
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As of Accelerator; a model with optimizers is planned for and wrapped first."""
+        """Prepares as Accelerator does; plans and wraps a model with optimizers first."""
         ready = (ElixirOptimizer, AcceleratedOptimizer)
         if any(isinstance(each, torch.optim.Optimizer) and not isinstance(each, ready) for each in args):
             model, optimizers, inp = self._elixir_found(args)
@@ -205,7 +205,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of Accelerator; a wrapped model is not moved, and reduces its gradients itself."""
+        """Prepares as Accelerator does; a wrapped model is not moved, and reduces its gradients itself."""
         if isinstance(model, ElixirModule):
             vars(model)["_is_accelerate_prepared"] = True
             # Older versions do not look at it: without these they would move the model, and wrap it in DDP.
@@ -213,7 +213,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """As of Accelerator; see `PreparedOptimizer`."""
+        """Prepares as Accelerator does; see `PreparedOptimizer`."""
         if not isinstance(optimizer, ElixirOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = PreparedOptimizer(optimizer)
@@ -221,7 +221,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(prepared, device_placement)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As of Accelerator; with float16 the loss is scaled."""
+        """Runs backward as Accelerator does; with float16 the loss is scaled."""
         if self.elixir is None:
             super().backward(loss, **kwargs)
         else:
@@ -229,7 +229,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """As of Accelerator; a wrapped model reduces each micro-batch into shards, since the plan counts no more."""
+        """Works as in Accelerator, but a wrapped model reduces each micro-batch into shards, since the plan counts no
+        more."""
         with contextlib.nullcontext() if isinstance(model, ElixirModule) else super().no_sync(model):
             yield
 
@@ -241,7 +242,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return run.module.clip_grad_norm_(max_norm, float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused for a wrapped model: gradients are sharded, and clipped by their norm only."""
+        """Refuses a wrapped model: gradients are sharded, and clipped by their norm only."""
         if self.elixir is not None:
             raise InputError("gradients are sharded and can be clipped by their norm only: use clip_grad_norm_()")
         super().clip_grad_value_(parameters, clip_value)
@@ -257,7 +258,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As of Accelerator; states go chunk by chunk into the folder ``elixir``, for any number of ranks."""
+        """Saves as Accelerator does; states go chunk by chunk into the folder ``elixir``, for any number of ranks."""
         self._elixir_leave_out_states(self.elixir is not None)
         try:
             location = super().save_state(output_dir, *args, **kwargs)
@@ -269,7 +270,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As of Accelerator, from a folder of this or of a plain Accelerator."""
+        """Loads a folder of this or of a plain Accelerator."""
 
         def hook(models: list[Any], folder: str) -> None:
             if self.elixir is not None and self.elixir.load(folder):
@@ -288,13 +289,13 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             prepared.elixir_leaves_out_states = leave_out
 
     def gather(self, tensor: Any) -> Any:
-        """As of Accelerator; while rank 0 traces a step alone, as if all ranks had the same."""
+        """Gathers as Accelerator does; while only rank 0 traces a step, as if all ranks had the same."""
         if not (self._elixir_tracing and self.use_distributed):
             return super().gather(tensor)
         return tree_map(lambda item: torch.cat([torch.atleast_1d(item.detach())] * self.num_processes), tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As of Accelerator; while rank 0 traces a step alone, as if all ranks had the same."""
+        """Reduces as Accelerator does; while only rank 0 traces a step, as if all ranks had the same."""
         if not (self._elixir_tracing and self.use_distributed):
             return super().reduce(tensor, reduction, scale)
         factor = self.num_processes if reduction == "sum" else 1

@@ -61,7 +61,7 @@ class PrecisionMixin:
         plain(optimizer).clip_grad_norm_(clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Refused: gradients are sharded."""
+        """Refuses, since gradients are sharded."""
         raise InputError("gradients are sharded and can be clipped by norm only: gradient_clip_algorithm='norm'")
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class PrecisionMixin:
 
 
 _Base: Any = object
-"""For type checkers, which must not look for Lightning's methods here."""
+"""A base for type checkers, which must not look for Lightning's methods here."""
 
 
 class StrategyMixin(_Base):  # type: ignore[misc]
@@ -136,12 +136,12 @@ class StrategyMixin(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`."""
+        """Wraps `configure_model`, on the meta device if asked to."""
         with torch.device("meta") if self._elixir_meta else contextlib.nullcontext():
             yield
 
     def setup(self, trainer: Any) -> None:
-        """As of DDPStrategy, with optimizers on the plain model first, then the plan, then the wrapped model."""
+        """Sets up optimizers on the plain model first, then the plan, then the wrapped model."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         ours = self.elixir is not None and self.elixir.module.module is self.lightning_module
@@ -218,13 +218,14 @@ class StrategyMixin(_Base):  # type: ignore[misc]
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As of DDPStrategy; by hand, backward and step run inside of it, so outside of the wrapper's forward."""
+        """Steps as DDPStrategy does. With manual optimization backward and step run inside, so outside of the wrapper's
+        forward."""
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         return self.lightning_module.training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """As of DDPStrategy; then gradients go, which Lightning would hold during the next forward."""
+        """Steps as DDPStrategy does, then frees gradients, which Lightning would hold during the next forward."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.lightning_module.automatic_optimization:
             optimizer.zero_grad()
@@ -235,7 +236,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing: each micro-batch is reduced into shards, since the plan counts no more."""
+        """Does nothing: each micro-batch is reduced into shards, since the plan counts no more."""
         yield
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -256,13 +257,14 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             plain(optimizer).load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As of DDPStrategy; the plan is written next to the checkpoint."""
+        """Saves as DDPStrategy does, and writes the plan next to the checkpoint."""
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self._elixir_runs:
             self.elixir.save_plan(Path(filepath).parent)
 
     def teardown(self) -> None:
-        """As of DDPStrategy, but the model stays where the plan has it, for a validation after training."""
+        """Tears down as DDPStrategy does, but the model stays where the plan has it, for a validation after
+        training."""
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 

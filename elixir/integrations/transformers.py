@@ -106,7 +106,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     # --- Where the model lives ----------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As of Trainer; the Accelerator becomes an `ElixirAccelerator`."""
+        """Makes the Accelerator as Trainer does, then turns it into an `ElixirAccelerator`."""
         super().create_accelerator_and_postprocess()
         options = {**(getattr(self.args, "elixir", None) or {}), **self._elixir_options}
         self._elixir_refuse(options)
@@ -136,10 +136,10 @@ class ElixirMixin(_Base):  # type: ignore[misc]
                 raise InputError(sentence)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Nothing: the plan says where weights go, and a model that is too big, or on meta, must not be moved."""
+        """Does nothing: the plan says where weights go, and a model that is too big, or on meta, must not be moved."""
 
     def get_train_dataloader(self) -> Any:
-        """As of Trainer."""
+        """Returns the loader that Trainer makes, and keeps it for planning."""
         self._elixir_loader = super().get_train_dataloader()
         return self._elixir_loader
 
@@ -169,7 +169,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     def _elixir_step(self, model: Any, batch: Any) -> None:
         """The step that is traced, as `training_step` runs it."""
         labels = batch.get("labels")
-        # Counted without Trainer's collective: rank 0 traces alone.
+        # Counted without Trainer's collective: only rank 0 traces.
         items = labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
         self.compute_loss(model, dict(batch), num_items_in_batch=items).backward()
 
@@ -229,7 +229,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     # --- The log ------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As of Trainer; what is logged of training gets the report of the last step, under ``elixir/``."""
+        """Logs as Trainer does; the log of training also gets the report of the last step, under ``elixir/``."""
         if self.elixir is not None and "loss" in logs:
             logs |= self.elixir.numbers()
         super().log(logs, *args, **kwargs)
@@ -243,11 +243,11 @@ class ElixirSeq2SeqTrainer(ElixirMixin, Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer under a plan; generation goes on until all ranks have ended."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Seq2SeqTrainer."""
+        """Evaluates as Seq2SeqTrainer does, with ranks in step."""
         return super().evaluate(*args, **self._elixir_synced(kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Seq2SeqTrainer."""
+        """Predicts as Seq2SeqTrainer does, with ranks in step."""
         return super().predict(*args, **self._elixir_synced(kwargs))
 
     def _elixir_synced(self, kwargs: dict[str, Any]) -> dict[str, Any]:

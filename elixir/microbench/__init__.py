@@ -2,7 +2,7 @@
 
 `measure` gives a whole `HardwareProfile`, `measure_briefly` the rates of a CPU in two seconds. `measure` runs jobs,
 which give `Series` of (amount, seconds); `fit_points` turns a series into latency and rate. The scripts in ``profile/``
-run the same jobs alone. All of them leave torch's thread count and random state as they were.
+run the same jobs one by one. All of them leave torch's thread count and random state as they were.
 """
 
 from elixir.microbench.brief import measure_briefly

@@ -18,7 +18,7 @@ from elixir.units import dtype_name
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 SMALLEST_NUMEL = 2**16
 _MOST_WINDOWS = 32
-"""So many parameters of the smallest size are 32 MiB of states: more than caches keep for long."""
+"""Number of parameters of the smallest size whose states are 32 MiB: more than caches keep for long."""
 
 
 def adam_jobs(bench: Bench) -> list[Job]:
@@ -33,7 +33,7 @@ def adam_jobs(bench: Bench) -> list[Job]:
 
 
 def device_adam_jobs(bench: Bench) -> list[Job]:
-    """Those of `adam_jobs` that run on a device other than the host; none for ``cpu``."""
+    """The jobs of `adam_jobs` on a device other than the host; none for ``cpu``."""
     if bench.device.type == "cpu":
         return []
     return [_device_job(f"Adam on {bench.device}, {dtype_name(dtype)} states", bench, dtype) for dtype in STATE_DTYPES]
@@ -63,7 +63,7 @@ def thread_counts() -> list[int]:
 
 
 def compute_threads() -> int:
-    """The one of those that updates use if the CPU is the device: torch's number, but no more than there are cores."""
+    """Number of threads of updates if the CPU is the device: torch's number, but no more than there are cores."""
     return min(torch.get_num_threads(), host_share([host_view()], 0).all_cores)
 
 

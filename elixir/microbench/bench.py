@@ -99,8 +99,9 @@ def effort(device: torch.device, quick: bool, sharers: int = 1) -> Effort:
 def median_seconds(
     run: Callable[[], object], device: torch.device, plan: Effort, ranks: Ranks | None = None
 ) -> tuple[float, int]:
-    """Median seconds of one `run()` on `device`, and of how many. One run before that is not counted: it pays for page
-    faults, compilation and library start-up. With several ranks a run takes as long as on the slowest of them."""
+    """Returns the median seconds of one `run()` on `device`, and the number of runs. One run before that is not
+    counted: it pays for page faults, compilation and library start-up. With several ranks a run takes as long as on the
+    slowest of them."""
     if device.type == "cuda":
         (seconds,), repeats = repeat(lambda: (_event_seconds(run, device),), plan, ranks)
     else:
@@ -111,7 +112,7 @@ def median_seconds(
 def repeat(
     once: Callable[[], tuple[float, ...]], plan: Effort, ranks: Ranks | None = None
 ) -> tuple[tuple[float, ...], int]:
-    """Medians of the seconds that `once` gives, and of how many runs; all ranks start each run together."""
+    """Returns medians of the seconds that `once` gives, and the number of runs; all ranks start each run together."""
     together = ranks or Ranks()
     once()
     runs: list[tuple[float, ...]] = []
@@ -132,7 +133,7 @@ def _clock_seconds(run: Callable[[], object]) -> float:
 
 
 def _event_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """By events on the current stream, so that the host's launch overhead is not counted twice."""
+    """Times by events on the current stream, so that the host's launch overhead is not counted twice."""
     with torch.cuda.device(device):
         cuda: Any = torch.cuda  # its classes carry no annotations
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)

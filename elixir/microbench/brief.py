@@ -91,7 +91,7 @@ class _Rate:
 
 @dataclass(frozen=True)
 class _Lane:
-    """Work of a lane, next to products."""
+    """A lane's work next to products."""
 
     lane: _Rate
     products: _Rate

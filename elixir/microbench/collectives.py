@@ -40,7 +40,7 @@ def collective_series(bench: Bench, kind: str) -> Series:
     part.
 
     Raises:
-        InputError: one rank alone, or another kind.
+        InputError: there is only one rank, or the kind is unknown.
     """
     world = bench.ranks.size
     if world == 1:

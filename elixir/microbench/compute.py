@@ -39,7 +39,8 @@ _LARGEST = {"cpu": 4096, "cuda": 16384}
 _ROW = 1024
 """Length of what softmax and layer norm reduce over: a hidden size, or a row of attention scores."""
 _LARGEST_CPU_TENSOR_BYTES = 16 * MIB
-"""Beyond 32 MiB the C library gives every result fresh pages, which cost more than the operator."""
+"""Size of the largest tensor on a CPU: beyond 32 MiB the C library gives every result fresh pages, which cost more than
+the operator."""
 _HEADS, _HEAD_DIM = 16, 64
 
 
@@ -68,7 +69,7 @@ _OPERATORS = (
 def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Job]:
     """Matrix products of every class, memory-bound operators and attention, each in every dtype.
 
-    A quick look at a CPU asks of fp16, in which few CPUs can multiply and nobody trains, for square products alone.
+    A quick look at a CPU measures only square products in fp16, in which few CPUs can multiply and nobody trains.
     """
     jobs = []
     for dtype in dtypes:

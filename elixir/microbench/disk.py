@@ -1,4 +1,4 @@
-"""How fast a disk reads and writes, past the page cache: what optimizer states that live there would be moved at."""
+"""Measures how fast a disk reads and writes, past the page cache: the rates at which optimizer states on it move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGEST_SHARE = 4
 SMALLEST_BYTES = MIB // 4
 KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
-"""No amount that would take longer is tried, once there are enough for a fit."""
+"""Limit on the seconds of an amount, once there are enough amounts for a fit."""
 WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
 """How often each amount has its turn, and how long a turn lasts at least, by whether it is quick. Disks have fast and
 slow seconds: each amount has one turn before any has the next, and the median counts."""
@@ -167,8 +167,8 @@ class MeasuredFile:
     _at: dict[int, int] = field(default_factory=dict)
 
     def in_turns(self, amount: int, window_s: float) -> InTurns:
-        """The seconds of transfers as a run makes them: reads and writes of so many bytes take turns for as long as
-        this, each at another place, and the drive has all of it in the end."""
+        """Times transfers as a run makes them: reads and writes of `amount` bytes take turns for `window_s`, each at
+        another offset, and the drive has all of it in the end."""
         spent, count = [0.0, 0.0], 0
         last = (self.extent.nbytes - amount) // DIRECT_BYTES * DIRECT_BYTES
         while not count or sum(spent) < window_s:
@@ -185,7 +185,7 @@ class MeasuredFile:
         return InTurns((spent[0] + time.perf_counter() - began_s) / count, spent[1] / count)
 
     def _far(self, start: int, amount: int) -> int:
-        """Where to read while `start` is written: half a file later, which no drive has at hand."""
+        """Returns where to read while `start` is written: half a file later, which no drive has cached."""
         half = self.extent.nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
         return min((start + half) % self.extent.nbytes, self.extent.nbytes - amount)
 
@@ -199,7 +199,7 @@ class MeasuredFile:
         return fastest_requests(self.file, self.extent, source, target)
 
     def write(self, start: int, amount: int) -> None:
-        """Until the drive has it. A direct write may still be in the drive's own cache, hence the sync."""
+        """Writes until the drive has the bytes. A direct write may still be in the drive's cache, hence the sync."""
         self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
         self.file.sync()
 

@@ -1,4 +1,4 @@
-"""From measured points to latency and rate: ``seconds = latency_s + amount / per_s``.
+"""Turns measured points into latency and rate: ``seconds = latency_s + amount / per_s``.
 
 The fit minimises relative errors, so that a copy of a megabyte counts as much as one of a gigabyte. What it cannot
 describe it refuses: too few points, times that say nothing about a rate, or an error beyond `ERROR_LIMIT`.
@@ -20,13 +20,13 @@ from elixir.microbench.bench import Bench, Effort, median_seconds
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
 MIN_POINTS = 3
-"""Two points fit any line."""
+"""Least number of points, since two fit any line."""
 MIN_RATE_SHARE = 0.6
-"""Least share of the rate in the time of the largest amount. With less, either the amounts were too small to tell a
-rate, or something else kept the cores busy: threads that wait for a core wait for milliseconds, whatever the amount."""
+"""Least share of the rate in the time of the largest amount. With less, the amounts were too small to show a rate, or
+other work kept the cores busy: threads that wait for a core wait for milliseconds."""
 
 MAX_LATENCY_S = 5e-3
-"""Nothing that is measured here takes so long to start; a thread that waits for its turn on a core does."""
+"""Largest latency that is believed: a thread that waits for its turn on a core takes longer to start."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Job:
 
 
 def fitted(series: Series) -> Measured:
-    """`series` with its fit, or with why there is none."""
+    """Fits `series`, or says why there is no fit."""
     try:
         return Measured(series.key, series, fit_points(series.points))
     except InputError as error:
@@ -122,7 +122,7 @@ def fitted(series: Series) -> Measured:
 
 
 def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
-    """Latency and rate with the least squared relative error over `points` of (amount, seconds).
+    """Finds latency and rate with the least squared relative error over `points` of (amount, seconds).
 
     Raises:
         InputError: no fit that could be believed; the message says why.

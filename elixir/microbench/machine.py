@@ -1,4 +1,4 @@
-"""This machine, measured into a `HardwareProfile`."""
+"""Measures this machine into a `HardwareProfile`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure(
     Args:
         progress: see `Progress`.
         quick: smaller buffers, fewer amounts and repetitions; good enough to see orders of magnitude.
-        ranks: those that torchrun started (`elixir.microbench.ranks.joined`): rank 0 measures alone first, then all of
+        ranks: those that torchrun started (`elixir.microbench.ranks.joined`): rank 0 measures first, then all of
             them measure links, Adam and collectives at once. All get the same profile.
         start_ranks: without `ranks`, on a machine without CUDA, start two processes for that. They import the caller's
             main module, which must be safe to import.
@@ -95,12 +95,12 @@ def measure(
 
 
 def single_jobs(bench: Bench) -> list[Job]:
-    """Everything that one process measures by itself."""
+    """The jobs that one process measures by itself."""
     return [*transfer_jobs(bench), *adam_jobs(bench), *compute_jobs(bench)]
 
 
 def rank_jobs(bench: Bench) -> list[Job]:
-    """Everything that several ranks measure at once; none for one rank."""
+    """The jobs that several ranks measure at once; none for one rank."""
     if bench.ranks.size == 1:
         return []
     return [*link_jobs(bench), *all_threads_jobs(bench), *collective_jobs(bench)]

@@ -1,4 +1,4 @@
-"""The processes that measure at once: one alone, those that torchrun started, or two that are started here."""
+"""The processes that measure at once: a single one, those that torchrun started, or two that are started here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from elixir.errors import InputError, RankError
 
 GROUP_TIMEOUT = timedelta(minutes=10)
-"""Rank 0 measures alone for a minute or two while the others wait."""
+"""Rank 0 measures for a minute or two while the others wait."""
 SPAWNED_WAIT_S = 120.0
 """How long started processes may take altogether."""
 _ANSWER = "answer"
@@ -75,7 +75,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun started, joined in a process group until the end; one alone without torchrun.
+    """Joins the ranks that torchrun started in a process group until the end; gives one rank without torchrun.
 
     Raises:
         InputError: the environment that torchrun sets is incomplete.

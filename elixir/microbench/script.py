@@ -38,7 +38,7 @@ def run_script(
         description: the script's docstring, shown by ``--help``.
         arguments: instead of those of the process.
         needs_folder: ``--disk-folder`` must be given and is the second argument of `jobs`.
-        needs_ranks: one rank alone has nothing to measure, so two are started unless ``--no-spawn`` is given.
+        needs_ranks: one rank has nothing to measure, so two are started unless ``--no-spawn`` is given.
     """
     parser = _parser(description, needs_ranks=needs_ranks, needs_folder=needs_folder)
     options = parser.parse_args(arguments)

@@ -24,7 +24,8 @@ from elixir.units import MIB, format_bytes
 SMALLEST_BYTES = 256 * 1024
 """A chunk is rarely smaller, and what is may sit in a cache."""
 SMALLEST_BOTH_BYTES = 4 * MIB
-"""Two threads start some ten microseconds apart, in which a smaller copy would be half done."""
+"""Size of the smallest copy both ways: two threads start some ten microseconds after each other, when a smaller copy
+would be half done."""
 _TITLES = {True: "host to {}", False: "{} to host"}
 PINNING_RUNS = 3
 _FAMILIES = {True: "host_to_device", False: "device_to_host"}

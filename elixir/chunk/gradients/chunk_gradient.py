@@ -16,7 +16,7 @@ from elixir.errors import StateError
 
 
 class GradState(enum.Enum):
-    """Who holds a chunk's gradient on this rank."""
+    """Holder of a chunk's gradient on this rank."""
 
     NONE = "nowhere"
     """Nobody holds one. A shard on the host keeps its memory, whose values mean nothing, unless the plan foresees no
@@ -27,14 +27,13 @@ class GradState(enum.Enum):
     """The shard holds the sum of all backwards since gradients were cleared, once it has arrived. Until then lanes
     read the block that it came in, which `GradientBlocks` keeps."""
     ADDING = "at home, with more arriving"
-    """As `HOME`; a gradient block holds what has come in this backward, to be added when the block leaves."""
+    """The shard holds gradients as in `HOME`; a gradient block holds those of this backward, to be added when it
+    leaves."""
 
 
 _NEXT = {
-    GradState.NONE: (
-        GradState.ARRIVING,
-        GradState.HOME,
-    ),  # at once: zeros, for a chunk that other ranks have gradients of
+    # At home at once are zeros, for a chunk that other ranks have gradients of.
+    GradState.NONE: (GradState.ARRIVING, GradState.HOME),
     GradState.ARRIVING: (GradState.NONE,),
     GradState.HOME: (GradState.ADDING, GradState.NONE),
     GradState.ADDING: (GradState.HOME, GradState.ARRIVING),
@@ -46,15 +45,15 @@ class OpenChunk:
     """A gradient block in which a chunk's gradients are arriving."""
 
     block: torch.Tensor
-    """As many elements as the chunk has."""
+    """The gradients, one element for each of the chunk."""
     memory: torch.Tensor
     """The memory that `block` lies in."""
     number: int
-    """In the order in which blocks were opened."""
+    """Number of the block in the order of opening."""
     arrived: set[str] = field(default_factory=set)
 
     def fill_gaps(self, chunk: Chunk) -> None:
-        """Zeros for the gradients that did not come."""
+        """Fills zeros in for the gradients that did not come."""
         for slot in chunk.slots:
             if slot.name not in self.arrived:
                 self.block[slot.offset : slot.offset + slot.numel].zero_()
@@ -68,7 +67,7 @@ class KeptGradients:
     memory: torch.Tensor
     arrived: set[str] = field(default_factory=set)
     uses: MemoryUses = field(default_factory=MemoryUses)
-    """Who uses `memory`; each backward adds to it."""
+    """Users of `memory`; each backward adds to it."""
 
 
 class ChunkGradient:
@@ -85,17 +84,17 @@ class ChunkGradient:
         self.memory = torch.empty(0, dtype=chunk.dtype, device="cpu")
         """This rank's shard, where the optimizer states live; empty if there is none now."""
         self.uses = MemoryUses()
-        """Who uses `memory`: a gradient's arrival writes it, as does the optimizer's step on the host, which may clip
-        in place; early steps read it."""
+        """Users of `memory`: a gradient's arrival and the optimizer's step on the host write it, since a step may clip
+        in place; early updates read it."""
         self.arrived: set[str] = set()
         """Names of the parameters that got a gradient on this rank since the last step."""
         self.dropped: set[str] = set()
         """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
         self.norms: PartNorms | None = None
-        """The norms of what `memory` holds once it has arrived; None where that was not summed on the way. Whatever
-        changes the gradients replaces them."""
+        """Norms of what `memory` holds once it has arrived; None if they were not summed on the way. A change of the
+        gradients replaces them."""
         self.changes = 0
-        """How often what `memory` holds, or will hold once it has arrived, has become another gradient."""
+        """Version counter of the gradient that `memory` holds, or will hold once it has arrived."""
         self.opened: OpenChunk | None = None
         self.kept: KeptGradients | None = None
         if chunk.plan.update_home == "host" and chunk.plan.reduce_order is not None:
@@ -131,7 +130,7 @@ class ChunkGradient:
         return opened
 
     def close(self) -> OpenChunk | None:
-        """The open block, if there is one, which is the caller's from here on."""
+        """Closes the open block and returns it, if there is one; the caller owns it from here on."""
         opened, self.opened = self.opened, None
         if opened is not None:
             self.to(GradState.HOME if self.holds else GradState.NONE)
@@ -142,7 +141,7 @@ class ChunkGradient:
         return any(part is not None and name in part.arrived for part in (self, self.opened, self.kept))
 
     def make_memory(self) -> None:
-        """Have memory for the shard, of zeros if it is new."""
+        """Makes memory for the shard, zeros, unless it is there."""
         if not self.memory.numel():
             chunk = self.chunk
             self.memory = self._arena.make(chunk.shard_numel, chunk.dtype, chunk.plan.update_home, "gradients")
@@ -152,7 +151,7 @@ class ChunkGradient:
         return [self.memory[held.part] for name, held in self.chunk.held.items() if name in names]
 
     def keep(self, opened: OpenChunk, device: torch.device) -> KeptGradients:
-        """Where this rank keeps whole gradients to itself, those in `opened` too."""
+        """Returns the memory in which this rank keeps whole gradients to itself, and enters those in `opened`."""
         if self.kept is None:
             home = device if self.chunk.plan.update_home == "device" else torch.device("cpu")
             self.kept = KeptGradients(torch.zeros_like(opened.block, device=home))
@@ -161,14 +160,14 @@ class ChunkGradient:
         return self.kept
 
     def give_up_kept(self) -> KeptGradients | None:
-        """The gradients that this rank has kept to itself, which it keeps no longer."""
+        """Gives up the gradients that this rank has kept to itself."""
         kept, self.kept = self.kept, None
         if kept is not None:
             self._arena.count(-kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
         return kept
 
     def forget_kept(self) -> set[str]:
-        """Nobody needs what this rank has kept to itself; names of the parameters that it had a gradient of."""
+        """Drops what this rank has kept to itself; returns the names of parameters that it had a gradient of."""
         kept = self.give_up_kept()
         if kept is None:
             return set()
@@ -177,7 +176,7 @@ class ChunkGradient:
         return kept.arrived
 
     def clear(self, arrived: set[str], *, to_none: bool) -> None:
-        """Forgets the gradient; or have zeros in its place, where one has arrived.
+        """Forgets the gradient, or replaces it by zeros if one has arrived.
 
         Args:
             arrived: names of parameters with a gradient in a block that was closed for this.
@@ -196,7 +195,8 @@ class ChunkGradient:
             self.to(GradState.HOME)
 
     def hold_zeros(self) -> None:
-        """Have zeros at home where nothing is: other ranks have a gradient of the chunk, which is zeros there, too."""
+        """Puts zeros at home if nothing is there: other ranks have a gradient of the chunk, and this rank's part is
+        zero."""
         if not self.holds:
             self.norms = None
             self.changes += 1
@@ -207,8 +207,7 @@ class ChunkGradient:
         """Forgets the gradient of one parameter where it is kept or at home.
 
         Nothing is waited for: its part of the shard is made zero before the next gradient is added there, and nobody
-            reads it
-        until then.
+        reads it until then.
 
         Args:
             name: of the parameter.
@@ -239,7 +238,7 @@ class ChunkGradient:
         return [*self.uses.failures(), *([] if self.kept is None else self.kept.uses.failures())]
 
     def _forget(self) -> None:
-        """Nothing is at home. Memory on the device goes, since it is there only while gradients are."""
+        """Forgets the gradient at home. Memory on the device is freed, since it exists only while gradients do."""
         self.arrived = set()
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)

@@ -48,7 +48,7 @@ class GradientBlocks:
         return not self._free and not self._leaving
 
     def open(self, chunk: Chunk) -> OpenChunk:
-        """A block for a chunk, or memory for it alone where it is resident and larger than any block."""
+        """Opens a block for a chunk, or separate memory if the chunk is resident and larger than any block."""
         if chunk.weight_bytes > self.block_bytes:
             self._let_outsized_leave()
             memory = self._made(chunk.weight_bytes)
@@ -57,7 +57,7 @@ class GradientBlocks:
         return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory, next(self._numbers))
 
     def adopt(self, chunk: Chunk, gradient: torch.Tensor, *, counted: bool) -> OpenChunk | None:
-        """A gradient that is larger than any block and leaves as autograd made it; None where it must be copied.
+        """Takes a gradient that is larger than any block as autograd made it; None if it must be copied.
 
         Args:
             chunk: all of which it is the gradient of.
@@ -78,13 +78,13 @@ class GradientBlocks:
         self._leaving.append(leaving)
 
     def wait_for_last(self) -> None:
-        """Have compute wait for the memory that left last, which was adopted and not counted."""
+        """Lets compute wait for the memory that left last, which was adopted and not counted."""
         leaving = self._leaving.pop()
         leaving.ticket.wait()  # autograd frees the gradient next, and compute would write there
         _record(leaving.memory)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Nobody reads or writes `memory` any more."""
+        """Frees `memory`, which nobody reads or writes any more."""
         if memory.nbytes == self.block_bytes:
             self._free.append(memory)
         else:
@@ -132,7 +132,7 @@ class GradientBlocks:
 
 
 def _record(memory: torch.Tensor) -> None:
-    """Keeps adopted memory, once it is freed, from reuse until the stream that has waited for its lane has come here.
+    """Keeps adopted memory from reuse, once it is freed, until the stream that has waited for its lane has come here.
 
     It returns to the stream that made it. That is another one where a node of an older graph took the gradient on its
     stream; on the same one this does nothing.
@@ -142,9 +142,9 @@ def _record(memory: torch.Tensor) -> None:
 
 
 def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:
-    """A gradient that is all of its chunk's, as the block that it would be copied into; None where it is not like that.
+    """Returns a gradient that is all of its chunk's, as the block that it would be copied into; None for any other.
 
-    Nobody else holds it: what `AccumulateGrad` does not own alone, it copies.
+    Nobody else holds it: `AccumulateGrad` copies a gradient that has another owner.
     """
     if len(chunk.slots) > 1 or gradient.layout != torch.strided or gradient.dtype != chunk.dtype:
         return None

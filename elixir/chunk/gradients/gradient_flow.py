@@ -43,7 +43,7 @@ class FlowOptions:
         block_bytes: size of one.
         reduce_fp32: sum over the ranks in float32.
         overlap: gradients larger than a block leave while backward goes on; otherwise it waits for them.
-        places: per chunk, the position of the order that it is sent after; chunks that are not in it come last.
+        places: chunk -> the position of the order after which it is sent; chunks without one come last.
         accumulation: backwards that a step is planned with; the norms of sums are those of the last one only.
     """
 
@@ -115,7 +115,8 @@ class GradientFlow:
         return self._transport.moved
 
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient of one parameter has arrived; the caller lets go of `gradient`, which nobody else holds."""
+        """Takes a gradient of one parameter that has arrived; the caller lets go of `gradient`, which nobody else
+        holds."""
         with self._lock:
             mine = self.by_chunk[chunk.index]
             opened = mine.opened
@@ -154,7 +155,7 @@ class GradientFlow:
         return self._group.size == 1 and gradient.holds and slot.name in gradient.arrived
 
     def begin(self) -> None:
-        """The backward part of the order begins."""
+        """Begins the backward part of the order."""
         with self._lock:
             self._backwards += 1
             self.backwards.append(self.reducing or self._group.size == 1)
@@ -168,19 +169,19 @@ class GradientFlow:
         return frozenset(i for i in self._awaited if self.by_chunk[i].chunk.plan.reduce_order is None)
 
     def leave(self, position: int) -> None:
-        """The loads of `position` come next: send what has its place before them, complete or not."""
+        """Sends what has its place before the loads of `position`, complete or not."""
         with self._lock:
             while self._unsent and self._options.places.get(self._unsent[0].chunk.index, position) < position:
                 self._send(self._unsent.pop(0).chunk)
 
     def enter(self, position: int) -> None:
-        """The loads of `position` have been sent."""
+        """Notes that the loads of `position` have been sent."""
         with self._lock:
             self._position = position
             self._send_in_order()
 
     def flush(self) -> None:
-        """Backward is over: send what is left, on every rank alike."""
+        """Sends what is left after backward, on every rank alike."""
         with self._lock:
             if self._group.size > 1:
                 self._unsettled = True
@@ -192,12 +193,12 @@ class GradientFlow:
                 self._keep(late)  # its block is the next forward's, and the next backward's
 
     def forget_counts(self) -> None:
-        """A step begins, or has been reported: nothing counts that was before."""
+        """Resets the counts, since a step begins or has been reported."""
         self._transport.moved = MovedBytes()
         self.backwards = []
 
     def settle(self) -> None:
-        """Block until every gradient is at its home; with several ranks, all must call it."""
+        """Blocks until every gradient is at its home; with several ranks, all must call it."""
         self.send_late()
         self._wait()
 
@@ -222,7 +223,7 @@ class GradientFlow:
         return any(own.opened is not None or own.kept is not None or own.arrived for own in self.by_chunk.values())
 
     def clear(self, *, to_none: bool = True) -> None:
-        """Forgets all gradients, those that are on their way too; or have zeros in their place."""
+        """Forgets all gradients, also those on their way, or replaces them by zeros."""
         with self._lock:
             self._blocks.reclaim_extra()
             self._backwards = 0
@@ -233,7 +234,7 @@ class GradientFlow:
             self._unsettled = False
 
     def hold(self, names: Collection[str]) -> None:
-        """Have a gradient of each of these parameters, which some rank has one of: zeros where this rank has none.
+        """Puts zeros where this rank has no gradient of these parameters, of which some rank has one.
 
         What was reduced is on all ranks. But a rank that got no gradient of a chunk does not know, when zeros are
         put instead of gradients, that others put them there.
@@ -264,7 +265,7 @@ class GradientFlow:
         return found
 
     def _given_up(self, gradient: ChunkGradient) -> OpenChunk | None:
-        """The open block of a chunk, whose memory is free again."""
+        """Closes the open block of a chunk and frees its memory."""
         opened = gradient.close()
         if opened is not None:
             self._blocks.give_back(opened.memory)
@@ -331,12 +332,11 @@ class GradientFlow:
             self._blocks.leave(self._transport.keep(gradient, opened))
 
     def _norms_for(self, gradient: ChunkGradient) -> PartNorms | None:
-        """Where the norms of what is sent now are summed; None where the step sums those that it needs.
+        """Makes the norms of what is sent now; None if the step sums those that it needs.
 
-        What stays on the device is summed by the step: compute does it there, and nobody waits. Of accumulated
-            gradients
-        only the last sum counts, so earlier backwards than the planned number leave it out. Should the step come
-        earlier all the same, it reads the gradients itself.
+        The step sums what stays on the device: compute does it there, and nobody waits. Of accumulated gradients only
+        the last sum counts, so backwards before the planned number leave it out. A step that comes earlier reads the
+        gradients itself.
         """
         chunk = gradient.chunk
         if chunk.plan.update_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
@@ -345,5 +345,5 @@ class GradientFlow:
 
 
 def _number(gradient: ChunkGradient) -> int:
-    """When the block of a gradient was opened, compared with others; 0 if none is."""
+    """Number of the gradient's open block in the order of opening; 0 without one."""
     return 0 if gradient.opened is None else gradient.opened.number

@@ -107,7 +107,7 @@ class Transport:
     def _return_kept(
         self, gradient: ChunkGradient, block: torch.Tensor
     ) -> tuple[list[Ticket], tuple[torch.Tensor, ...]]:
-        """Adds what this rank has kept to itself to `block`: tickets of that, and the tensors that it reads."""
+        """Adds what this rank has kept to itself to `block`; returns tickets of that, and the tensors that it reads."""
         kept = gradient.give_up_kept()
         if kept is None:
             return [], ()
@@ -124,7 +124,7 @@ class Transport:
     def _reduce(
         self, block: torch.Tensor, mine: torch.Tensor, what: str, written: list[Ticket], norms: PartNorms | None
     ) -> tuple[torch.Tensor, Ticket]:
-        """Averages `block` over the ranks: this rank's part of the mean, and when it is there.
+        """Averages `block` over the ranks; returns this rank's part of the mean, and its ticket.
 
         Args:
             block: is overwritten.
@@ -199,7 +199,7 @@ class Transport:
         used: list[Ticket],
         nbytes: int,
     ) -> Ticket:
-        """Copies this rank's shard home; sum it for the norm where the reduction has not."""
+        """Copies this rank's shard home, and sums it for the norm if the reduction has not."""
         home = gradient.memory[: mine.numel()]
         copy: Work = partial(home.copy_, mine, non_blocking=True)
         if norms is not None and not written:
@@ -213,7 +213,7 @@ class Transport:
 
     @staticmethod
     def _adding(gradient: ChunkGradient, numel: int, norms: PartNorms | None) -> Callable[[torch.Tensor], object]:
-        """The work that adds gradients to those at home, where parts that were dropped count as zero."""
+        """Returns the work that adds gradients to those at home; parts that were dropped count as zero."""
         home, stale = gradient.memory[:numel], gradient.parts_of(gradient.dropped)
 
         def add(gradients: torch.Tensor) -> None:
