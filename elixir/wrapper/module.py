@@ -47,47 +47,47 @@ from elixir.wrapper.weights_io.shared_weights import SharedWeights
 logger = logging.getLogger(__name__)
 
 PUBLIC = "module plan device last_report gathered rehome no_sync clip_grad_norm_ settle release close".split()
-"""Names of an `ElixirModule` that are not `torch.nn.Module`'s. All others are looked up in the model."""
+"""Names that `ElixirModule` adds to `torch.nn.Module`. All others are looked up in the model."""
 
 
 class ElixirModule(nn.Module):
-    """A model whose weights live where a plan says, with the same numbers as the model itself: on one rank in float32
-    with the same bits, if the optimizer step runs on the same kind of device.
+    """A model whose weights live where a plan puts them. It computes the same numbers as the model itself: on one rank
+    in float32 the same bits, if the optimizer step runs on the same kind of device.
 
     Chunks that the plan streams come into a few blocks on the device just before they are used; resident chunks stay.
     Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
     as ``config`` or ``generate``, are the model's; one that it has (`PUBLIC`) is reached as ``wrapped.module.name``.
 
     Args:
-        module: the model; it is taken over, and must not be used except through this.
-        plan: made for this model and this number of ranks; alone, or in the answer of a search.
-        group: process group; None means the default one, or a single rank without one.
+        module: the model; from now on use it only through the wrapper.
+        plan: the plan for this model and this number of ranks, or the answer of a search.
+        group: the process group; None means the default group, or a single rank if there is none.
         prefetch: fetch chunks before they are used, as the plan says; False fetches on demand.
-        dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers follow where the
-            whole model is cast (`casts_buffers`).
+        dtype: the dtype of parameters and floating inputs; None takes the plan's. Buffers follow if the whole model is
+            cast (`casts_buffers`).
         reduce_always_fp32: average gradients over the ranks in float32.
-        output_fp32: floating outputs are cast to float32.
+        output_fp32: cast floating outputs to float32.
         use_fused_kernels: step Adam over whole shards in one pass, and run the model's norms, SwiGLU blocks, rotations
             and its loss by the best kernels present (docs/design/kernels.md), which rounds differently and, in
             training, gives no logits along with a loss. A dict names providers by kind, such as ``{"cross_entropy":
             "plain"}``.
-        weights: values instead of the model's own: a state dict, safetensors (a file, several, a folder), or the
-            folder of a checkpoint. What is on meta and gets none is initialised by its own modules.
-        strict: refuse `weights` that lack some of the model's names or have others; otherwise those that are lacking
-            come from the model itself, and others are left out. Both are logged.
-        device: where compute runs; the current CUDA device by default, else the CPU.
-        disk_folder: on the disk that takes optimizer states, where the plan puts some there; several folders are on
-            several disks, over which states are striped. Nothing stays there when the process ends.
+        weights: values that replace the model's own: a state dict, safetensors (a file, several, a folder), or the
+            folder of a checkpoint. The model's modules initialise whatever is on meta and gets no value.
+        strict: refuse `weights` that lack some of the model's names or have others. Otherwise missing values come from
+            the model, others are ignored, and both are logged.
+        device: the device of compute; by default the current CUDA device, or the CPU without one.
+        disk_folder: a folder on the disk for optimizer states, if the plan puts some on a disk. Several folders stripe
+            states over several disks. Nothing stays there when the process ends.
         debug: switches for tests of the runtime.
 
     Raises:
         ArtifactError: the plan is for another model or another number of ranks.
-        InputError: an argument makes no sense with the plan, weights on meta have no value, or the model is run by
-            another ElixirModule.
+        InputError: an argument contradicts the plan, weights on meta have no value, or another ElixirModule runs the
+            model.
         InputTypeError: `module` is no plain module, or `plan` no plan.
         DiskError: the disk has no room for the states, or fails.
-        NoMemoryError: this machine has not the memory that the plan takes.
-        RankError: another rank has raised. After every error the model is as it came, on all ranks.
+        NoMemoryError: this machine lacks the memory that the plan takes.
+        RankError: another rank has raised. After every error the model is unchanged on all ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
@@ -151,7 +151,7 @@ class ElixirModule(nn.Module):
             self._shared_weights.attach(engine)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
-        # torch's own reads gradients, which lie elsewhere.
+        # torch's own method reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module = module
 
@@ -167,7 +167,7 @@ class ElixirModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where compute runs."""
+        """The device of compute."""
         return self._engine.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,45 +221,44 @@ class ElixirModule(nn.Module):
     def gathered(
         self, parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Full weights of `parameters` (of a module, one, several; all by default) in `parameter.data`, outside of a
-        forward.
+        """Shows full weights in ``parameter.data``, outside of a forward. `parameters` are a module, one, several, or
+        by default all.
 
-        They lie in separate memory for as long as this lasts, wherever the plan has them. With `write`, what was
-        written to them becomes the weights when this ends without an exception; every rank must write the same. All
-        other writes are refused or, where nobody can see them, undone.
+        Inside of the context they lie in separate memory. With `write`, writes become the weights when the context ends
+        without an exception; every rank must write the same. All other writes are refused or undone.
 
         Raises:
-            InputError: something among `parameters` is no parameter of this model.
+            InputError: `parameters` are not all parameters of this model.
         """
         with shown(self._engine, parameters, write):
             yield
 
     def rehome(self, plan: Plan | HasPlan) -> None:
-        """Goes on under another plan with the same chunks in other homes.
+        """Switches to a plan with the same chunks in other homes.
 
-        Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
+        Call it on all ranks with the same plan, between a step and the next forward, without gradients.
 
-        The move changes no bit of weights, masters and states (where the plans keep moments alike). Later steps of a
-        chunk then give the bits that they would have given, unless something else steps it: the CPU instead of a CUDA
-        device, or the other way round; or, with `use_fused_kernels` and float32 moments, because it begins or ceases to
-        be ordinary (weights, gradients and states all on the device of one rank), where the optimizer's own class
-        steps. Such differ by rounding.
+        The move changes no bit of weights, masters and states (if the plans keep moments in the same form). Later steps
+        of a chunk give the same bits as without it, unless another kernel steps the chunk and rounds differently. That
+        happens between the CPU and a CUDA device. It also happens with `use_fused_kernels` and float32 moments if the
+        chunk becomes ordinary (weights, gradients and states all on the device of one rank), or ceases to be, since the
+        optimizer's own class steps ordinary chunks.
 
         Args:
-            plan: packs parameters as the present one does.
+            plan: a plan that packs parameters as the current one does.
 
         Raises:
-            InputError: it does not, or this is not the moment.
-            DiskError, NoMemoryError, RankError: chunks cannot be moved, on this rank or on another. They are back at
-                the homes of the plan before, and training can go on. If they cannot even go back, the model is given
-                back as by `close`, which is logged.
+            InputError: the plan packs differently, or this is not the moment.
+            DiskError, NoMemoryError, RankError: chunks cannot be moved, on this rank or another. They return to their
+                old homes, and training can go on. If even that fails, `close` is called, which is logged.
         """
         engine = self._engine
         engine.refuse_unusable()
         engine.uses.refuse_inside("rehome()")
         if engine.uses.gathered or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
-        # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
+        # Runs on the network's lane, after its pending work, which is the same on all ranks. This thread waits for all
+        # answers.
         folders = engine.options.disk_folders
         agree = partial(agree_on_plan, engine.group, self.module, plan, None, folders)
         agreed = engine.lanes.network.ask(agree)
@@ -270,7 +269,7 @@ class ElixirModule(nn.Module):
         engine.settle()
         engine.take_back()
         if engine.state_reader is not None:
-            engine.state_reader.let_go()  # a checkpoint may still be written from memory that goes now
+            engine.state_reader.let_go()  # a checkpoint may still be written from memory that is freed next
         before = self.plan
         try:
             self._move(agreed)
@@ -284,7 +283,7 @@ class ElixirModule(nn.Module):
             raise
 
     def _move(self, plan: Plan) -> None:
-        """Moves chunks and states to the homes of a plan, also after an earlier attempt has failed."""
+        """Moves chunks and states to the homes of a plan; also used after a failed move."""
         engine = self._engine
         self._state.remove()
         with engine.window.file.without_loss("the chunks are where they were, and the training can go on"):
@@ -300,18 +299,18 @@ class ElixirModule(nn.Module):
         self._account.another_plan()
 
     def settle(self) -> None:
-        """Waits for all lanes, and empty the blocks.
+        """Waits for all lanes and empties the blocks.
 
         Raises:
-            StepError: an optimizer has failed there; it is raised once.
+            StepError: an update on a lane has failed; it is raised once.
         """
         self._engine.settle()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here reduce nothing: each rank adds up its own gradients, until the next backward outside.
+        """Backwards inside of it reduce nothing: each rank adds up its own gradients, until the next backward outside.
 
-        For accumulation over micro-batches. It saves the network and costs memory that the plan knows nothing of: a
+        It serves accumulation over micro-batches. It saves network traffic but takes memory that no plan counts: a
         whole gradient per rank, at the home of the states. All ranks must do the same.
         """
         gradients = self._engine.gradients
@@ -322,7 +321,7 @@ class ElixirModule(nn.Module):
             gradients.reducing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, those that have left for their home too; or have zeros in their place."""
+        """Drops all gradients, those at the home of the states too, or sets them to zero."""
         engine = self._engine
         engine.forget_failed_backward()
         engine.unstepped.clear()
@@ -337,10 +336,10 @@ class ElixirModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """The norm of all gradients; the next step clips it to `max_norm`. Call it instead of torch's function.
+        """Returns the norm of all gradients; the next step clips to `max_norm`. Call it instead of torch's function.
 
         Raises:
-            InputError: there is not exactly one `ElixirOptimizer`, or another norm than the second is asked for.
+            InputError: there is not exactly one `ElixirOptimizer`, or `norm_type` is not 2.
         """
         if norm_type != 2.0:
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
@@ -359,27 +358,27 @@ class ElixirModule(nn.Module):
     ) -> dict[str, Any]:
         """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.
 
-        Weights of low precision are given as their master weights. One chunk is gathered at a time; with several ranks
-        all must call this.
+        For weights of low precision it has the master weights. It gathers one chunk at a time; with several ranks all
+        must call it.
 
         Args:
-            rank0_only: the other ranks get an empty dict, and need no memory for it.
-            only: ``only(name, parameter)`` says which parameters are wanted, the same on all ranks; buffers always
-                are. ``lambda name, parameter: parameter.requires_grad`` takes what is trained, and gathers no more.
-            dtype: weights are given in it instead.
+            rank0_only: other ranks get an empty dict, and need no memory for it.
+            only: ``only(name, parameter)`` selects parameters, the same on all ranks; buffers are always included.
+                ``lambda name, parameter: parameter.requires_grad`` takes trained parameters, and gathers no others.
+            dtype: the dtype of weights, instead.
         """
         self._engine.refuse_unusable()
         wanted = not rank0_only or self._engine.group.rank == 0
         return self._state.full(*args, wanted=wanted, only=only, dtype=dtype, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights and buffers into their homes; master weights take what is given unrounded.
+        """Loads weights and buffers into their homes; master weights take the values unrounded.
 
-        With several ranks each loads on its own, and all must be given the same.
+        With several ranks all must load the same values.
 
         Returns:
-            ``missing_keys`` and ``unexpected_keys``, as of `torch.nn.Module.load_state_dict`, which also raises as it
-            does.
+            ``missing_keys`` and ``unexpected_keys``, like `torch.nn.Module.load_state_dict`, which also raises the
+            errors.
         """
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
@@ -388,7 +387,7 @@ class ElixirModule(nn.Module):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        # Where this is part of another module: names are those of the model inside, as `state_dict` gives them.
+        # Called if this is part of another module: `state_dict` gives the names of the model inside.
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -407,7 +406,7 @@ class ElixirModule(nn.Module):
         return self.module
 
     def _changes_nothing(self, fn: Any) -> bool:
-        """Whether `fn` leaves tensors like the model's as they are: `to()` the device and dtype that they have."""
+        """Whether `fn` leaves tensors like the model's unchanged, such as `to()` with their own device and dtype."""
         like = {(chunk.dtype, self.device) for chunk in self._engine.chunks}
         like |= {(buffer.dtype, buffer.device) for buffer in self.module.buffers()}
         for dtype, device in like:
@@ -418,7 +417,7 @@ class ElixirModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """The first thing that `DistributedDataParallel` asks a module for."""
+        """Refuses `DistributedDataParallel`, which reads this attribute first."""
         raise InputError("an ElixirModule reduces its gradients itself: leave out DistributedDataParallel")
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -428,24 +427,24 @@ class ElixirModule(nn.Module):
         raise InputError("an ElixirModule cannot be pickled; save state_dict() instead")
 
     def release(self) -> nn.Module:
-        """`close`, and the model: an ordinary module, as before it was wrapped, with the weights of now."""
+        """Calls `close` and returns the model: an ordinary module, as before wrapping, with the current weights."""
         self.close()
         return self.module
 
     def close(self) -> None:
         """Stops the lanes and gives the model back as an ordinary module; this wrapper cannot run afterwards.
 
-        Parameters and buffers have separate memory, on the devices and in the dtypes in which they came, with full
-        weights: master weights if it has any. With several ranks all must call this, and get the same. Where a rank
-        is gone, or its last forward or backward has raised, weights that other ranks have a part of are left on meta,
-        with a warning. Called again it does nothing.
+        Parameters and buffers get separate memory, on their original devices and in their original dtypes, with full
+        weights: master weights if it has any. With several ranks all must call this, and get the same. If a rank is
+        gone, or its last forward or backward has raised, weights that are sharded over ranks are left on meta, with a
+        warning. A second call does nothing.
 
         Raises:
             InputError: inside `gathered`, or in a forward or backward.
-            CheckpointError: the last checkpoint could not be saved, which was not reported yet; the model is given
+            CheckpointError: the last checkpoint could not be saved, which was not reported before; the model is given
                 back.
-            DiskError, NoMemoryError, RankError: master weights of this rank, or of another, could not be read; the
-                model is given back, and has these weights in the dtype in which it ran.
+            DiskError, NoMemoryError, RankError: master weights of some rank could not be read; the model is given back
+                with these weights in the dtype in which it ran.
         """
         engine = self._engine
         if engine.phase.closed:
@@ -455,7 +454,7 @@ class ElixirModule(nn.Module):
             if engine.uses.gathered:
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
-        with contextlib.ExitStack() as ends:  # all come to their end, whatever fails
+        with contextlib.ExitStack() as ends:  # all of these run, whatever fails
             ends.callback(self._fused.remove)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))
             ends.callback(lambda: vars(self.module).pop("_apply"))
@@ -478,7 +477,7 @@ def _undo(origins: Origins, engine: Engine, kind: Any, error: BaseException | No
 
 
 def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
-    """The folders in `disk_folder`, absolute; `InputTypeError` if it is something else."""
+    """The absolute folders of `disk_folder`; raises `InputTypeError` if they are none."""
     if given is None:
         return ()
     each = [given] if isinstance(given, (str, os.PathLike)) else list(given)
@@ -488,7 +487,7 @@ def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raises `InputError` where an ElixirModule runs this model already, or modules of it."""
+    """Raises `InputError` if an ElixirModule runs this model already, or modules of it."""
     if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
         raise InputError(
             f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
@@ -507,11 +506,11 @@ def _as_float32(item: Any) -> Any:
 
 
 def _warn_if_hidden(model: nn.Module) -> None:
-    """Says which attributes of the model are not reached through the wrapper, because it has such names itself."""
+    """Warns about attributes of the model that the wrapper hides, because it has the same names."""
     names = dir(model)
     hidden = [name for name in PUBLIC if name in names]
     if "device" in hidden and isinstance(getattr(model, "device", None), torch.device):
-        hidden.remove("device")  # as of transformers' models, where it means the same
+        hidden.remove("device")  # it means the same in transformers' models
     if hidden:
         logger.warning(
             "%s has attributes that an ElixirModule has too (%s): reach the model's as wrapped.module.%s",

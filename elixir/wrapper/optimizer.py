@@ -1,8 +1,8 @@
-"""`ElixirOptimizer`: steps a torch optimizer where the states live, chunk by chunk.
+"""`ElixirOptimizer`: steps a torch optimizer chunk by chunk, at the home of the states.
 
-The rule of the user's class steps this rank's shard of each chunk: master weights where the weights are of low
-precision, the weights themselves where they are float32. Elementwise optimizers give the same numbers on a shard as on
-whole tensors, so parameter groups may cut across chunks and ranks.
+The rule of the user's class steps this rank's shard of each chunk: master weights for weights of low precision, the
+weights themselves in float32. Elementwise optimizers give the same numbers on a shard as on whole tensors, so a
+parameter group may span chunks and ranks.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from elixir.wrapper.step.whole_states import load_whole_states, whole_states
 class ElixirOptimizer(torch.optim.Optimizer):
     """A torch optimizer over an `ElixirModule`.
 
-    Schedulers and loggers see an ordinary optimizer: its ``param_groups`` are those of the optimizer given.
+    Schedulers and loggers see an ordinary optimizer, with the ``param_groups`` of `optimizer`.
 
     Args:
         module: the wrapped model.
-        optimizer: over the model's parameters, made before or after wrapping; its class and options are taken over.
-        initial_scale: loss scale to begin with; used with float16 only. Several optimizers of one module share one
-            scale: the last one says, also of `growth_interval`.
-        max_norm: clip the global gradient norm to this; 0 or None for no clipping.
+        optimizer: a torch optimizer over the model's parameters, created before or after wrapping.
+        initial_scale: the first loss scale, for float16 only. Several optimizers of one module share one scale: the
+            last one decides it, and `growth_interval`.
+        max_norm: the limit of the global gradient norm; 0 or None for no clipping.
         growth_interval: steps without overflow after which the loss scale doubles.
-        host_threads: of what steps on the host, on this rank; None for its part of the cores
-            (`elixir.hardware.host_share`). Other threads keep torch's number. Several optimizers of one module share
-            them: the last one says.
-        init_step: have the moments of Adam, AdamW or `HybridAdam` before the first step, so that it finds all memory
-            taken: moments are zero, counts 0, and no weight changes. Without effect for other classes, and on every
-            number. Plans keep their states on the host ready in any case.
+        host_threads: threads of CPU Adam on this rank; None for its part of the cores (`elixir.hardware.host_share`).
+            Other work keeps torch's number of threads. Several optimizers of one module share them: the last one
+            decides.
+        init_step: allocate the moments of Adam, AdamW or `HybridAdam` before the first step: zero moments, counts of 0.
+            No number changes, and other classes ignore it. Plans prepare states on the host in any case.
 
     Raises:
-        InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot
-            step with the moments of the plan; or a number is out of range.
+        InputError: the optimizer is not elementwise, has parameters that are not the module's or belong to another
+            optimizer, or cannot step with the moments of the plan; or a number is out of range.
     """
 
     def __init__(
@@ -87,15 +86,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if init_step:
             self._stepper.shards.make_states()
         share_hooks(optimizer, self)
-        # Who keeps the optimizer given must not keep the model by it.
+        # Weak references: a caller who keeps `optimizer` must not keep the model alive by it.
         states = ShardedStates(weakref.ref(self._stepper), weakref.WeakMethod(self._drop_states))
         self.state = optimizer.state = states  # type: ignore[assignment]
         self._ready = True
 
     def __getattr__(self, name: str) -> Any:
-        """``train`` and ``eval`` of a class that rewrites weights for training and evaluation, as schedule-free's do.
+        """Gives ``train`` and ``eval`` of classes that rewrite weights with them, such as schedule-free's.
 
-        With several ranks all must call them.
+        With several ranks all must call these methods.
         """
         given = vars(self).get("_user_optimizer")
         if name in MODES and callable(getattr(given, name, None)):
@@ -104,17 +103,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale by which the next `backward` multiplies its loss."""
+        """The factor by which the next `backward` multiplies its loss."""
         return self._engine.loss_scale.value
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step` was left out because float16 gradients overflowed, on all ranks alike."""
+        """Whether the last `step` was skipped on all ranks because float16 gradients overflowed."""
         return self._skipped
 
     @property
     def max_norm(self) -> float:
-        """Every `step` clips the norm of the gradients to it; 0 for no clipping. May be set between steps."""
+        """The limit of the gradient norm in every `step`; 0 for no clipping. It may be set between steps."""
         return self._stepper.norm.max_norm
 
     @max_norm.setter
@@ -123,18 +122,18 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Global norm of the gradients of the last `step`, or of `clip_grad_norm_` if that came later: before clipping,
-        loss scale taken out, over all ranks. None if the step needed no norm: without clipping, and not in float16.
+        """The global norm of the gradients in the last `step` or `clip_grad_norm_`: over all ranks, before clipping,
+        without the loss scale. None if the step needed no norm: without clipping, and not in float16.
         """
         return self._stepper.grad_norm
 
     @property
     def host_threads(self) -> int:
-        """How many threads of this rank step on the host."""
+        """The number of threads of CPU Adam on this rank."""
         return self._stepper.host_threads
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while this is built: the plan knows no other parameters.
+        """Raises `InputError` once this is built: the plan knows no other parameters.
 
         Raises:
             InputError: afterwards.
@@ -144,17 +143,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The states in torch's own layout: by number, on the CPU, moments in float32 or wider and in the parameter's
-        shape.
+        """The states in torch's layout: by number of the parameter, on the CPU, in its shape, in float32 or wider.
 
-        One chunk is gathered at a time, but all of it ends on every rank that wants it; `elixir.save_checkpoint` holds
-        nothing whole. With several ranks all must call this.
+        It gathers one chunk at a time, and keeps all states on each rank that wants them; `elixir.save_checkpoint`
+        never holds them whole. With several ranks all must call this.
 
         Args:
-            rank0_only: the other ranks get an empty dict, and need no memory for it.
+            rank0_only: other ranks get an empty dict, and need no memory for it.
 
         Raises:
-            InputError: in a forward or backward.
+            InputError: called in a forward or backward.
         """
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)
@@ -169,17 +167,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Goes on from a state dict of torch's own layout, such as `state_dict` or the same optimizer of `torch.optim`
-        gives.
+        """Loads a state dict in torch's layout, such as `state_dict` or the same optimizer of `torch.optim` returns.
 
         Parameters without a state in it have none afterwards. Options that say how a step is computed, such as
-        ``fused``, stay as they are. With several ranks all must call this with the same states.
+        ``fused``, stay. With several ranks all must call this with the same states.
 
         Raises:
-            InputError: it is of another optimizer, other groups or another model; nothing was changed.
-            InputTypeError: it is no state dict of an optimizer.
+            InputError: the states belong to another optimizer, other groups or another model; nothing was changed.
+            InputTypeError: `state_dict` is no state dict of an optimizer.
         """
-        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict  # hooks may write to it
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict  # hooks may write to the copy
         for hook in hooks_of(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -206,14 +203,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._engine.unstepped = [each for each in self._engine.unstepped if each is not self._stepper]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """`loss.backward()`, with the loss scaled where the weights are float16.
+        """Calls `loss.backward()`, with the loss scaled if weights are float16.
 
         Args:
-            loss: as the model's outputs give it.
-            kwargs: of `torch.Tensor.backward`, such as ``retain_graph``.
+            loss: the loss tensor.
+            kwargs: arguments of `torch.Tensor.backward`, such as ``retain_graph``.
 
         Raises:
-            InputTypeError: `loss` is no tensor.
+            InputTypeError: `loss` is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
             raise InputTypeError(
@@ -222,7 +219,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 "backward, and for a copy only"
             )
         scale = self._engine.loss_scale
-        for stepper in self._engine.steppers:  # they share the gradients
+        for stepper in self._engine.steppers:  # all optimizers share the gradients
             stepper.gradients_scaled(scale.value)
         (loss * scale.value if scale.used else loss).backward(**kwargs)
 
@@ -231,7 +228,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Forgets the gradients; or have zeros in their place, with which `step` then steps.
 
         Raises:
-            InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
+            InputError: `set_to_none` is False although several optimizers step the module, whose gradients share
+                chunks.
         """
         self._has_used_gradients()
         if len(self._engine.steppers) == 1:
@@ -246,28 +244,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """The global norm of the gradients, on the device; the next `step` clips what there is then to `max_norm`.
+        """Returns the global norm of the gradients, on the device; the next `step` clips to `max_norm`.
 
-        Asked several times, or where the optimizer has a `max_norm` anyway, it clips to the least. The norm is that
-        before any clipping.
+        Of several limits, the optimizer's own `max_norm` included, the smallest holds. The norm is measured before
+        clipping.
 
         Raises:
-            RuntimeError: the norm is not finite, where that is asked for.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
         """
         return self._stepper.clip_grad_norm_(max_norm, error_if_nonfinite)
 
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step everywhere. With float16, a step whose gradients overflowed is left out, on all ranks alike.
+        """Steps all parameters. With float16, all ranks skip a step whose gradients overflowed.
 
         Returns:
-            What `closure` returned, else None.
+            The result of `closure`, or None.
 
         Raises:
-            InputError: the gradients are not those that it would step with: set by hand, of this rank alone, or with
-                float16 made without `backward`; or groups have other parameters than when this was made.
-            StepError: an update on the host has failed, in this step or the one before.
+            InputError: gradients were set by hand, are not reduced over the ranks, or in float16 did not come from
+                `backward`; or groups have other parameters than at the beginning.
+            StepError: an update on the host has failed, in this step or the last.
         """
         result = None
         if closure is not None:
@@ -275,28 +273,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 result = closure()
         self._skipped = not self._stepper.step()
         if not self._skipped:
-            # A scheduler that was built over the optimizer given reads there whether it is called after a step.
+            # A scheduler over the user's optimizer reads there whether it is called after a step.
             self._user_optimizer._opt_called = True  # type: ignore[attr-defined]
         self._has_used_gradients()
         return result
 
 
 class ShardedStates(MutableMapping[Any, Any]):
-    """``state`` of an `ElixirOptimizer` and of the optimizer that it was given: empty before the first step.
+    """The ``state`` of an `ElixirOptimizer` and of the user's optimizer: empty before the first step.
 
-    Afterwards the states lie in shards, and tensors that were gathered here would not be theirs. `clear` drops them;
-    reading and writing raise, and name the way.
+    Afterwards the states lie in shards, and gathered tensors would be mere copies. So `clear` drops the states, while
+    reading and writing raise an error that names the way.
 
     Args:
-        stepper: has the states, while it lives.
-        drop: drops them.
+        stepper: returns the stepper, which has the states, or None after its end.
+        drop: returns the function that drops the states, or None.
     """
 
     def __init__(self, stepper: Callable[[], Stepper | None], drop: Callable[[], Callable[[], None] | None]) -> None:
         self._stepper, self._drop = stepper, drop
 
     def clear(self) -> None:
-        """Has all weights begin without states, as before the first step. With several ranks all must call this."""
+        """Drops all states, as before the first step. With several ranks all must call this."""
         drop = self._drop()
         if drop is not None:
             drop()
@@ -336,6 +334,6 @@ class ShardedStates(MutableMapping[Any, Any]):
 
 
 def stepper_of(optimizer: ElixirOptimizer) -> Stepper:
-    """The engine's side of an `ElixirOptimizer`, for tests and packages built on the runtime."""
+    """The stepper of an `ElixirOptimizer`, for tests and packages built on the runtime."""
     stepper: Stepper = vars(optimizer)["_stepper"]
     return stepper

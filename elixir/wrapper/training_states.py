@@ -1,7 +1,6 @@
-"""`TrainingStates`: all that a checkpoint reads of a running module and its optimizers, and writes when it is loaded.
+"""`TrainingStates`: the view of a running module and its optimizers that checkpoints save and load.
 
-The one door between the runtime and checkpoints: what lies where, in which order it is stepped next, and how it is put
-back.
+It is the only door between the runtime and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ __all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates"
 
 _COPIES = "copies for a checkpoint"
 WEIGHT = "weight"
-"""Kind of the tensors that are weights: masters, if there are any."""
+"""The kind of tensors that are weights: masters if there are any."""
 
 
 class ChunkStates:
-    """This rank's part of one chunk: weights, or their masters, and the states of what steps them.
+    """This rank's part of one chunk: weights, or their masters, and optimizer states.
 
-    What is read is the memory that held them when this was made: a step may give the chunk other memory, in which it
-    has made new states, before anybody has come to read the old ones.
+    It reads the memory that held them when it was created: a kept early update swaps the memory of a chunk, while a
+    checkpoint may still be reading the old states.
 
     Args:
         chunk: the chunk.
-        shards: its optimizers' parts of it.
+        shards: the shards of the chunk, one per optimizer.
     """
 
     def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
@@ -55,19 +54,19 @@ class ChunkStates:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no update is still under way that could make states which are not there yet.
+        """Whether no running update can create more states.
 
-        Classes that are not torch's may make more of them in any step.
+        Classes outside of torch may create states in any step.
         """
         return all(ticket.done() for ticket in self._updated) or all(shard.has_all_states for shard in self.shards)
 
     def wait(self) -> None:
-        """Waits for the update that was under way when this was made; raises what it raised."""
+        """Waits for the update that was running when this was created; raises its error."""
         for ticket in (*self._updated, *self._written):
-            ticket.synchronize()  # it still writes the weights, masters and states that are read next
+            ticket.synchronize()  # the update still writes the weights, masters and states that are read next
 
     def tensors(self) -> list[StateTensor]:
-        """Everything to save, as it lies in live memory; call this when no update is under way."""
+        """Everything to save, as views of live memory; call it when no update is running."""
         memory, stored = self._weights_of_then, self.chunk.stored
         found = [
             StateTensor(WEIGHT, held, memory[held.part], held.slot.order, MASTERS, held.part.start, stored)
@@ -78,7 +77,7 @@ class ChunkStates:
         return found
 
     def small(self) -> dict[str, SmallStates]:
-        """Counts of steps and other scalars, by parameter, as of now."""
+        """The current counts of steps and other scalars, by parameter."""
         found: dict[str, SmallStates] = {}
         for states in self._states_of_then:
             found |= small_states(states)
@@ -86,21 +85,20 @@ class ChunkStates:
 
     @property
     def target(self) -> torch.Tensor:
-        """The flat shard of the weights as they are saved and loaded: masters if there are any, while they are at
-        hand."""
+        """The flat shard of weights that is saved and loaded: masters if there are any, while they are at hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
     def load_states(self, saved: SavedStates) -> set[str]:
-        """Goes on from saved states; notes on what is not exact."""
+        """Loads saved states; returns notes on inexact ones."""
         return set().union(*(shard.load(saved) for shard in self.shards))
 
 
 class TrainingStates:
-    """A module and some of its optimizers, seen by code that saves and loads them.
+    """A module and some of its optimizers, as checkpoints see them.
 
     Args:
         module: the module.
-        optimizers: those of its optimizers whose states are meant, by name.
+        optimizers: the optimizers whose states are included, by name.
 
     Raises:
         InputError: an optimizer steps another module.
@@ -113,9 +111,9 @@ class TrainingStates:
         self._engine = engine = engine_of(module)
         self._model = module.module
         self.group = engine.group
-        """The ranks that share the chunks; its collectives belong to the network lane."""
+        """The ranks that share the chunks; its collectives run on the network lane."""
         self.device = engine.device
-        """Where compute runs."""
+        """The device of compute."""
         self.optimizers = dict(optimizers)
         self._steppers = {name: stepper_of(optimizer) for name, optimizer in optimizers.items()}
 
@@ -138,25 +136,24 @@ class TrainingStates:
         self._engine.phase.refuse_closed()
 
     def begin_to_load(self, why: str) -> None:
-        """From here on the module refuses to run because of `why`, until `show`."""
+        """Makes the module refuse to run because of `why`, until `show`."""
         self._engine.settle_quietly()
         self._engine.take_back()
         self._engine.errors.record(ErrorKind.CHANGE, changed_in_part(why))
 
     def refuse(self, what: str, *, loading: bool = False) -> None:
-        """Raises where weights and states are not those between two steps.
+        """Refuses `what` if weights and states are not those between two steps.
 
         Raises:
-            InputError: inside `gathered`, in a forward or backward, between backward and `step`, or the module is
-                closed.
-            ElixirError: a step has failed, or a disk, so that states are not all of one step; what a lane has raised
-                comes as it is.
+            InputError: inside `gathered`, in a forward or backward, between backward and `step`, or after `close`.
+            ElixirError: a step or a disk has failed, so that states belong to different steps; errors of lanes are
+                raised unchanged.
         """
         engine = self._engine
         engine.forget_failed_backward()
         if not loading:
             engine.refuse_unusable()
-            if self.optimizers:  # weights can be had whatever has failed
+            if self.optimizers:  # without optimizers only weights are read, which any failure allows
                 engine.errors.report(Call.ONE_STEP)
         engine.uses.refuse_inside(what)
         if engine.uses.gathered:
@@ -168,7 +165,7 @@ class TrainingStates:
             )
 
     def chunks(self, *, frozen: bool = True) -> list[ChunkStates]:
-        """The chunks, in the order in which they are updated next; without `frozen` only those that are trained."""
+        """The chunks in the order of their next updates; without `frozen` only trained ones."""
         found = []
         for chunk in self._engine.chunks_by_use():
             if frozen or chunk.plan.trainable:
@@ -177,14 +174,14 @@ class TrainingStates:
         return found
 
     def follow_writes(self) -> None:
-        """Copies to the masters what was written to resident weights since the last step, as the next step would."""
+        """Copies writes to resident weights since the last step to the masters, as the next step would."""
         self._engine.take_back()
         for stepper in self._steppers.values():
             stepper.follow_writes()
         self._engine.renew_shared()
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters and buffers -> their first name."""
+        """Other names of tied parameters and buffers -> first name."""
         first: dict[int, str] = {}
         saved = {*self.buffers(), *self.parameters()}
         parameters = self._model.named_parameters(remove_duplicate=False)
@@ -193,7 +190,7 @@ class TrainingStates:
         return {name: target for name, target in targets.items() if name != target and target in saved}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers by name, each once."""
+        """The persistent buffers by name, each once."""
         first: dict[torch.Tensor, str] = {}
         for place in buffer_places(self._model):
             if place.is_persistent:
@@ -201,36 +198,36 @@ class TrainingStates:
         return {name: buffer for buffer, name in first.items()}
 
     def orders(self) -> dict[str, Order]:
-        """Names -> order of the elements of those parameters that are not contiguous."""
+        """Name -> order of elements, for parameters that are not contiguous."""
         return {slot.name: slot.order for _, slot in self._engine.places.values() if slot.order is not None}
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Names -> shape, and whether it is trained."""
+        """Name -> shape, and whether the parameter is trained."""
         places = self._engine.places.values()
         return {slot.name: (tuple(slot.shape), chunk.plan.trainable) for chunk, slot in places}
 
     def groups(self, optimizer: ElixirOptimizer) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-        """(names, options) of an optimizer's groups; the options are the live ones."""
+        """(names, live options) of an optimizer's groups."""
         return [
             (self.names_of(group), {key: value for key, value in group.items() if key != "params"})
             for group in optimizer.param_groups
         ]
 
     def loaded_options(self, name: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that a group of an optimizer has once the saved ones are loaded; `InputError` if it cannot."""
+        """The options of an optimizer's group after loading saved ones; raises `InputError` if that is impossible."""
         return self._steppers[name].user.loaded_options(group, saved)
 
     def names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the parameters of a group of an optimizer."""
+        """The names of the parameters of an optimizer's group."""
         return tuple(self._engine.places[parameter][1].name for parameter in group["params"])
 
     def optimizer_values(self, name: str) -> dict[str, Any]:
-        """Other values from which an optimizer goes on."""
+        """The other values of an optimizer to save."""
         stepper = self._steppers[name]
         return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.norm.was_asked_for}
 
     def load_optimizer_values(self, name: str, said: Mapping[str, Any]) -> None:
-        """Goes on from what `optimizer_values` gave."""
+        """Loads what `optimizer_values` returned."""
         self._steppers[name].norm.was_asked_for = bool(said.get("asked_for_norm"))
 
     @torch.no_grad()
@@ -241,13 +238,14 @@ class TrainingStates:
         *,
         skipped: frozenset[str] = frozenset(),
     ) -> set[str]:
-        """Writes this rank's weights and states of all chunks; notes on what is not exact. After `begin_to_load`, and
-        before `show`.
+        """Writes this rank's weights and states of all chunks; returns notes on inexact ones. Call it between
+        `begin_to_load` and `show`.
 
         Args:
-            fill_weights: has a flat tensor filled with the elements of a named parameter from one on; gives notes.
-            saved: the states of the optimizers; its `filled` waits for `fill_weights` as well.
-            skipped: parameters that are left as they are.
+            fill_weights: begins to fill a flat tensor with a parameter's elements, given its name and the first one;
+                returns notes.
+            saved: the states of the optimizers; its `filled` also waits for `fill_weights`.
+            skipped: parameters that stay unchanged.
         """
         notes: set[str] = set()
         for states in self.chunks():
@@ -261,43 +259,43 @@ class TrainingStates:
                             notes |= fill_weights(name, held.first, target[held.part])
                     notes |= states.load_states(saved)
                 finally:
-                    saved.filled()  # masters are read next, and nothing may fill the window's buffer later
+                    saved.filled()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
-                    chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are the rounded masters
+                    chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are rounded masters
         return notes
 
     @torch.no_grad()
     def show(self) -> None:
-        """Have what was loaded be what the model reads, on all ranks; all of them have loaded."""
+        """Makes the model read the loaded weights, once all ranks have loaded."""
         lanes, group = self._engine.lanes, self.group
         for chunk in self._engine.chunks:
             if chunk.whole is not None and group.size > 1:
                 whole, mine = chunk.whole, chunk.shard_weights
-                # Who reads the resident weights next, on this thread or in compute, must find those of all ranks.
+                # This thread or compute reads the resident weights next, and must find those of all ranks.
                 lanes.network.submit(partial(group.gather, whole, mine, "loaded weights")).synchronize()
         self._engine.cache.invalidate()
         self._engine.errors.end(ErrorKind.CHANGE)
 
     @property
     def pool_bytes(self) -> int:
-        """Host memory of this rank that the plan has for copies while a checkpoint is written."""
+        """The host memory that the plan gives this rank for copies while a checkpoint is written."""
         return self.plan.predicted.checkpoint_bytes // max(1, self._engine.host_share.ranks)
 
     def make_pool(self, nbytes: int) -> torch.Tensor:
-        """Host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
+        """Allocates host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
         buffers = self._engine.host_buffers
         buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, nbytes, count=1, at_once=False))
         return buffers.take(_COPIES, nbytes).memory
 
     def drop_pool(self) -> None:
-        """Gives up what `make_pool` has made, once nothing reads it."""
+        """Frees the memory of `make_pool`, once nothing reads it."""
         self._engine.host_buffers.drop(_COPIES)
 
     def loss_scale_state(self) -> dict[str, float | int] | None:
-        """The loss scale of float16; None where losses are not scaled."""
+        """The state of float16's loss scale; None if losses are not scaled."""
         scale = self._engine.loss_scale
         return scale.state() if scale.used else None
 
     def load_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved one."""
+        """Loads a saved loss scale."""
         self._engine.loss_scale.load(state)

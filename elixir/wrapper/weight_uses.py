@@ -1,4 +1,4 @@
-"""The runtime's part when a step uses a parameter: fetch its chunk, keep it while it may be read, let it go."""
+"""`WeightUses`: fetches the chunk of a parameter that a step uses, and pins it while it may be read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from elixir.torch_private import (
 )
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
-"""Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
+"""Functions that write the same on all ranks if they get only weights and constants: clamps, moving averages."""
 
 
 _FRAMES_TO_APPLY = 8
-"""How far up a method of `torch.nn.Module` is looked for that reads a gradient; the interception takes five frames."""
+"""The frames that are searched for `torch.nn.Module._apply`, which reads gradients; the interception takes five."""
 
 
 @dataclass(frozen=True)
 class _ChunkView:
-    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then."""
+    """A view of a chunk's weights, which can be restored wherever its chunk is."""
 
     chunk: int
     offset: int
@@ -46,10 +46,10 @@ class _ChunkView:
     stride: tuple[int, ...]
     parameter: nn.Parameter
     version: int
-    """The parameter's version, so that weights which have changed since are not taken for those that were meant."""
+    """The parameter's version, so that a later change of the weights is noticed."""
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of what holds its chunk's weights."""
+        """The view over `memory`, which holds the chunk's weights."""
         if memory.dtype != self.dtype:
             memory = memory.view(self.dtype)
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
@@ -57,37 +57,37 @@ class _ChunkView:
 
 @dataclass
 class _ScopeUses:
-    """The uses, so far, of a module that is running, or of an autograd node."""
+    """The uses, so far, of a running module or autograd node."""
 
     pins: list[int] = field(default_factory=list)
-    """Chunks, one for each pin."""
+    """The pinned chunks, one entry per pin."""
     parameters: set[int] = field(default_factory=set)
-    """Those of streamed chunks, by `id`."""
+    """The parameters of streamed chunks, by `id`."""
 
 
 @dataclass
 class _ThreadState:
     scopes: list[_ScopeUses] = field(default_factory=list)
-    """One for each module that is running, outermost first."""
+    """One per running module, outermost first."""
     node: tuple[int, int] | None = None
-    """The backward and the number of the autograd node that ran last. Each thread numbers the nodes that it makes, so a
-    recompute on a thread of the engine makes nodes with the numbers of others."""
+    """The backward and the number of the autograd node that ran last. The number alone is not unique: each thread
+    counts the nodes that it creates, recomputing threads included."""
     at_node: _ScopeUses = field(default_factory=_ScopeUses)
 
 
 class WeightUses:
-    """The listener of a running module.
+    """The runtime's listener to uses of weights.
 
-    A chunk stays pinned until the innermost module that was running when it was used returns; in backward, until
-    another autograd node asks for a weight. Pins are per thread: backward runs on threads of the engine.
+    A used chunk stays pinned until the innermost running module returns; in backward, until another autograd node asks
+    for a weight. Pins are per thread, since backward runs on threads of autograd.
 
     Args:
         cache: the blocks.
         chunks: all chunks of the plan, by index.
         places: the chunk and the slot of every parameter.
-        gradients: know whose gradients have left.
-        device: where compute runs.
-        backward_runs: is told of every node of a backward, which need not have begun at an output of the model.
+        gradients: knows which gradients have left for their home.
+        device: the device of compute.
+        backward_runs: called for every node of a backward, which need not have begun at an output of the model.
     """
 
     def __init__(
@@ -102,21 +102,22 @@ class WeightUses:
         self._cache, self._gradients, self._device = cache, gradients, device
         self._backward_runs = backward_runs
         self._device_type = device.type
-        self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
+        self._compute: torch.cuda.Stream | None = None  # the stream that last used memory here
         self._chunks = chunks
         self._places = places
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
-        """Weights of a resident chunk stay where they are until the optimizer's step, of which autograd is told."""
+        """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
+        notices."""
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
-        """Chunks that `ElixirModule.gathered` holds in `Chunk.gathered`, and which of their parameters for writing."""
+        """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
         self.saving = False
-        """While a state dict is made of placeholders, which are replaced before anyone sees it."""
+        """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False
-        """While parameters have separate memory, into which a state dict is loaded."""
+        """Whether parameters have separate memory, into which a state dict is loaded."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
-        """Brings the chunks in, and keeps them until the running module returns."""
+        """Fetches the chunks, and pins them until the running module returns."""
         if self.loading or (self.saving and function == "detach"):
             return
         if compiling():
@@ -148,7 +149,7 @@ class WeightUses:
         if functorch_level() is not None:
             _refuse_forward_mode()
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # else what is made here could not be written to in training
+            with torch.inference_mode(False):  # tensors that inference mode creates could not be written to in training
                 self._cache.acquire(streamed)
         else:
             self._cache.acquire(streamed)
@@ -159,20 +160,20 @@ class WeightUses:
         scope.parameters.update(map(id, parameters))
 
     def order_compute(self) -> None:
-        """Have the caller's CUDA stream, where it is another than last time, come after that one.
+        """Makes the caller's CUDA stream wait for the stream that used weights before, if it is another one.
 
-        What only reads weights needs no order in plain PyTorch. Here it shares blocks, and a lane that fills one comes
-        after the one stream that it is told of.
+        In plain PyTorch, readers of weights need no order. Here they share blocks, and a lane that fills a block waits
+        for one stream only.
         """
         if self._device_type == "cuda":
             now = torch.cuda.current_stream(self._device)
             if self._compute is not None and now != self._compute:
-                # It may evict a block that the other stream still reads, which a lane then fills.
+                # `now` may evict a block that the other stream still reads, and a lane would fill it.
                 now.wait_stream(self._compute)
             self._compute = now
 
     def view(self, tensor: torch.Tensor) -> _ChunkView | None:
-        """Where a tensor lies, if it lies in a block and so is to be tracked."""
+        """The view that a tensor is, if it lies in a block and so must be tracked."""
         found = self._cache.chunk_at(tensor)
         if found is None:
             return None
@@ -182,16 +183,16 @@ class WeightUses:
         return _ChunkView(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Has writes through ``data`` of resident weights counted; those to blocks are announced."""
+        """Counts writes through ``data`` of resident weights; writes to blocks are announced."""
         return self._places[parameter][0].lend(data)
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether blocks that nothing has pinned can hold all of them at once."""
+        """Whether unpinned blocks can hold the chunks of all parameters at once."""
         chunks = [self._places[each][0] for each in parameters if each in self._places]
         return self._cache.has_room_for({chunk.index for chunk in chunks if not chunk.plan.resident})
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
+        """Whether a running module, or the running autograd node, keeps the parameter's chunk pinned."""
         state = self._state()
         if state.scopes:
             return any(id(parameter) in scope.parameters for scope in state.scopes)
@@ -201,7 +202,7 @@ class WeightUses:
         return id(parameter) in state.at_node.parameters
 
     def renew(self, view: TrackedView) -> None:
-        """Points a view to where its chunk lies now, which has been brought in."""
+        """Points a view to its chunk's present memory; the chunk has been fetched."""
         part: _ChunkView = view.elixir_place
         self._refuse_changed(part, "a view of it was made")
         memory = self._chunks[part.chunk].gathered
@@ -212,13 +213,13 @@ class WeightUses:
             view.elixir_memory = memory
 
     def refuse_inside(self, what: str) -> None:
-        """Raises where one of the model's modules is running on this thread, or backward is."""
+        """Raises if one of the model's modules, or backward, runs on this thread."""
         if backward_is_running() or self._state().scopes:
             raise InputError(f"{what} is for outside of the model's forward and backward, where weights come and go")
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
-        """Refuses what would be lost. Parameters that are gathered for writing may be written to; so may any by the
-        model's own forward where all ranks write the same, as Gemma-3n does when it clamps a weight."""
+        """Refuses writes that would be lost. Parameters that are gathered for writing may be written to. The model's
+        own forward may write if all ranks write the same, as Gemma-3n does when it clamps a weight."""
         if self.loading:
             return
         inside = bool(self._state().scopes) or backward_is_running()
@@ -238,14 +239,14 @@ class WeightUses:
             chunk.about_to_write()
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """Brings home at once what was written to a block: from there the weights come the next time."""
+        """Copies writes to a block home at once, since the next fetch reads there."""
         for parameter in parameters:
             chunk, _ = self._places[parameter]
             if not self.loading and chunk.index not in self.gathered:
                 chunk.take_written(parameter)
 
     def replaces(self, parameter: nn.Parameter) -> None:
-        """Refuses other memory, which would be given up, or passed by, at the next step."""
+        """Refuses other memory for a parameter, which the next step would drop or ignore."""
         raise InputError(
             f"setting the .data of a parameter of shape {list(parameter.shape)}, or set_(), gives it memory that the "
             "plan does not know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
@@ -253,7 +254,7 @@ class WeightUses:
         )
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """Refuses to read None for a gradient that is elsewhere: the caller would go on as if there were none."""
+        """Refuses to return None for a gradient that is at home: the caller would take it for no gradient."""
         chunk, slot = self._places[parameter]
         if parameter.grad is None and self._gradients.holds(chunk, slot.name) and not _is_applied():
             raise InputError(
@@ -263,29 +264,29 @@ class WeightUses:
             )
 
     def drops_gradient(self, parameter: nn.Parameter) -> None:
-        """The gradient is dropped where it lies."""
+        """Drops the gradient at its home."""
         chunk, slot = self._places[parameter]
         self._gradients.drop(chunk, slot.name)
 
     def entered(self, module: nn.Module) -> None:
-        """A module starts to run; inside backward, a recompute begins, which ends what ran before it."""
+        """Opens a scope for a module. Inside backward it begins a recompute, which ends the scope of the last node."""
         state = self._state()
         if not state.scopes and backward_is_running():
             self._enter_node(state)
         state.scopes.append(_ScopeUses())
 
     def left(self, module: nn.Module, output: Any) -> Any:
-        """A module has returned: its chunks may go. What it returns from inside a block is cloned first."""
+        """Closes a module's scope and unpins its chunks. Outputs that lie in a block are cloned first."""
         kept = _map_tensors(self._outside, output)
         self._cache.unpin(self._state().scopes.pop().pins)
         return kept
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
-        """Claims what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
-        before they are read."""
-        if functorch_level() is not None:  # asked here, without a call in Python: this runs for every tensor saved
+        """Claims tensors in blocks and weights. Weights may not be in a block: activation checkpointing saves the
+        arguments of its function before they are read."""
+        if functorch_level() is not None:  # asked here to save a Python call: this runs for every saved tensor
             _refuse_forward_mode()
-        if type(tensor) is TrackedView:  # it may lie elsewhere by now
+        if type(tensor) is TrackedView:  # the view may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
         place = self._places.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
         if place is None or place[0].plan.resident:
@@ -295,7 +296,7 @@ class WeightUses:
         return _ChunkView(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
-        """The weight from wherever it is now, for the node that runs."""
+        """Fetches a saved weight for the running node."""
         part: _ChunkView = handle
         self.order_compute()
         if torch.is_grad_enabled() and backward_is_running():
@@ -306,7 +307,7 @@ class WeightUses:
         self._refuse_changed(part, "it was saved")
         if (gathered := self._chunks[part.chunk].gathered) is not None:
             return part.of(gathered)
-        if not backward_is_running():  # someone looks at what a node of the graph has saved
+        if not backward_is_running():  # user code looks at what a node has saved
             self._cache.acquire([part.chunk])
             try:
                 return part.of(self._cache.memory(part.chunk)).clone()
@@ -320,13 +321,13 @@ class WeightUses:
         return part.of(self._cache.memory(part.chunk))
 
     def backward_done(self) -> None:
-        """No autograd node is running any more on any thread."""
+        """Unpins the chunks of the last node on every thread, once backward is over."""
         for state in self._threads.values():
             self._cache.unpin(state.at_node.pins)
             state.node, state.at_node = None, _ScopeUses()
 
     def reset(self) -> None:
-        """A forward or a backward was left by an exception: nothing is pinned any more."""
+        """Unpins everything, after an exception has ended a forward or backward."""
         for state in self._threads.values():
             for scope in state.scopes:
                 self._cache.unpin(scope.pins)
@@ -344,7 +345,7 @@ class WeightUses:
     def _enter_node(self, state: _ThreadState) -> None:
         node = current_graph_task_id(), current_node_number()
         if node != state.node:
-            self._backward_runs()  # sees to it that the pins of the last node are given back
+            self._backward_runs()  # makes sure that the last node's pins are released at the end of backward
             self._cache.unpin(state.at_node.pins)
             state.node, state.at_node = node, _ScopeUses()
 
@@ -366,18 +367,18 @@ class WeightUses:
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is TrackedView:
-            return _copied(tensor)  # a use, since it may have been made in a module that has returned long ago
+            return _copied(tensor)  # a use: the module that created the view may have returned long ago
         if type(tensor) in TRACKED_PARAMETERS and tensor in self._places:
-            # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
+            # A module around this one announces its reads. Outside of all modules the weight is copied, which is a use.
             stays = len(self._state().scopes) > 1 or self._places[tensor][0].plan.resident
             return tensor if stays else _copied(tensor)
-        with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
+        with DisableTorchFunctionSubclass():  # this asks for the tensor's place, not its values
             lies_in_block = self._cache.chunk_at(tensor) is not None
         return _copied(tensor) if lies_in_block else tensor
 
 
 def _is_applied() -> bool:
-    """Whether `torch.nn.Module.to` or its like is asking: a gradient would change as its weight does, which stays."""
+    """Whether `torch.nn.Module.to` or the like asks, which changes gradients only with their weights, which stay."""
     frame = inspect.currentframe()
     for _ in range(_FRAMES_TO_APPLY):
         if frame is None or frame.f_code is nn.Module._apply.__code__:
@@ -387,7 +388,8 @@ def _is_applied() -> bool:
 
 
 def _refuse_forward_mode() -> None:
-    """Raises `InputError` in a transform whose tensors are dead when it ends: backward would crash on what is saved."""
+    """Raises `InputError` in forward-mode transforms: their tensors die at the end, and backward would crash on saved
+    ones."""
     if forward_mode_runs() and torch.is_grad_enabled():
         raise InputError(
             "torch.func.jvp and jacfwd cannot run over streamed weights where backward comes later; use "
@@ -397,8 +399,8 @@ def _refuse_forward_mode() -> None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which expanded dimensions stay expanded: `clone` would write them out, and kernels with other bits are
-    chosen by layout."""
+    """Copies a tensor but keeps expanded dimensions: `clone` would write them out, and another layout selects kernels
+    with other bits."""
     expanded = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim] > 1]
     once = tensor
     for dim in expanded:
@@ -407,7 +409,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map_tensors(change: Any, output: Any) -> Any:
-    """`change` on the tensors of a module's output, in the containers that modules return."""
+    """Applies `change` to the tensors in a module's output, in any container that modules return."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, (tuple, list)):

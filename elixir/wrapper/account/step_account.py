@@ -1,4 +1,4 @@
-"""Counts a training step, from its first forward to the end of its optimizer step, and reports it."""
+"""`StepAccount`: counts a training step, from its first forward to its optimizer step, and reports it."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class StepAccount:
         self._engine = engine
         self._clock = StepClock(engine.device)
         self._warned = self._said_slow = False
-        self._known: dict[Course, Expected] = {}  # by what steps under this plan were like; most are alike
+        self._known: dict[Course, Expected] = {}  # the prediction per course of a step; most steps have the same
         self._early = EarlyCounts()  # of all steps
         self._start()
         self.last_report: StepReport | None = None
         """The last step, compared with its prediction; None before the first."""
 
     def _start(self, held: tuple[int, ...] = ()) -> None:
-        self._held = held  # chunks in the blocks when the step began
-        self._trained = 0  # forwards of this step
-        self._tokens: int | None = 0  # that these were given
+        self._held = held  # chunks in blocks at the beginning of the step
+        self._trained = 0  # forwards of this step with gradients
+        self._tokens: int | None = 0  # their tokens
         self._engine.emptied = False  # of the blocks, since its last forward
-        self._odd = ""  # why its loads follow from no plan
+        self._odd = ""  # the reason why no plan predicts its loads
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """A forward with these arguments begins; whether a step begins with it."""
+        """Counts a forward with these arguments; returns whether a step begins with it."""
         engine = self._engine
         training = torch.is_grad_enabled()
         begins = training and not self._clock.running
         if begins:
-            # What has been counted since the last step, as of an evaluation, is not of this one.
+            # Counts since the last step, as from an evaluation, do not belong to this one.
             engine.cache.take_counts()
             engine.gradients.forget_counts()
             engine.window.take_moved()
-            engine.lanes.fetch.take_busy_s()  # other lanes may still be at work for the last step
+            engine.lanes.fetch.take_busy_s()  # other lanes may still work for the last step
             for lane in engine.lanes.all():
                 lane.waited_s = 0.0
             self._clock.start()
@@ -76,19 +76,19 @@ class StepAccount:
         return begins
 
     def begin_anew(self) -> None:
-        """The forward with which a step began has raised; the step begins with the next."""
+        """Stops the clock, since the first forward of a step has raised; the step begins with the next."""
         self._clock.stop()
 
     def another_plan(self) -> None:
-        """Steps run under another plan from here on, of which nobody has been told yet that it is wrong."""
+        """Starts anew for another plan: its first deviation is reported again."""
         self._warned = self._said_slow = False
         self._known.clear()
 
     def step_over(self, skipped: bool) -> None:
-        """Writes the step's report, and says so where the plan was wrong.
+        """Writes the step's report, and warns if the plan was wrong.
 
         Args:
-            skipped: the step was left out after an overflow, so that no weights have moved.
+            skipped: whether the step was skipped after an overflow, so that no weights have moved.
         """
         engine = self._engine
         backwards = engine.gradients.backwards
@@ -116,7 +116,7 @@ class StepAccount:
             logger.warning("this step differs from its plan: %s", "; ".join([differences(surprises), *causes]))
 
     def _say_if_slow(self, *reports: StepReport | None) -> None:
-        """Logs the first step, but for the very first, that takes much longer than predicted.
+        """Logs the first step, except the very first, that takes much longer than predicted.
 
         On CUDA it does so one step later, so that the host does not wait for the device.
         """
@@ -128,7 +128,7 @@ class StepAccount:
                 logger.log(logging.DEBUG if self._engine.group.rank else logging.WARNING, "%s", report.slow_text())
 
     def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
-        """Known reasons why a step needs more than its plan says."""
+        """The known reasons why a step needs more than its plan says."""
         engine = self._engine
         if micro_batches != engine.plan.accumulation:
             planned = engine.plan.accumulation
@@ -142,7 +142,7 @@ class StepAccount:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """How many token ids a forward is given; None where it is given none."""
+    """The number of token ids among a forward's arguments; None if there are none."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex():
         return None

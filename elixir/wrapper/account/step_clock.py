@@ -1,4 +1,4 @@
-"""How long a training step takes, without what a caller does between steps."""
+"""`StepClock`: times a training step, without the caller's work between steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time, on the host's clock or between two events of a CUDA stream."""
+    """A time span, on the host's clock or between two events of a CUDA stream."""
 
     started: float | torch.cuda.Event
     ended: float | torch.cuda.Event
 
     @property
     def over(self) -> bool:
-        """Whether `seconds` returns at once; on CUDA, whether the device has come to its end."""
+        """Whether the span is over on the device, so that `seconds` returns at once."""
         return isinstance(self.ended, float) or self.ended.query()
 
     def seconds(self) -> float:
-        """Its length; on CUDA this waits for the device to have come to its end."""
+        """The length of the span; on CUDA this waits for its end."""
         if isinstance(self.ended, float):
             return self.ended - cast(float, self.started)
         self.ended.synchronize()  # protects nothing: an event has no time before it is over
@@ -32,7 +32,7 @@ class Span:
 class StepClock:
     """Runs from the first forward of a step to the end of its optimizer step.
 
-    On CUDA the stream of compute is timed: the host is ahead of it, and done with a step long before the device is.
+    On CUDA it times the compute stream, since the host finishes a step long before the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,11 +45,11 @@ class StepClock:
         return self._started is not None
 
     def start(self) -> None:
-        """The first forward of a step begins."""
+        """Starts the clock, at the first forward of a step."""
         self._started = self._now()
 
     def stop(self) -> Span | None:
-        """The step is over; None where none had begun."""
+        """Stops the clock; None if it was not running."""
         started, self._started = self._started, None
         return None if started is None else Span(started, self._now())
 

@@ -1,4 +1,4 @@
-"""The report of a step, compared with what the plan predicted."""
+"""`StepReport`: a step compared with the prediction of its plan."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from elixir.wrapper.account.step_clock import Span
 from elixir.wrapper.engine import Engine
 
 TOLERANCE = 0.05
-"""Where observed and predicted differ by more than this share, the run says so."""
+"""A step whose figures differ from the prediction by more than this share is reported."""
 _LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
 MUCH_SLOWER = 2.0
-"""A step that takes so many times the upper end of its predicted range is remarked upon: more than rates explain."""
+"""A step that takes this many times the upper end of its predicted range is reported: rates alone do not explain it."""
 SHORT_S = 0.02
-"""Below it Python's work for some hundred operators is a noticeable part of a step: about 20 us each."""
+"""In shorter steps Python's work is noticeable: about 20 us for each of some hundred operators."""
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
 """Said of a step whose plan has early updates, of which none began."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
 _COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
-"""Less than predicted is no surprise here: states come with the first step."""
+"""Figures that may be lower than predicted: states come with the first step."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """The course of one step: everything apart from the plan on which its loads and bytes depend."""
+    """The course of one step: everything but the plan that determines its loads and bytes."""
 
     backwards: Backwards
     held: tuple[int, ...]
-    """Chunks that lay in the blocks when it began, as after an evaluation."""
+    """The chunks in blocks when it began, as after an evaluation."""
     rank: int
     skipped: bool
-    """Whether the optimizer left it out after an overflow."""
+    """Whether the optimizer skipped it after an overflow."""
     untraced: frozenset[int]
     """Chunks that ranks reduce although they got no gradient in the traced step."""
     odd: str
-    """Why its loads and bytes follow from no plan; empty where they do."""
+    """The reason why no plan predicts its loads and bytes; empty if one does."""
 
 
 @dataclass(frozen=True)
