@@ -65,14 +65,11 @@ class EarlyCounts:
     """Counts chunks whose new states the host makes during backward, on one rank in one step or several."""
 
     planned: int = 0
-    """Chunks that the plan updates early; none where several optimizers share the chunks, which nothing updates early
-    then."""
+    """Chunks that the plan updates early; 0 if several optimizers share the chunks, which excludes early updates."""
     made: int = 0
-    """Chunks whose new states were being made when the optimizer's step began. None are while the last steps were
-    clipped."""
+    """Chunks with an early update when the optimizer's step began; 0 while the last steps were clipped."""
     kept: int = 0
-    """The chunks among these whose new states were right; the others were updated after the norm, or not if the step
-    was left out after an overflow."""
+    """Those whose new states were kept; the others were updated after the norm, or not at all in a skipped step."""
 
     def __add__(self, other: EarlyCounts) -> EarlyCounts:
         return EarlyCounts(self.planned + other.planned, self.made + other.made, self.kept + other.kept)
@@ -89,34 +86,34 @@ class EarlyCounts:
 class StepReport:
     """One optimizer step of one rank, from its first forward to the end of `ElixirOptimizer.step`.
 
-    All counts are of all its micro-batches together; what is predicted is of as many as the step had, whatever the plan
-    was made for. `observed` and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``,
-    ``device_to_host``, ``network``, ``device_peak``, ``device_buffers`` and ``host_peak`` (bytes). ``device_peak`` is
-    the whole peak, as in the plan; torch's allocator observes it on CUDA, and `observed` lacks it elsewhere.
-    ``device_buffers`` and ``host_peak`` are the bytes that the runtime's buffers took so far, and those that the plan
-    allots them: without activations and gradients that autograd holds; of the host, this rank's part. With states on a
-    disk also ``disk_read`` and ``disk_write`` (bytes of updates) and ``disk_peak`` (this rank's part).
+    Counts cover all its micro-batches, and predictions are made for their number, whatever the plan assumed. `observed`
+    and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``, ``device_to_host``, ``network``,
+    ``device_peak``, ``device_buffers`` and ``host_peak`` (bytes). ``device_peak`` is the whole peak, as in the plan;
+    torch's allocator observes it on CUDA, and `observed` lacks it elsewhere. ``device_buffers`` and ``host_peak`` are
+    bytes of the runtime's buffers so far, and of the plan's share for them, without activations and gradients that
+    autograd holds; on the host, this rank's part. With states on a disk also ``disk_read`` and ``disk_write`` (bytes of
+    updates) and ``disk_peak`` (this rank's part).
     """
 
     observed: dict[str, int]
     predicted: dict[str, int]
     demand_loads: int
-    """Loads that nothing had foreseen, for which the use had to wait from beginning to end."""
+    """Loads that were not prefetched, so that the use waited for the whole load."""
     deviations: int
     """Uses that left the recorded order."""
     waited_s: dict[str, float]
-    """How long compute stood still for each lane; on CUDA as `elixir.chunk.lanes.Lane` has it."""
+    """Seconds that compute waited for each lane; for CUDA see `elixir.chunk.lanes.Lane`."""
     busy_s: dict[str, float]
-    """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
+    """Seconds that each lane worked, delays of an emulated link included; on CUDA, of work that is known to be over."""
     refreshed_bytes: int
-    """A part of ``host_to_device``: weights on the device that the host's optimizer has updated."""
+    """The part of ``host_to_device`` for weights on the device that CPU Adam has updated."""
     span: Span | None
-    """From the beginning of the first forward with gradients on to the end of the optimizer's step; None without one.
+    """The time from the first forward with gradients to the end of the optimizer's step; None without such a forward.
     """
     predicted_step_s: float | None
-    """None where the step had other than the planned number of micro-batches."""
+    """None if the step had not the planned number of micro-batches."""
     slowest_s: float | None = None
-    """The upper end of the range that was predicted for the step; None where `predicted_step_s` is."""
+    """The upper end of the predicted range; None if `predicted_step_s` is."""
     first: bool = False
     """Whether no step of this module came before."""
     hardware_name: str = ""
@@ -124,45 +121,43 @@ class StepReport:
     micro_batches: int = 1
     """Backwards of the step."""
     tokens: int | None = None
-    """Token ids that this rank's forwards of the step were given, as ``input_ids`` or first argument; None if any had
-    none."""
+    """Token ids in this rank's forwards, as ``input_ids`` or first argument; None if any forward had none."""
     grad_norm: torch.Tensor | None = field(default=None, compare=False)
-    """See `ElixirOptimizer.grad_norm`; None where several optimizers step the module."""
+    """See `ElixirOptimizer.grad_norm`; None if several optimizers step the module."""
     world_size: int = 1
     early: EarlyCounts = EarlyCounts()
     """Counts of this step."""
     early_so_far: EarlyCounts = EarlyCounts()
     """Counts of all steps of this module together."""
     host_forms: dict[str, int] = field(default_factory=dict)
-    """How CPU Adam stepped the shards that it was done with since the report before: how many in which form. In place
-    these are ``compiled``, ``in pieces``, ``plain`` and ``by its class``; where the old states are left, ``one pass``
-    and ``copied``."""
+    """The number of shards by form of CPU Adam's step since the last report. Steps in place are ``compiled``, ``in
+    pieces``, ``plain`` or ``by its class``; early updates are ``one pass`` or ``copied``."""
     not_compared: str = ""
-    """Why nothing can be predicted for what this step loaded and moved; empty for most.
+    """The reason why this step's loads and bytes have no prediction; empty for most steps.
 
-    The predictions are the plan's then.
+    `predicted` then repeats the plan.
     """
 
     @cached_property
     def step_s(self) -> float | None:
-        """Seconds of `span`; on CUDA, asking waits for the device."""
+        """Seconds of `span`; on CUDA this waits for the device."""
         return None if self.span is None else self.span.seconds()
 
     @property
     def times_slowest(self) -> float | None:
-        """Seconds of the step over `slowest_s`, from `MUCH_SLOWER` on; None for other steps. Waits as `step_s` does."""
+        """The step's seconds over `slowest_s` if at least `MUCH_SLOWER`, otherwise None. Waits as `step_s` does."""
         times = self.step_s / self.slowest_s if self.step_s and self.slowest_s else 0.0
         return times if times >= MUCH_SLOWER else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all ranks together, if each had as many as this one; waits as `step_s` does."""
+        """Tokens per second of all ranks, if each had as many as this one. Waits as `step_s` does."""
         return None if not self.tokens or not self.step_s else self.world_size * self.tokens / self.step_s
 
     def to_dict(self) -> dict[str, float]:
         """Flat numbers by name, for loggers: names end in their unit, and predictions begin with ``predicted_``.
 
-        What is not known is left out. On CUDA this waits for the device.
+        Unknown figures are left out. On CUDA this waits for the device.
         """
         numbers: dict[str, float] = {}
         for prefix, found in (("", self.observed), ("predicted_", self.predicted)):
@@ -184,9 +179,9 @@ class StepReport:
         return numbers | {name: value for name, value in known.items() if value is not None}
 
     def surprises(self) -> dict[str, tuple[int, int]]:
-        """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
+        """(observed, predicted) of figures that differ by more than `TOLERANCE`, and of memory above the plan's peak.
 
-        Hits do not count: they cost nothing, and uses of one chunk in a row are one use to a run.
+        Hits are ignored: they cost nothing, and a run counts consecutive uses of one chunk as one.
         """
         found = {}
         for name, expected in self.predicted.items():
@@ -194,7 +189,8 @@ class StepReport:
                 continue
             seen = self.observed[name]
             if name == "device_buffers":
-                # Parts of a peak are those of one moment; at others the buffers may be more and the rest less.
+                # The plan's parts belong to the moment of its peak; at other moments buffers may take more, and the
+                # rest less.
                 if seen > self.predicted["device_peak"]:
                     found[name] = (seen, self.predicted["device_peak"])
             elif name in _COME_LATER:
@@ -229,7 +225,7 @@ class StepReport:
         return "\n".join(lines)
 
     def slow_text(self) -> str:
-        """`times_slowest` in a sentence, with the likeliest causes as the machine is now."""
+        """A sentence about `times_slowest`, with the likeliest causes on the machine as it is now."""
         causes, cores = [], os.cpu_count() or 1
         if self.first:
             causes.append("a first step also makes states, compiles kernels and touches memory")
@@ -252,7 +248,7 @@ class StepReport:
 
 
 def differences(surprises: dict[str, tuple[int, int]]) -> str:
-    """`StepReport.surprises` in words."""
+    """The text of `StepReport.surprises`."""
     words = []
     for name, pair in surprises.items():
         seen, expected = (str(value) if name == "loads" else format_bytes(value) for value in pair)
@@ -261,12 +257,12 @@ def differences(surprises: dict[str, tuple[int, int]]) -> str:
 
 
 def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
-    """The loads and bytes that a step should have.
+    """Predicts the loads and bytes of a step.
 
     Args:
-        plan: that it ran under.
-        schedule: as the plan was run, with or without prefetch.
-        course: of the step.
+        plan: the plan of the step.
+        schedule: the schedule of the run, with or without prefetch.
+        course: the course of the step.
     """
     predicted, count = plan.predicted, course.backwards.count
     links = [link for link in _LINKS if plan.uses_disk or link not in DISK_LINKS]
@@ -303,14 +299,14 @@ def make_report(
     *,
     first: bool,
 ) -> StepReport:
-    """The report of the step that is just over; the engine's counts start anew.
+    """Creates the report of the last step, and resets the engine's counts.
 
     Args:
-        engine: that made the step.
-        expected: what the step should have loaded and moved.
-        counts: of the cache.
-        span: when the step began and ended.
-        tokens: that its forwards were given.
+        engine: the engine that ran the step.
+        expected: the prediction for the step.
+        counts: the counts of the cache.
+        span: the time span of the step.
+        tokens: the tokens of its forwards.
         first: whether it is the first step of this module.
     """
     plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
@@ -374,13 +370,13 @@ def make_report(
 
 
 def _planned_early(plan: Plan, rank: int) -> int:
-    """Chunks that a rank updates early under the plan."""
+    """The number of chunks that a rank updates early under the plan."""
     return sum(chunk.home.early and chunk.has_parameters_on(rank, plan.world_size) for chunk in plan.chunks)
 
 
 def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
-    """Bytes that one rank keeps in host memory: weights, gradients, masters and states, and what new weights, states on
-    a disk, and gradients that are added to others pass through; the latter with a device only."""
+    """Bytes of one rank in host memory: weights, gradients, masters and states, and the buffers for new weights, states
+    on a disk, and, with a device, gradients that are added to others."""
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
     total = staging_kind(plan).nbytes + window_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
     for chunk in plan.chunks:

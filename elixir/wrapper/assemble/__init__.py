@@ -1,1 +1,1 @@
-"""From a model and a plan to chunks that hold its weights."""
+"""Assembles chunks that hold a model's weights under a plan."""

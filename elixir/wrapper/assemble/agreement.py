@@ -1,7 +1,8 @@
-"""Before a model is cut up, its values are the same on all ranks: those of rank 0, as DistributedDataParallel has it.
+"""Makes all ranks agree on the plan and the model's values before the model is sharded.
 
-Each rank keeps shards of what it built itself. Ranks that were not seeded alike would otherwise train a mixture of
-several models, or, where chunks are whole on every rank, several models side by side, and nothing would say so.
+As in DistributedDataParallel, rank 0's values win. Each rank keeps shards of the model that it built. Without
+agreement, ranks with different seeds would silently train a mixture of models, or several models if chunks are whole on
+every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _PIECE_NUMEL = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes of an element; what is wider is read as several int64."""
+"""The dtype to read bits in, by bytes of an element; wider elements are read as several int64."""
 
 
 _FOUND = frozenset(
@@ -78,19 +79,19 @@ def _refuse_other_cause(rank: int, name: str, asked: dict[str, Any], first: tupl
 
 
 def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> None:
-    """Gives every rank the parameters and buffers of rank 0, where they are not the same already.
+    """Gives every rank the parameters and buffers of rank 0, if they differ.
 
-    What is on meta is made later, from rank 0's generator. A state dict in `given` is compared and left alone; of files
-    all ranks read the same.
+    Values of tensors on meta come later, from rank 0's generator. A state dict in `given` is only compared; files are
+    the same for all ranks.
 
     Args:
-        group: of the ranks that share the model.
-        model: as the caller built it; what differs is overwritten in place on all ranks but 0.
-        given: values that will take the place of the model's own parameters.
-        strict: whether of all of them.
+        group: the ranks that share the model.
+        model: the caller's model; different values are overwritten in place on all ranks but 0.
+        given: values that will replace the model's own parameters.
+        strict: whether `given` replaces all of them.
 
     Raises:
-        InputError: something has values on one rank and is on meta on another; or `given` is not the same on all ranks.
+        InputError: a tensor has values on one rank and is on meta on another; or `given` differs between ranks.
     """
     if group.size == 1:
         return
@@ -120,7 +121,7 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, st
 
 
 def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
-    """Names that only some ranks have values for, and names whose values differ; the same on all ranks."""
+    """Names that have values on some ranks only, and names whose values differ; the same result on all ranks."""
     mine = {name: _digest(tensor) for name, tensor in tensors}
     answers = group.exchange(what, mine)
     names = dict.fromkeys(name for answer in answers for name in answer)
@@ -135,7 +136,7 @@ def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]
 
 
 def _digest(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """A sum of all bit patterns by their places; None without values, and for a layout without strides."""
+    """A sum of all bit patterns weighted by their index; None without values, and for a layout without strides."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return None
     flat = tensor.detach().reshape(-1)

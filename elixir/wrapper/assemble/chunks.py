@@ -1,4 +1,4 @@
-"""From a model and a plan to chunks that hold its weights, one parameter at a time, so that nothing is held twice."""
+"""Assembles chunks from a model and a plan, one parameter at a time, so that no weight is held twice."""
 
 from __future__ import annotations
 
@@ -43,32 +43,31 @@ def build_chunks(
     strict: bool = True,
     buffer_dtype: torch.dtype | None = None,
 ) -> Iterator[Chunk]:
-    """Chunks with the model's weights at their homes, one after the other; then the model's buffers are placed.
+    """Yields chunks with the model's weights at their homes, one by one; then places the model's buffers.
 
-    A rank reads one parameter after the other, and only those of which it keeps a part. Parameters keep their identity.
-    Where a chunk has all bits of a parameter's values in memory, the parameter's own memory goes once the caller has
-    the chunk, so that nothing is held twice. Other parameters keep theirs until `Chunk.attach`: whatever fails before,
-    `Origins.undo` finds all values.
+    A rank reads one parameter at a time, and only those of which it keeps a part. Parameters keep their identity. If a
+    chunk holds a parameter's exact values in memory, the parameter's own memory is freed once the caller has the chunk.
+    Other parameters keep theirs until `Chunk.attach`, so that `Origins.undo` finds all values whatever fails before.
 
     Args:
-        model: on meta, real, or both.
+        model: a model on meta, with values, or partly both.
         plan: for it.
-        arena: makes the memory.
-        group: over which chunks are sharded.
-        window: takes masters that live on a disk.
+        arena: allocates and counts the memory.
+        group: the ranks over which chunks are sharded.
+        window: the buffers for masters that live on a disk.
         weights, strict: see `WeightSource`.
         buffer_dtype: see `place_buffers`.
 
     Raises:
-        InputError: a weight is on meta and comes from nowhere, or see `agree_on_values`.
-        RankError: another rank could not be built.
+        InputError: a weight on meta has no source, or see `agree_on_values`.
+        RankError: another rank has failed.
     """
     agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
     _agree_on_layouts(group, by_name)
     drawn = 0
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        # As building on the CPU, it moves the generator on.
+        # Drawing advances the generator, as building on the CPU would.
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed = group.exchange("seed", drawn)[0]
     with group.together("have its weights"):
@@ -98,17 +97,17 @@ def move_chunks(
     before: Sequence[Chunk],
     leaving: Mapping[int, StoredStates],
 ) -> Iterator[Chunk]:
-    """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one, once
-    the caller has the chunk in its new home. A chunk that is there already stays as it is.
+    """Yields the same chunks at the homes of another plan, with the same bits. Each old chunk is freed once the caller
+    has the new one. A chunk whose home does not change is yielded unchanged.
 
     Args:
-        model: has the chunks' parameters already.
-        plan: packs as the plan before does.
-        arena: makes the new memory.
-        group: over which chunks are sharded.
-        window: has and takes masters that live on a disk.
-        before: the chunks as they are; nothing may be on its way to or from them.
-        leaving: by chunk, an extent that has its masters; it goes on there if its states are on a disk again.
+        model: the model, which has the chunks' parameters.
+        plan: a plan with the same packing.
+        arena: allocates the new memory.
+        group: the ranks over which chunks are sharded.
+        window: the buffers for masters that live on a disk.
+        before: the current chunks; no transfer to or from them may be pending.
+        leaving: by chunk, the extent with its masters, which is used again if its states are on a disk again.
     """
     for old, chunk_plan in zip(tuple(before), plan.chunks, strict=True):
         if old.plan.home.having() is chunk_plan.home.having():  # however it is updated
@@ -136,7 +135,7 @@ def move_chunks(
 
 @contextlib.contextmanager
 def _released_on_error(chunk: Chunk) -> Iterator[None]:
-    """Gives up the memory of a chunk that cannot be filled, since the error keeps the chunk alive."""
+    """Frees the memory of a chunk that cannot be filled: the error would keep the chunk alive."""
     stored = chunk.stored
     try:
         yield
@@ -150,7 +149,7 @@ def _released_on_error(chunk: Chunk) -> Iterator[None]:
 
 
 def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
-    """Gives a chunk back what it held before, except weights of which other ranks have a part."""
+    """Copies weights and masters from the old chunk, except weights that are sharded over ranks."""
     shard = old.shard_weights
     if chunk.masters is not None and not has_masters:
         with old.at_hand(), chunk.at_hand(write=True):
@@ -171,8 +170,8 @@ def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWind
         chunk.masters = chunk.stored.region(MASTERS, chunk.shard_numel, wide)
         chunk.stored.show(chunk, chunk.masters, MASTERS)
     elif chunk.needs_masters:
-        # New weights return from masters only where these are no wider; else rounded, from staging or from the weights'
-        # home.
+        # New weights are copied from masters of the same dtype, which then are pinned. Wider masters are rounded first,
+        # into a staging buffer or the weights' home.
         copied = plan.weight_home == "device" and not chunk.low_precision
         chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=copied)
     if plan.resident:
@@ -182,7 +181,7 @@ def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWind
 
 
 def _count_memory(chunk: Chunk, arena: Arena) -> None:
-    """Moves the count of what `_make_memory` has made to another arena."""
+    """Counts the memory of `_make_memory` in another arena."""
     plan = chunk.plan
     if chunk.masters is not None and chunk.stored is None:
         arena.count(chunk.masters.nbytes, plan.update_home, "optimizer_states")
@@ -204,7 +203,7 @@ def _load_weights(chunk: Chunk, source: WeightSource) -> None:
 
 
 def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
-    """Whether the memory has exactly the values of a parameter, on all ranks together."""
+    """Whether the chunk's memory on all ranks holds exactly the values of a parameter."""
     own = slot.parameter
     held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
     wide_enough = own.is_floating_point() and torch.promote_types(own.dtype, held.dtype) == held.dtype
@@ -212,8 +211,8 @@ def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
 
 
 def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses weights that lie in memory otherwise on another rank, and says which cannot keep their layout."""
-    with DisableTorchFunctionSubclass():  # where a weight lies is asked, not what it holds
+    """Refuses weights whose layout differs between ranks, and warns about layouts that cannot be kept."""
+    with DisableTorchFunctionSubclass():  # this asks for a weight's layout, not its values
         strides = {name: each.stride() for name, each in parameters.items() if not each.is_contiguous()}
     answers = group.exchange("layouts", strides)
     for rank, theirs in enumerate(answers):
@@ -233,12 +232,12 @@ def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> N
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Buffers live on the device; modules that share one go on sharing it.
+    """Moves buffers to the device; modules that share one still share it.
 
     Args:
-        model: has them.
-        device: where compute runs.
-        dtype: what floating ones are cast to; None leaves each in its dtype.
+        model: the model with the buffers.
+        device: the device of compute.
+        dtype: the dtype of floating buffers; None leaves each in its own.
     """
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for place in buffer_places(model):
@@ -251,7 +250,7 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
 
 
 def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
-    """Raises `InputError` where a plan needs a folder on a disk and has none, or one of them is no folder."""
+    """Raises `InputError` if a plan needs a folder on a disk and has none, or if one of them is no folder."""
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     if plan.uses_disk and not folders:
         raise InputError(
@@ -269,9 +268,10 @@ def agree_on_plan(
     dtype: torch.dtype | None,
     disk_folders: Sequence[str] = (),
 ) -> Plan:
-    """The plan that all ranks run, if their plans differ only by free memory that each has read (`plan_for_all`).
+    """Returns the plan that all ranks run; their plans may differ by the free memory that each has read
+    (`plan_for_all`).
 
-    Plans that differ otherwise, and one that a rank cannot run, are refused on all ranks at once.
+    Refuses, on all ranks at once, plans that differ otherwise, and a plan that some rank cannot run.
     """
     mine, error = "", None
     try:
@@ -303,7 +303,7 @@ def agree_on_plan(
 
 
 def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:
-    """Logs one warning where the plan was made for another device than it runs on, or for more memory than there is."""
+    """Warns once if the plan was made for another device, or for more memory than this machine has."""
     found = []
     here = other_device(plan.hardware_name, plan.device_name, device.type)
     if here is not None:
@@ -335,12 +335,12 @@ def _device_bytes(device: torch.device) -> int | None:
 def _host_bytes() -> int | None:
     try:
         return total_host_bytes()
-    except InputError:  # this operating system does not tell
+    except InputError:  # this operating system does not tell it
         return None
 
 
 def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
-    """`Plan.check`, and more words on what is different."""
+    """Calls `Plan.check`, and adds to its error what differs."""
     started = int(os.environ.get("WORLD_SIZE") or 1)
     alone = world_size == 1 and started > 1 and not (dist.is_available() and dist.is_initialized())
     told = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
@@ -357,7 +357,7 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
 
 
 def _differences(plan: Plan, module: nn.Module) -> list[str]:
-    """Where parameters are not those of the plan; one sentence for each kind of difference."""
+    """The differences between the parameters of model and plan, one sentence for each kind."""
     planned = {slot.name: (slot.numel, chunk.trainable) for chunk in plan.chunks for slot in chunk.parameters}
     here = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in module.named_parameters()}
     both = [name for name in here if name in planned]
@@ -372,10 +372,10 @@ def _differences(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
-    """The device asked for; else the current CUDA device, else the CPU.
+    """Returns `device`, or by default the current CUDA device, or the CPU without one.
 
     Raises:
-        InputError: it is neither, or there is no CUDA here.
+        InputError: `device` is no CPU or CUDA device, or CUDA is missing.
     """
     if device is not None:
         try:

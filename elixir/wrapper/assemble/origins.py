@@ -1,4 +1,4 @@
-"""Where a model's tensors were before it was wrapped, and how they come back there."""
+"""`Origins`: remembers where a model's tensors were before wrapping, and brings them back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elixir.wrapper.engine import Engine
 logger = logging.getLogger(__name__)
 
 _SHORTAGES = (ElixirError, RuntimeError, MemoryError, OSError)
-"""Errors of a failing disk, of too little memory or too few threads, and of a lost rank."""
+"""Errors of a failing disk, of too little memory, of too few threads and of a lost rank."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class _Origin:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Origin:
-        # What came on meta gets values in the host's memory.
+        # Tensors that came on meta get values in host memory.
         return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype, tensor.is_meta)
 
 
 class Origins:
-    """Devices and dtypes of a model's parameters and buffers as they came.
+    """The original devices and dtypes of a model's parameters and buffers.
 
     Args:
         model: before it is wrapped.
@@ -49,8 +49,8 @@ class Origins:
         """Gives the model back unchanged, values included, after wrapping has failed. Chunks give up their memory.
 
         Args:
-            engine: in whatever state it is; its chunks have the weights of which `Chunk.shows` says so.
-            alone: the other ranks do not come here.
+            engine: the engine in any state; its chunks hold the weights for which `Chunk.shows` is True.
+            alone: whether other ranks do not call this.
         """
         for place, _ in self._buffers:
             if getattr(place.module, place.key, None) is not place.buffer:
@@ -77,12 +77,12 @@ class Origins:
         """Gives every parameter memory with its weights, and every buffer its device.
 
         Args:
-            engine: has the weights; nothing of it may be in use.
-            alone: the other ranks do not come here, or cannot be waited for.
+            engine: the engine with the weights; nothing of it may be in use.
+            alone: whether other ranks do not call this, or cannot be waited for.
 
         Returns:
-            The error of a disk, this rank's or another's, whose masters could not be read: weights that they would have
-            given are as precise as those in memory.
+            The error of any rank's disk whose masters could not be read; weights then have the precision of those in
+            memory.
         """
         unread: ElixirError | None = None
         if engine.group.size > 1:
@@ -109,10 +109,10 @@ class Origins:
                 try:
                     memory, lacking = engine.precise(chunk)
                     unread = unread or _as_rounded(lacking)
-                except _SHORTAGES as error:  # another rank is gone: the rest cannot be had either
+                except _SHORTAGES as error:  # another rank is gone, so that the rest cannot be gathered either
                     problem = error
             if memory is None and chunk.whole is not None:
-                memory = chunk.whole  # in the dtype in which the model runs
+                memory = chunk.whole  # in the dtype of the run
             if memory is None:
                 missing += [slot.name for slot in chunk.slots]
             for slot in chunk.slots:
@@ -133,7 +133,7 @@ class Origins:
         return unread
 
     def _give_all(self, engine: Engine, chunk: Chunk) -> ElixirError | None:
-        """Gives the parameters of a chunk of one rank their weights, from where they lie."""
+        """Gives the parameters of a chunk their weights, on one rank."""
         given = False
         unread: ElixirError | None = None
         if engine.has_wide_masters(chunk) and chunk.masters is not None:
@@ -145,20 +145,20 @@ class Origins:
             except _SHORTAGES as error:
                 unread = _as_rounded(error)
         if given:
-            return None  # if masters could not be written back, nobody needs that any more
+            return None  # a failed write back of masters does not matter any more
         self._give_chunk(engine, chunk, chunk.shard_weights)
         return unread
 
     def _give_chunk(self, engine: Engine, chunk: Chunk, memory: torch.Tensor) -> None:
         try:
             memory = chunk.with_moved(memory) if engine.is_ordinary(chunk) else memory
-        except InputError as error:  # what stops the lanes must come to its end
+        except InputError as error:  # `close` must come to its end
             logger.error("the weights that were there before are given back: %s", error)
         for slot in chunk.slots:
             self._give(slot, memory)
 
     def _give(self, slot: Slot, memory: torch.Tensor | None) -> None:
-        """Gives a parameter memory with its part of a chunk's weights; on meta without any."""
+        """Gives a parameter separate memory with its part of a chunk's weights, or puts it on meta without `memory`."""
         parameter, origin = slot.parameter, self._parameters[slot.parameter]
         with DisableTorchFunctionSubclass():
             if memory is None:
@@ -168,7 +168,7 @@ class Origins:
             part = slot.part_of(memory)
             try:
                 parameter.data = part.to(origin.device, origin.dtype, copy=True)
-            except (RuntimeError, MemoryError) as error:  # there is no room, so it stays where it is
+            except (RuntimeError, MemoryError) as error:  # memory is too small, so the weight stays where it is
                 logger.warning("%s stays in the memory of its chunk: %s", slot.name, error)
                 parameter.data = part
             if gradient is not None:
@@ -177,7 +177,7 @@ class Origins:
     def _buffers_back(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for place, origin in self._buffers:
-            # A TorchScript module keeps its buffers in a form that lacks get().
+            # getattr, since a TorchScript module's buffers lack get().
             buffer = getattr(place.module, place.key, None)
             if not isinstance(buffer, torch.Tensor):
                 continue
@@ -189,7 +189,7 @@ class Origins:
 
 
 def _as_rounded(error: Exception | None) -> ElixirError | None:
-    """Makes the error of `close` for masters that could not be read."""
+    """Creates the error of `close` for masters that could not be read."""
     if isinstance(error, DiskError):
         return DiskError(
             error.error, error.what, "the model is given back with these weights in the dtype in which it ran"
@@ -198,7 +198,7 @@ def _as_rounded(error: Exception | None) -> ElixirError | None:
 
 
 def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
-    """The weights of a chunk, in all bits that memory has of them; of one rank where they lie."""
+    """The weights of a chunk in the best precision that memory holds; on one rank without a copy."""
     in_memory = chunk.masters is not None and chunk.stored is None
     if chunk.whole is not None and not in_memory:
         return chunk.whole
@@ -213,7 +213,7 @@ def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
 
 
 def _uncast(buffer: torch.Tensor, before: torch.Tensor, origin: _Origin) -> torch.Tensor:
-    """The buffer where and as it came; with the very bits if it has only been cast meanwhile."""
+    """The buffer on its original device and in its original dtype; the original itself if it was only cast."""
     came = origin.device if before.is_meta else before.device
     comparable = not before.is_meta and before.shape == buffer.shape and before.dtype != buffer.dtype
     if comparable and torch.equal(before.to(buffer.dtype), buffer.to(came)):

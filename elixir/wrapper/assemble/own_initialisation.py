@@ -1,13 +1,13 @@
-"""Values of a model that was built on meta, one parameter at a time, as its own modules would initialise them.
+"""`OwnInitialisation`: initial values of a model on meta, by its own modules, one parameter at a time.
 
-For each parameter the module that owns it and the modules around that one are initialised again, with memory for this
-parameter alone: to all others, still on meta, nothing happens. Each parameter draws from a generator seeded by its
-name, so its values depend neither on the plan nor on the number of ranks, and a rank needs to make only those of which
-it keeps a part. They have the distribution of a model built on the CPU, not its bits: there one generator serves all.
+For each parameter it initialises the owning module and the modules around it again, with memory for this parameter
+only; all others stay on meta. The generator is seeded by the parameter's name. So values depend neither on the plan nor
+on the number of ranks, and a rank computes only those of which it keeps a part. They have the distribution of a model
+built on the CPU, but not its bits, since there one generator serves all.
 
-What is called: ``reset_parameters()`` as torch's modules have it, and ``_init_weights(module)`` of the nearest module
-that has it, as Hugging Face's models do. Other work of a constructor cannot be called again; then nothing is
-guessed, and an error names what is left without a value.
+It calls ``reset_parameters()`` of torch's modules, and ``_init_weights(module)`` of the nearest module that has it, as
+in Hugging Face's models. Other work of a constructor cannot be repeated; an error then names the parameters without a
+value.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class OwnInitialisation:
-    """Initial values of what is on meta.
+    """Computes initial values of tensors on meta.
 
     Args:
-        model: not changed, but for buffers.
-        seed: with a parameter's name, seeds its values.
+        model: the model; only its buffers are changed.
+        seed: seeds a parameter's values, together with its name.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -55,7 +55,7 @@ class OwnInitialisation:
             raise InputError(f"{name} is no parameter")
         values: torch.Tensor = _empty_like(parameter)
         with self._seeded(name):
-            # Not every module can be initialised in part: a second try gives memory to all that its owner has.
+            # Not every module can be initialised in part: the second round gives memory to all parameters of the owner.
             for also in ([], list(self._modules[path]._parameters.values())):
                 siblings = {other: _empty_like(other) for other in also if other is not None and other.is_meta}
                 with self._substituted(siblings | {parameter: values}):
@@ -95,11 +95,11 @@ class OwnInitialisation:
             )
 
     def _initialise(self, path: str, wanted: torch.Tensor | None) -> bool:
-        """Runs what initialises a module, the module first and those around it after; whether `wanted` has a value."""
+        """Initialises a module, then the modules around it; returns whether `wanted` has a value."""
         parts = path.split(".") if path else []
         chain = [self._modules[".".join(parts[:depth])] for depth in range(len(parts), -1, -1)]
-        for resets in (False, True):  # what `_init_weights` gives a value need not be drawn twice
-            with contextlib.suppress(NotImplementedError):  # from what is on meta no value can be copied
+        for resets in (False, True):  # a value from `_init_weights` need not be drawn twice
+            with contextlib.suppress(NotImplementedError):  # values cannot be copied from meta
                 if resets:
                     for module in chain:
                         _reset(module)
@@ -113,7 +113,7 @@ class OwnInitialisation:
 
     @contextlib.contextmanager
     def _substituted(self, values: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """Modules have `values` instead of their parameters."""
+        """Puts `values` into modules in place of their parameters."""
         try:
             for parameter, value in values.items():
                 for module, name in self._places[parameter]:
@@ -126,7 +126,7 @@ class OwnInitialisation:
 
     @contextlib.contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
-        """The CPU's generator starts from the seed and a name; the caller's state comes back."""
+        """Seeds the CPU's generator by the seed and a name; restores the caller's state."""
         before = torch.default_generator.get_state()
         try:
             torch.default_generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
@@ -137,7 +137,7 @@ class OwnInitialisation:
 
 
 def _empty_like(tensor: torch.Tensor) -> Any:
-    """Memory without a value, of the same kind; NaN where its dtype has one, so that it shows what was not written."""
+    """Allocates memory of the same kind, filled with NaN if its dtype has it, so that missing writes show."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if made.is_floating_point():
         made.fill_(float("nan"))

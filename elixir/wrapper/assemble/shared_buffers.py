@@ -1,8 +1,7 @@
-"""Buffers that forwards write to, such as running statistics: ranks go on with rank 0's, as DistributedDataParallel has
-it.
+"""`SharedBuffers`: gives all ranks rank 0's buffers, such as running statistics, as DistributedDataParallel does.
 
-Each rank's forward sees other data. If ranks kept what each of them wrote, they would train and evaluate different
-models, and which of them was saved would depend on who saved it.
+Each rank's forward sees other data. If ranks kept their own writes, they would train and evaluate different models, and
+a saved model would depend on the rank that saved it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from elixir.models.buffer_place import BufferPlace, buffer_places
 from elixir.torch_private import has_internal_overlap, version_counter_kept
 
 _ALIGNMENT = 16
-"""Bytes that every buffer's place in the message is a multiple of, so that it can be read in its own dtype there."""
+"""Alignment of buffers in the message, in bytes, so that each can be read there in its own dtype."""
 
 
 class SharedBuffers:
-    """When ranks take rank 0's buffers, and how.
+    """Copies rank 0's buffers to the other ranks.
 
-    The rule is that of DistributedDataParallel, so that numbers are, too. Rank 0's buffers are taken before a forward
-    unless the last one ran without gradients or inside `no_sync`. All of them are, since not every write can be
-    noticed: batch norm's kernel counts none, nor does code that writes through ``data``.
+    It follows DistributedDataParallel's rule, for the same numbers: ranks take rank 0's buffers before a forward,
+    unless the last one ran without gradients or inside `no_sync`. They take all buffers, since some writes go
+    unnoticed: batch norm's kernel counts none, nor does code that writes through ``data``.
 
     Args:
-        model: whose buffers are the same on all ranks now.
-        group: of the ranks.
-        lanes: the network is used.
+        model: a model whose buffers are now the same on all ranks.
+        group: the ranks.
+        lanes: the lanes, of which it uses the network.
     """
 
     def __init__(self, model: nn.Module, group: Group, lanes: Lanes) -> None:
@@ -41,37 +40,37 @@ class SharedBuffers:
         self._due = True
 
     def before_forward(self) -> None:
-        """Have rank 0's, where it is time."""
+        """Takes rank 0's buffers if they are due."""
         if self._any and self._due:
             made: list[torch.Tensor] = []
-            # Compute that reads or writes buffers comes after their new values.
+            # Compute that reads or writes buffers waits for their new values.
             self._lanes.network.submit(lambda: self._take(made)).wait()
             _used_by_compute(made)
 
     def after_forward(self, *, reducing: bool) -> None:
-        """A forward has ended; `reducing` is off inside of `no_sync`."""
+        """Notes the end of a forward; `reducing` is off inside of `no_sync`."""
         self._due = reducing and torch.is_grad_enabled()
 
     def of_rank_0(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Rank 0's values for this rank's buffers, which are left as they are; empty for rank 0. All ranks must ask."""
+        """Rank 0's values for this rank's buffers, which stay unchanged; empty on rank 0. All ranks must call this."""
         if not self._any:
             return {}
         found: dict[str, torch.Tensor] = {}
-        # The dict is empty until the network's thread has filled it.
+        # The network's thread fills the dict, which is empty before.
         self._lanes.network.submit(lambda: found.update(self._receive(self._places()))).synchronize()
         _used_by_compute(found.values())
         places = self._places() if found else {}
         return {places[name].buffer: value for name, value in found.items() if name in places}
 
     def _take(self, made: list[torch.Tensor]) -> None:
-        """Have rank 0's values; those that are buffers themselves from here on are added to `made`."""
+        """Takes rank 0's values, and appends new tensors that become buffers to `made`."""
         places = self._places()
         with torch.inference_mode(False), torch.no_grad():
             for name, value in self._receive(places).items():
                 made += _put(self._model, places, name, value)
 
     def _places(self) -> dict[str, BufferPlace]:
-        """The buffers by name, each once; forwards may have registered others."""
+        """The current buffers by name, each once; forwards may register new ones."""
         first: dict[torch.Tensor, BufferPlace] = {}
         for place in buffer_places(self._model):
             first.setdefault(place.buffer, place)
@@ -82,7 +81,7 @@ class SharedBuffers:
         """Rank 0's values by name, on the ranks that are not rank 0."""
         answers = self._group.exchange("buffers", _digest(places))
         if any(answer != answers[0] for answer in answers) or None in answers:
-            # Some rank has registered another one, or one of another size.
+            # Some rank has registered another buffer, or one of another size.
             mine = (
                 {name: place.buffer.detach().cpu() for name, place in places.items()} if not self._group.rank else None
             )
@@ -101,7 +100,7 @@ class SharedBuffers:
 
 
 def _digest(places: dict[str, BufferPlace]) -> int | None:
-    """A digest of what a message of all buffers looks like; None where one cannot be part of one."""
+    """A digest of the message with all buffers; None if some buffer cannot be part of it."""
     digest = 0
     for name, place in places.items():
         buffer = place.buffer
@@ -122,34 +121,33 @@ def _padded(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _used_by_compute(tensors: Iterable[torch.Tensor]) -> None:
-    """Computes reads memory that was allocated by another stream, which gets it back only after that."""
+    """Keeps memory of another stream from being reused before compute has read it."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _put(model: nn.Module, places: dict[str, BufferPlace], name: str, value: torch.Tensor) -> list[torch.Tensor]:
-    """Gives a buffer rank 0's value; in place where it can be, so that all that hold it see it. What replaces it
-    otherwise."""
+    """Gives a buffer rank 0's value, if possible in place, so that all its holders see it; returns new buffers."""
     place = places.get(name)
-    if place is None:  # rank 0's forward has registered one that this rank's has not
+    if place is None:  # rank 0's forward has registered a buffer that this rank lacks
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix)._buffers[key] = value
         return [value]
     own = place.buffer
     if own.shape != value.shape and not place.is_persistent:
-        return []  # a cache that has grown with this rank's data, whose size the module keeps elsewhere
+        return []  # a cache that has grown with this rank's data; the module keeps its size elsewhere
     if own.shape != value.shape or own.dtype != value.dtype or own.is_inference() or own.layout != value.layout:
         new = value.to(own.device)
         place.put(new)
         return [new]
-    if has_internal_overlap(own):  # an expanded one, which cannot be written to
+    if has_internal_overlap(own):  # an expanded buffer, which cannot be written to
         if torch.equal(own, value):
             return []
         new = value.clone()
         place.put(new)
         return [new]
-    # What a graph has saved counts as unwritten, as under DDP: with two forwards before one backward it may be.
+    # As under DDP, the write does not invalidate saved tensors: there may be two forwards before one backward.
     with version_counter_kept(own):
         own.copy_(value)
     return []

@@ -1,7 +1,6 @@
-"""Where the weights of a model come from when it is wrapped: its own memory, a state dict, or its own initialisation.
+"""`WeightSource`: where a model's weights come from: its own memory, a state dict, files, or its own initialisation.
 
-A source hands out one parameter at a time, so that a model built on the meta device never exists as a whole on any
-rank.
+It gives one parameter at a time, so that a model built on meta never exists as a whole on any rank.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | o
 
 
 class WeightSource:
-    """Values of a model's parameters and buffers.
+    """Gives the values of a model's parameters and buffers.
 
     Args:
-        model: as the caller built it, on meta, real, or both.
-        given: values that take the place of the model's own; None for its own. What is on meta and has no value is
-            initialised as its modules do (`OwnInitialisation`).
-        seed: of that initialisation.
-        strict: refuse `given` where it lacks weights of the model or has others; otherwise take what fits.
+        model: the caller's model, on meta, with values, or partly both.
+        given: values that replace the model's own; None for its own. Its modules initialise whatever is on meta and
+            gets no value (`OwnInitialisation`).
+        seed: the seed of that initialisation.
+        strict: refuse `given` if it lacks weights of the model or has others; otherwise use what fits.
 
     Raises:
-        InputError: `given` lacks weights of the model or has others, with `strict`; or is no safetensors.
+        InputError: with `strict`, `given` lacks weights of the model or has others; or it cannot be read.
     """
 
     def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0, strict: bool = True) -> None:
@@ -54,10 +53,10 @@ class WeightSource:
         self._own = OwnInitialisation(model, seed)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Values of a parameter, in its shape, in whatever dtype they come.
+        """The values of a parameter, in its shape and any dtype.
 
         Raises:
-            InputError: it is on meta, and nothing says what it should be; or the shape is another.
+            InputError: the parameter is on meta and nothing gives its value; or the shape differs.
         """
         parameter = self._parameters[name]
         given = self._given or {}
@@ -67,12 +66,12 @@ class WeightSource:
         return self._own.parameter(name) if parameter.is_meta else parameter.data
 
     def replaces(self, name: str) -> bool:
-        """Whether a parameter gets other values than those that it has, or has none on meta."""
+        """Whether a parameter gets new values, or is on meta."""
         parameter = self._parameters[name]
         return parameter.is_meta or any(alias in (self._given or {}) for alias in self._names[parameter])
 
     def fill_buffers(self) -> None:
-        """Gives every buffer that is on meta, or in the values given, its value; on the CPU."""
+        """Gives every buffer that is on meta or in `given` its value, on the CPU."""
         given = self._given or {}
         for place in buffer_places(self._model):
             if place.name in given and place.is_persistent:
@@ -81,7 +80,7 @@ class WeightSource:
 
 
 def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Mapping[str, torch.Tensor], str]:
-    """The values in `given`, of which none is read, and a sentence on names that differ from the model's; "" if none.
+    """Opens `given` without reading values; returns it and a sentence on names that differ from the model's, or "".
 
     Raises:
         InputError, InputTypeError: see `WeightSource`.
@@ -105,14 +104,14 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
 
 
 def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:
-    """Weights of a checkpoint of ours, where `where` is its folder; else of safetensors files."""
+    """Opens a checkpoint of ours if `where` is its folder, otherwise safetensors files."""
     if isinstance(where, (str, os.PathLike)) and (Path(where) / INDEX_NAME).is_file():
         return open_checkpoint(where).weights()
     return SafetensorsFiles(where)
 
 
 class SafetensorsFiles(Mapping[str, torch.Tensor]):
-    """Tensors in safetensors files, each read when it is asked for.
+    """Tensors in safetensors files, each read on access.
 
     Args:
         where: a file, several files, or a folder with ``*.safetensors``.
@@ -133,7 +132,7 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
                 self._file_of[name] = path
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # Opened anew each time: what a mapping has read stays in memory for as long as it is open.
+        # Opened at each access: pages that were read stay in memory while a file is open.
         tensor: torch.Tensor = _opened(self._file_of[name]).get_tensor(name)
         return tensor
 
