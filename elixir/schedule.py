@@ -1,9 +1,9 @@
-"""Which chunk leaves the rCache, and when chunks come in: pure policy over chunk ids.
+"""`Schedule`: which chunk leaves the rCache, and when chunks come in; a pure policy over chunk ids.
 
-The search's simulator and the runtime use the same `EvictionPolicy`, so what was predicted is what happens. It is
-Belady's rule ("A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966): the
-resident chunk whose next use lies furthest away leaves. With blocks of one size and clean evictions that is optimal,
-also where several chunks are required at once (their simultaneous request equals a request of each, twice in turn).
+The simulator and the runtime use the same `EvictionPolicy`, so that the prediction is what happens. It is Belady's rule
+("A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966): the resident chunk
+whose next use lies furthest away leaves. With blocks of one size and clean evictions this is optimal, even if several
+chunks are required at once (which equals two rounds of single requests).
 
 A *position* is an index into the recorded order. `required[t]` are the chunks that lie in blocks while `t` runs:
 those used at `t` and those still pinned.
@@ -25,8 +25,8 @@ from elixir.errors import InputError, PlanError
 class TooFewBlocksError(PlanError):
     """A position of the order requires more chunks at once than there are blocks.
 
-    `needed` and `available` count blocks; `position` is the first position that requires `needed`. The schedule knows
-    no sizes, so `needed_bytes` and `available_bytes` are 0; callers that know the block size report bytes.
+    `needed` and `available` count blocks; `position` is the first position that needs `needed`. The schedule knows no
+    sizes, so `needed_bytes` and `available_bytes` are 0; callers with a block size report bytes.
     """
 
     def __init__(self, *, needed: int, available: int, position: int, prefetch_depth: int) -> None:
@@ -42,22 +42,22 @@ class TooFewBlocksError(PlanError):
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """The cost of a block count over one walk of the order."""
+    """The loads of one walk of the order with a number of blocks."""
 
     blocks: int
     prefetch_depth: int
     hits: int
-    """Requirements that were met by what was there: neither loaded for it, nor fetched ahead for it."""
+    """Requirements of chunks that were in a block already, neither loaded nor prefetched for it."""
     positions: tuple[int, ...]
-    """Position of every load, in order; a prefetched chunk has the one during which it is fetched."""
+    """The position of every load, in order; for a prefetch, the position during which it runs."""
     chunks: tuple[int, ...]
     """The chunk of every load."""
     left: tuple[int, ...] = ()
-    """Chunks that lie in the blocks at the end, in order of id."""
+    """The chunks in blocks at the end, in order of id."""
 
     @property
     def loads(self) -> int:
-        """How many there are."""
+        """The number of loads."""
         return len(self.chunks)
 
     @property
@@ -68,7 +68,7 @@ class ScheduleResult:
 
 @dataclass(frozen=True)
 class StepLoads:
-    """Loads of the blocks over all micro-batches of one optimizer step."""
+    """The loads over all micro-batches of one optimizer step."""
 
     hits: int
     by_chunk: Mapping[int, int]
@@ -76,16 +76,16 @@ class StepLoads:
 
     @property
     def loads(self) -> int:
-        """Loads of all chunks together."""
+        """The number of loads of all chunks."""
         return sum(self.by_chunk.values())
 
 
 class EvictionPolicy:
     """The order of uses, by which the chunk whose next use lies furthest away leaves first; see `CacheView`.
 
-    The order is a row of *requests*, one for each chunk at each position, counted through all positions. A chunk that
-    is never used again has a request after the end, so that of those the one with the highest id leaves first.
-    Requests are unique, so no ties are left, and chunks required at the same position leave in falling order of id.
+    The order is a row of *requests*, one per chunk and position, numbered through all positions. A chunk that is never
+    used again has a request after the end; of several, the highest id leaves first. Requests are unique, so there are
+    no ties: chunks required at the same position leave in falling order of id.
 
     Args:
         required: chunk ids (not negative) per position; repetitions within a position are ignored.
@@ -103,7 +103,7 @@ class EvictionPolicy:
             raise InputError("chunk ids must be 0 or larger")
         self.end = len(self.requested)
         self.starts: list[int] = [0, *accumulate(map(len, self.required))]
-        """By position, its first request; and the end."""
+        """By position, its first request; then the end."""
         self.next_request: list[int] = [0] * self.end
         """By request, the next one of the same chunk."""
         self.first_request: dict[int, int] = {}
@@ -116,7 +116,7 @@ class EvictionPolicy:
 
     @cached_property
     def widths(self) -> dict[int, int]:
-        """By number of chunks that a position requires, how many chunks are requested from the first such one on."""
+        """By number of chunks at a position, how many distinct chunks are requested from the first such position on."""
         last = [request for request in range(self.end) if self.next_request[request] >= self.end]
         found: dict[int, int] = {}
         for position, chunks in enumerate(self.required):
@@ -125,15 +125,15 @@ class EvictionPolicy:
         return found
 
     def start(self) -> CacheView:
-        """An empty cache at the start of the order."""
+        """Returns an empty cache at the start of the order."""
         return CacheView(self)
 
 
 class CacheView:
-    """The chunks that lie in blocks while the order is walked, ready to name a victim at once.
+    """The chunks in blocks during a walk of the order; names a victim in constant time.
 
-    Residents are the bits of an integer at the requests of their next uses: the furthest is the highest bit. Only for
-    chunks that the order knows.
+    Residents are bits of an integer at the requests of their next uses, so that the furthest is the highest bit. It
+    takes only chunks that the order knows.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -143,17 +143,17 @@ class CacheView:
         self.residents: set[int] = set()
 
     def admit(self, chunk: int) -> None:
-        """`chunk` has come into a block."""
+        """Adds a chunk that has come into a block."""
         self.residents.add(chunk)
         self._mask |= 1 << self._next[chunk]
 
     def evict(self, chunk: int) -> None:
-        """`chunk` has left its block."""
+        """Removes a chunk that has left its block."""
         self.residents.remove(chunk)
         self._mask ^= 1 << self._next[chunk]
 
     def victim(self, pinned: Iterable[int] = ()) -> int | None:
-        """The resident to evict now, or None where all are pinned."""
+        """The resident to evict now, or None if all are pinned."""
         mask = self._mask
         for chunk in pinned:
             if chunk in self.residents:
@@ -161,7 +161,7 @@ class CacheView:
         return self._policy.requested[mask.bit_length() - 1] if mask else None
 
     def passed(self, position: int) -> None:
-        """`position` is over: what it required is next used later."""
+        """Moves on from `position`: its chunks are next used later."""
         policy = self._policy
         for request in range(policy.starts[position], policy.starts[position + 1]):
             chunk, following = policy.requested[request], policy.next_request[request]
@@ -171,17 +171,17 @@ class CacheView:
 
 
 class Schedule:
-    """One recorded order, ready to be simulated with any number of blocks.
+    """A recorded order that can be simulated with any number of blocks.
 
     >>> Schedule([[0], [1, 2], [3], [3], [1, 2], [0]]).simulate(blocks=2).loads
     6
 
-    While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks needed
-    after it. A window that fits can always be loaded, so prefetch cannot deadlock.
+    While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks. A window
+    that fits can always be loaded, so prefetch cannot deadlock.
 
     Args:
-        required: see `EvictionPolicy`, or the policy of another schedule of the same order.
-        prefetch_depth: chunks fetched ahead.
+        required: the chunk ids per position, or the policy of another schedule of the same order.
+        prefetch_depth: the number of chunks fetched ahead.
 
     Raises:
         InputError: `prefetch_depth` is negative.
@@ -195,12 +195,12 @@ class Schedule:
         self.min_blocks = max(
             (min(width + prefetch_depth, chunks) for width, chunks in self.policy.widths.items()), default=0
         )
-        """Fewest blocks with which every window fits."""
+        """The least number of blocks with which every window fits."""
         self._results: dict[tuple[int, tuple[int, ...]], ScheduleResult] = {}
 
     @cached_property
     def windows(self) -> tuple[tuple[int, ...], ...]:
-        """By position, the chunks that lie in blocks while it runs, in the order in which they are needed."""
+        """By position, the chunks in blocks while it runs, in order of need."""
         required, depth = self.policy.required, self.prefetch_depth
         if depth == 0:
             return required
@@ -221,17 +221,17 @@ class Schedule:
 
     @cached_property
     def loading(self) -> tuple[int, ...]:
-        """Positions whose window is not empty."""
+        """The positions whose window is not empty."""
         if self.prefetch_depth:
             return tuple(range(bisect_left(self.policy.starts, self.policy.end)))
         return tuple(position for position, here in enumerate(self.policy.required) if here)
 
     def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
-        """Walks the order once with `blocks` blocks; an answer given once is remembered.
+        """Walks the order once with `blocks` blocks; results are cached.
 
         Args:
-            blocks: how many there are.
-            held: chunks that lie in blocks when the walk begins.
+            blocks: the number of blocks.
+            held: the chunks in blocks when the walk begins.
 
         Raises:
             TooFewBlocksError: some window does not fit.
@@ -247,12 +247,12 @@ class Schedule:
         return self._results[key]
 
     def step(self, blocks: int, micro_batches: int, held: tuple[int, ...] = ()) -> StepLoads:
-        """All walks of an optimizer step together; each finds in the blocks what the one before has left there.
+        """Walks the order for all micro-batches of an optimizer step; each walk starts with the blocks of the last.
 
         Args:
-            blocks: how many there are.
-            micro_batches: walks of the order.
-            held: chunks that lie in blocks when the first walk begins; none do after weights have changed.
+            blocks: the number of blocks.
+            micro_batches: the number of walks.
+            held: the chunks in blocks when the first walk begins; none after weights have changed.
 
         Raises:
             TooFewBlocksError: some window does not fit.
@@ -263,7 +263,7 @@ class Schedule:
             begun[held] = len(walks)
             walks.append(self.simulate(blocks, held))
             held = walks[-1].left
-        # A walk that begins as an earlier one did goes on as that one did, so the rest goes round in a circle.
+        # A walk that begins like an earlier one continues like it, so the rest repeats in a cycle.
         first = begun.get(held, 0)
         by_chunk, hits = dict[int, int](), 0
         for index, walk in enumerate(walks):
@@ -274,16 +274,16 @@ class Schedule:
         return StepLoads(hits, dict(sorted(by_chunk.items())))
 
     def _walk(self, blocks: int, held: Sequence[int]) -> ScheduleResult:
-        """As `CacheView` has it, in one loop over requests: a search takes hundreds of walks.
+        """Does what `CacheView` does, in one loop over requests, since a search takes hundreds of walks.
 
-        A window begins at the first request of its position and ends before the request `ahead`, which only goes on:
-        where a window ends earlier than the one before, all that is in it is there. No pins are needed: a window's own
-        chunks have the nearest next uses, so none of them can be the victim.
+        A window begins at the first request of its position and ends before the request `ahead`, which only grows: if a
+        window ends earlier than the last one, all its chunks are loaded. Pins are not needed: the window's own chunks
+        have the nearest next uses, so none of them can be the victim.
         """
         policy, depth = self.policy, self.prefetch_depth
         requested, next_request, end = policy.requested, policy.next_request, policy.end
         inside = set(held)
-        # Requests of next uses, the furthest first. Those that have passed stay in there: they never come first.
+        # Requests of next uses, the furthest first. Passed requests stay in the heap, since they never come first.
         uses = [-policy.first_request[chunk] for chunk in held]
         heapify(uses)
         loaded_for: dict[int, int] = {}
@@ -291,7 +291,7 @@ class Schedule:
         positions: list[int] = []
         chunks: list[int] = []
         unused = ahead = request = 0
-        window = 0  # how many chunks are in it
+        window = 0  # the number of chunks in it
         for position, here in enumerate(policy.required):
             wanted = len(here) + depth
             while window < wanted and ahead < end:
@@ -323,11 +323,11 @@ class Schedule:
 def required_chunks(
     uses: Iterable[tuple[Sequence[int], int]], residents: frozenset[int] = frozenset()
 ) -> tuple[tuple[int, ...], ...]:
-    """Per position of an order, the chunks that lie in blocks while it runs: used by it or pinned from before.
+    """By position, the chunks in blocks while it runs: used by it or still pinned.
 
     Args:
-        uses: per position, the chunks used there and the last position they are pinned through.
-        residents: chunks that need no block, left out.
+        uses: by position, the chunks used there and the last position through which they stay pinned.
+        residents: the chunks that need no block.
     """
     order = [(tuple(chunks), pin_until) for chunks, pin_until in uses]
     required = [chunks for chunks, _ in order]

@@ -1,1 +1,1 @@
-"""Who reads which weight when: the one interception that tracer and runtime listen to."""
+"""Intercepts reads and writes of weights, for the tracer and the runtime."""

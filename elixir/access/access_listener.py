@@ -1,4 +1,4 @@
-"""The listener to uses of parameters: the tracer and the runtime each have one."""
+"""`AccessListener`: the interface through which tracer and runtime hear of uses of parameters."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from torch import nn
 
 
 class Place(Protocol):
-    """Where a view lies; all but the parameter is its listener's own affair."""
+    """The place of a view. The interception reads only the parameter; its listener defines the rest."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter whose memory it is."""
+        """The parameter whose memory the view shares."""
 
 
 class AccessListener(Protocol):
-    """Hears when parameters are used; the tracer and the runtime each have one."""
+    """Hears of uses of parameters; tracer and runtime each implement it."""
 
     claims_saved: bool
     """Whether it may claim tensors that autograd saves. Otherwise `pack` and `unpack` are never called, and autograd
-    saves as it does in plain PyTorch, without a call of Python for each tensor."""
+    saves tensors without a Python call, as in plain PyTorch."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
-        """`function` is about to read `parameters` (each once, in argument order), in forward or in recompute."""
+        """Called before `function` reads `parameters` (each once, in argument order), in forward or recompute."""
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
-        """`function` is about to write to `parameters`; comes before `used`.
+        """Called before `function` writes to `parameters`, and before `used`.
 
         Args:
-            parameters: each once.
-            function: its name.
-            of_weights: it gets no tensor but weights and views of them.
+            parameters: the parameters, each once.
+            function: the name of the function.
+            of_weights: whether all its tensors are weights or views of them.
         """
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """The function of the last `writes` on this thread has returned, or ``data`` has been set after `replaces`."""
+        """Called when the function of the last `writes` has returned, or ``data`` was set after `replaces`."""
 
     def view(self, tensor: torch.Tensor) -> Place | None:
-        """Where a result lies if its memory is a parameter's, so that it is to be tracked; else None."""
+        """The place of a result that must be tracked, since it shares a parameter's memory; otherwise None."""
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """The tensor that the caller gets instead of `data`, which is ``parameter.data`` or that of a view of it."""
+        """The tensor to return instead of `data`, which is ``parameter.data`` or that of a view of it."""
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether one operator may read all of them."""
+        """Whether one operator may read all of them at once."""
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether what runs now has announced `parameter`, so that reading a view of it is no new use."""
+        """Whether the running module or node has announced `parameter`, so that reading a view of it is no new use."""
 
     def renew(self, view: Any) -> None:
-        """`view` is about to be read, its parameter is in use: see that it shows the values it was made of."""
+        """Called before `view` is read, while its parameter is in use: points it to the parameter's memory."""
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad`` is about to be read."""
+        """Called before ``parameter.grad`` is read."""
 
     def drops_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad`` is about to be set to None, or deleted."""
+        """Called before ``parameter.grad`` is set to None, or deleted."""
 
     def replaces(self, parameter: nn.Parameter) -> None:
-        """``parameter.data`` is about to be set to another tensor, or ``parameter.set_`` was called."""
+        """Called before ``parameter.data`` is set to another tensor, or ``parameter.set_`` runs."""
 
     def entered(self, module: nn.Module) -> None:
-        """`module` starts to run."""
+        """Called when `module` starts to run."""
 
     def left(self, module: nn.Module, output: Any) -> Any:
-        """`module` has returned `output`, or raised (None). Gives what it returns instead."""
+        """Called when `module` has returned `output`, or raised (None). Returns the output to use instead."""
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
-        """A handle that stands for `tensor` until backward if it is (a view of) a weight, else None."""
+        """A handle that replaces `tensor` until backward if it is (a view of) a weight, otherwise None."""
 
     def unpack(self, handle: Any) -> torch.Tensor:
-        """The tensor of a handle of `pack`; the autograd node now running is about to read it."""
+        """The tensor of a handle of `pack`, which the running autograd node is about to read."""

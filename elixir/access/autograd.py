@@ -1,4 +1,4 @@
-"""The state of autograd on this thread, and the hooks that see the tensors it saves."""
+"""Reads the state of autograd on this thread, and hooks into the tensors that it saves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRANSFORMS = (
 
 
 def hooks_were_refused(error: BaseException) -> InputError | None:
-    """Replaces PyTorch's error about a transform that cannot run inside of hooks by one that says what to do."""
+    """Returns an error that says what to do, if PyTorch refused a transform because of our hooks; otherwise None."""
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         return InputError(
             f"a transform begins in a module that is running and would switch off saved-tensor hooks, {_TRANSFORMS}"
@@ -43,12 +43,12 @@ def hooks_were_refused(error: BaseException) -> InputError | None:
 
 
 def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[Any, AccessListener], Any]) -> Any:
-    """Hooks that let the listener claim a tensor first and hand all others to `outer`.
+    """Creates hooks that let the listener claim a tensor first, and pass all others to `outer`.
 
     Args:
         listener: claims weights.
-        outer: the hooks in force before.
-        track: ``track(items, listener)`` has weights among some tensors announced where a function uses them.
+        outer: the hooks that were active before.
+        track: ``track(items, listener)`` makes weights among some tensors announce their uses.
     """
     if not saved_tensors_hooks_are_enabled():
         raise InputError(f"a weight is used where saved-tensor hooks are switched off, {_TRANSFORMS}")
@@ -58,13 +58,13 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
     keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
 
     def pack(tensor: torch.Tensor) -> Any:
-        with DisableTorchFunctionSubclass():  # what is asked of a parameter here is no use of it
+        with DisableTorchFunctionSubclass():  # questions about a parameter are no use of it
             handle = listener.pack(tensor)
         return keep(tensor) if handle is None else _Claimed(handle)
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
-            # On a device's thread autograd calls this from C++, so there is no Python frame above.
+            # On a device's thread autograd calls this from C++, without a Python frame above.
             caller = sys._getframe().f_back
             if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
                 _track_arguments(caller, lambda items: track(items, listener))
@@ -80,12 +80,12 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
 def _track_arguments(caller: FrameType, track: Callable[[Any], Any]) -> None:
     """Makes the function of a checkpoint, which is about to run again, announce the weights among its arguments.
 
-    A checkpoint saves them as autograd saves tensors, so they come back without the class that announces their uses.
-    Where a version of PyTorch names the function otherwise, the checkpoint runs as it always does.
+    Activation checkpointing saves them like autograd, so they come back without the class that announces uses. If a
+    version of PyTorch names the function differently, the checkpoint runs unchanged.
     """
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
-        # Without reentrance the function is in a frame, which older versions of PyTorch keep in another variable.
+        # Non-reentrant checkpointing keeps the function in a frame object; its variable's name depends on the version.
         for owner in map(frame.f_locals.get, ("self", "frame", "ctx")):
             for name in ("recompute_fn", "run_function"):
                 function = getattr(owner, name, None)
@@ -104,12 +104,12 @@ def _with_tracked_arguments(function: Callable[..., Any], track: Callable[[Any],
 
 
 def listener_of(hooks: Hooks | None) -> Any:
-    """The listener to which these hooks belong; None for hooks of others."""
+    """The listener of these hooks; None for foreign hooks."""
     return None if hooks is None else getattr(hooks[0], "elixir_listener", None)
 
 
 class _Claimed:
-    """A saved tensor that the listener keeps."""
+    """A saved tensor that the listener has claimed."""
 
     __slots__ = ("handle",)
 
@@ -118,8 +118,8 @@ class _Claimed:
 
 
 class _Kept:
-    """A saved tensor that nobody claims. Hooks switch off PyTorch's check for writes after saving, so it is made
-    here."""
+    """A saved tensor that the listener does not claim. Hooks switch off PyTorch's check for later writes, so this class
+    repeats it."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -138,26 +138,26 @@ class _Kept:
 
 
 def innermost_saved_tensors_hooks() -> Hooks | None:
-    """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
+    """The active (pack, unpack) pair. PyTorch has no public name for it; a test notices if the private one goes."""
     hooks: Hooks | None = top_saved_tensors_hooks(True)
     return hooks
 
 
 def backward_is_running() -> bool:
-    """Whether autograd is executing a backward pass on this thread."""
+    """Whether autograd runs a backward on this thread."""
     return bool(current_graph_task_id() != -1)
 
 
 def current_node_number() -> int:
-    """Sequence number of the autograd node that runs on this thread; -1 where none does."""
+    """The sequence number of the autograd node that runs on this thread; -1 if none does."""
     node = current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its graph, unseen by dispatch modes.
+    """Returns `tensor` without its graph, hidden from dispatch modes.
 
-    An output that a node saves would hold that very node: a cycle that keeps the activation until the garbage collector
+    A node that saves its own output would be held by it: a cycle that keeps the activation until the garbage collector
     runs.
     """
     if tensor.grad_fn is None:

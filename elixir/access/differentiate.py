@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` and `backward` with respect to tracked parameters, which read none of their values by that."""
+"""Runs `torch.autograd.grad` and `backward` for tracked parameters without announcing them as uses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 def differentiate(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_tracked: Callable[[Any], bool]
 ) -> Any:
-    """Calls `func` with edges of the graph instead of parameters, so that no torch function sees them again.
+    """Calls `func` with graph edges instead of parameters, so that no torch function sees the parameters again.
 
     Args:
         func: ``torch.autograd.grad`` or ``torch.autograd.backward``.
-        args: its arguments, as a torch function gets them.
-        kwargs: the others.
-        is_tracked: whether something is a tracked parameter, a view of one, or contains any.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_tracked: whether an argument is a tracked parameter, a view of one, or contains any.
 
     Raises:
-        InputError: the graph would begin at a weight, or a gradient be left at a view of one.
+        InputError: the graph would begin at a weight, or a gradient be stored at a view of one.
     """
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     if is_tracked(next(iter(given.values()))):
@@ -35,7 +35,7 @@ def differentiate(
             "module's forward has computed from it"
         )
     inputs = tuple(given.get("inputs") or ())
-    with DisableTorchFunctionSubclass(), unmarked():  # an edge is asked for, not what the weight holds
+    with DisableTorchFunctionSubclass(), unmarked():  # this asks for an edge, not for the weight's values
         if func is torch.autograd.backward and any(is_tracked(item) and not item.is_leaf for item in inputs):
             raise InputError(
                 "backward(inputs=) cannot leave a gradient at a view of a weight; give the weight itself, or ask "
@@ -44,7 +44,7 @@ def differentiate(
         given["inputs"] = tuple(get_gradient_edge(item) if is_tracked(item) else item for item in inputs)
     if not given.pop("materialize_grads", False):
         return func(**given)
-    # Of an edge torch does not know the shape that zeros would have.
+    # For an edge torch does not know the shape of the zeros.
     found = func(**given | {"allow_unused": True})
     return tuple(
         torch.zeros(item.shape, dtype=item.dtype, device=item.device)

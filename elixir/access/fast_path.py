@@ -1,8 +1,8 @@
-"""PyTorch's fast paths of attention in evaluation.
+"""`FastPath`: lets modules take PyTorch's fast paths of attention in evaluation.
 
-`nn.TransformerEncoderLayer`, `nn.TransformerEncoder` and `nn.MultiheadAttention` compute a layer in one operator, with
-other bits, if no gradient is wanted, no weight has a torch function and no module inside has a hook. Tracked weights
-have one, and modules have hooks of ours. Neither is needed there: the operator meets marked placeholders.
+`nn.TransformerEncoderLayer`, `nn.TransformerEncoder` and `nn.MultiheadAttention` compute a layer in one operator, which
+rounds differently, if no gradient is wanted, no weight has a torch function and no module inside has a hook. Tracked
+weights and our hooks would prevent it, yet neither is needed: the operator meets marked placeholders.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FastPath:
 
     Args:
         module: one of `HAVE_FAST_PATHS`.
-        listener: is asked whether all weights of a layer may be there at once.
-        ours: ids of our hooks.
+        listener: knows whether all weights of a layer fit at once.
+        ours: the ids of our hooks.
     """
 
     def __init__(self, module: nn.Module, listener: AccessListener, ours: set[int]) -> None:
@@ -37,7 +37,7 @@ class FastPath:
         self._own = vars(module).get("forward")
         self._forward: Callable[..., Any] = module.forward
         self._attached = True
-        update_wrapper(self, self._forward)  # code may ask for its signature
+        update_wrapper(self, self._forward)  # code may inspect its signature
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ class FastPath:
             return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the module its forward back, unless another lies over this one and goes on calling it."""
+        """Restores the module's forward, unless another replacement wraps this one and still calls it."""
         self._attached = False
         if vars(self._module).get("forward") is self:
             del self._module.forward
@@ -66,8 +66,8 @@ class FastPath:
 
 @contextmanager
 def _without_hooks(module: nn.Module, ours: set[int]) -> Iterator[None]:
-    """Hides our hooks from an encoder layer, which looks for any. If there are other hooks, it hides none, since the
-    fast path would not call them."""
+    """Hides our hooks from an encoder layer, which checks for hooks. If there are foreign hooks it hides none, since
+    the fast path would not call them."""
     inside = list(module.modules()) if isinstance(module, nn.TransformerEncoderLayer) else []
     hooks = [(vars(part), name, vars(part)[name]) for part in inside for name in _HOOKS if vars(part).get(name)]
     if not all(ours.issuperset(held) for _, _, held in hooks):

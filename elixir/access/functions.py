@@ -1,4 +1,4 @@
-"""Torch functions by what they do to their arguments: read them, write to them, or only ask about them."""
+"""Sorts torch functions by what they do to their arguments: read values, write values, or read only metadata."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _IN_PLACE_OPERATORS = frozenset(
     "__ixor__".split()
 )
 RENORMALISE = frozenset(("embedding", "embedding_bag"))
-"""Functions that with ``max_norm`` first write to the requested rows of the weight, their second argument."""
+"""Functions that with ``max_norm`` first write to the requested rows of their second argument, the weight."""
 REPLACES_MEMORY = "set_"
-"""The operator that gives a tensor other memory, as setting ``data`` does. PyTorch announces no torch function."""
+"""The operator that gives a tensor other memory, like setting ``data``. PyTorch calls no torch function for it."""
 
 
 def operator_reads_only_metadata(name: str) -> bool:
-    """Whether an operator of this name looks at no element of what it gets."""
+    """Whether an operator of this name reads no element of its arguments."""
     return name in _METADATA_METHODS
 
 
 def reads_only_metadata(func: Any) -> bool:
-    """Whether it looks at no element: it asks for metadata, or sets what is no memory of its argument."""
+    """Whether a function reads no element: it reads metadata, or sets an attribute that is no memory."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
@@ -38,14 +38,14 @@ def reads_only_metadata(func: Any) -> bool:
 
 
 def name_of(func: Any) -> str:
-    """The name of a function in an order of uses, or in a message."""
+    """The name of a function, for an order of uses or a message."""
     name = getattr(func, "__name__", str(func))
-    # A property is known by its getter only.
+    # A property is named by its getter.
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
 def written_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a function writes to: the first one of an in-place function, and any ``out``."""
+    """The arguments that a function writes to: the first one of an in-place function, and ``out``."""
     if name in RENORMALISE:
         return () if kwargs["max_norm"] is None else args[1:2], {}
     out = {"out": kwargs["out"]} if kwargs.get("out") is not None else {}

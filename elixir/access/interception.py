@@ -1,24 +1,23 @@
-"""Who uses which parameter when: the one interception that tracer and runtime listen to.
+"""`Interception`: announces every use of a parameter to a listener, the tracer's or the runtime's.
 
 Four things together see every use of a parameter:
 
-* In forward and in recompute, a `torch.nn.Parameter` subclass announces each torch function it is an argument of.
-* In backward, a weight that autograd saved is announced when its node asks for it back. For that a pair of
-  `saved_tensors_hooks` is pushed at every module entry, so that it is the innermost one also where a checkpoint has
-  pushed its own; what the listener does not claim goes on to the hooks that were in force before. A listener that
-  claims nothing does without.
+* In forward and recompute, a `torch.nn.Parameter` subclass announces each torch function that gets it as an argument.
+* In backward, a weight that autograd saved is announced when its node asks for it. A pair of `saved_tensors_hooks` is
+  pushed at every module entry, so that it stays innermost even if activation checkpointing has pushed its own. Tensors
+  that the listener does not claim go to the outer hooks. A listener that claims nothing needs no hooks.
 * Code that calls operators without Python's torch functions (TorchScript, `torch.vmap`, compiled extensions) meets
-  parameters that a listener has marked (`elixir.access.placeholders`): every operator that gets one is announced as a
-  torch function is. A trace, whose dispatch mode sees every operator, marks none.
-* Module entries and exits delimit scopes: a view of a parameter made in one operator may be used in the next one, so
-  what a function used stays in use until the innermost module that was running returns.
+  parameters that a listener has marked (`elixir.access.placeholders`): every operator that gets one is announced like a
+  torch function. A trace marks none, since its dispatch mode sees every operator.
+* Module entries and exits delimit scopes: the next operator may use a view that one operator created, so a parameter
+  stays in use until the innermost running module returns.
 
-A view may be used later than that: a closure that a checkpoint runs again captured it, the context of an autograd
-function keeps it, a module returned it in a custom object. So what a function returns and the listener recognises
-as a view becomes a `TrackedView`. It announces what reads it as a parameter does, and is pointed to the weight anew.
+A view may live longer: in a closure that is recomputed, in the context of an autograd function, or in a custom object
+that a module returned. So a result that the listener recognises as a view becomes a `TrackedView`. It announces its
+uses like a parameter, and is then pointed to the weight again.
 
-Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes its shape from a parameter
-(`zeros_like`, `new_empty`); `data`, `data_ptr()` and `untyped_storage()` are, since they lead to the values unseen.
+Reading metadata (`shape`, `dtype`, `size()`, ...) is no use, nor is taking only the shape of a parameter (`zeros_like`,
+`new_empty`). `data`, `data_ptr()` and `untyped_storage()` are uses, since they expose the values.
 """
 
 from __future__ import annotations
@@ -78,21 +77,21 @@ class TrackedParameter(nn.Parameter):
         return _call(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """With values where they may be read; a debugger's list of variables must not raise."""
+        """Shows values if they may be read; a debugger's list of variables must not raise."""
         try:
             return str(super().__repr__())  # type: ignore[no-untyped-call]
         except InputError:
             return f"Parameter of shape {list(self.shape)} and {self.dtype}, whose values are elsewhere"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with the same values, which must be at hand."""
+        """Returns an ordinary parameter with the same values, which must be readable."""
         return _plain_copy(self, memo)
 
 
 class CountedParameter(nn.Parameter):
-    """A parameter whose ``data`` comes from a function, so that writes through it can be counted.
+    """A parameter whose ``data`` is read through a function, so that writes through it can be counted.
 
-    It has no torch function, so it costs nothing except where ``data`` is read.
+    It has no torch function, so only reads of ``data`` cost anything.
     """
 
     elixir_lends: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -110,21 +109,21 @@ class CountedParameter(nn.Parameter):
         _DATA.__set__(self, value)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with the same values."""
+        """Returns an ordinary parameter with the same values."""
         return _plain_copy(self, memo)
 
 
 class TrackedView(torch.Tensor):
     """A view of a tracked parameter that tells the listener before a torch function reads it.
 
-    A function's result becomes one by a change of its class, of which autograd knows nothing.
+    A function's result becomes one by a change of class, which autograd does not notice.
     """
 
     elixir_listener: AccessListener
     elixir_place: Any
-    """The listener's, a `Place`."""
+    """The listener's `Place` of the view."""
     elixir_memory: Any
-    """The memory that it is a view of now; also the listener's."""
+    """The memory that it currently views; only the listener uses it."""
 
     @classmethod
     def __torch_function__(
@@ -133,23 +132,23 @@ class TrackedView(torch.Tensor):
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As of any tensor: a copy of its values, refused where it has a graph."""
+        """Copies its values, as of any tensor; refused if it has a graph."""
         return self.clone().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickled as it is, it would take along all memory that it is a view of.
+        # Pickling the view itself would include all memory that it views.
         return self.detach().clone().__reduce_ex__(protocol)
 
 
 _Tracked = TrackedParameter | TrackedView
 
 TRACKED_PARAMETERS: set[type] = {TrackedParameter}
-"""The classes of tracked parameters: one for each class that a model's parameters have."""
+"""The classes of tracked parameters: one per class of a model's parameters."""
 
 
 @functools.cache
 def _tracked_class(kind: type) -> type:
-    """The class of tracked parameters of `kind`, which have the methods and attributes of that class."""
+    """Returns a class of tracked parameters with the methods and attributes of `kind`."""
     if kind is nn.Parameter:
         return TrackedParameter
     made = type(f"Tracked{kind.__name__}", (TrackedParameter, kind), {})
@@ -161,12 +160,12 @@ class Interception:
     """Attaches a listener to every parameter and module of a model, until `remove`.
 
     Args:
-        model: its parameters become `TrackedParameter`s in place; they keep their identity, and what their own
-            classes define.
-        listener: is told of every use.
-        parameters: only these are tracked, and modules without any are left alone; all of them by default.
-        scripts: whether calls of TorchScript functions are announced, which replaces a method of PyTorch's class for
-            all threads. A trace does without: its dispatch mode sees every operator that they call.
+        model: the model. Its parameters become `TrackedParameter`s in place; they keep identity, methods and
+            attributes.
+        listener: hears of every use.
+        parameters: the parameters to track, by default all; modules without any are left alone.
+        scripts: whether to announce calls of TorchScript functions, by replacing a method of PyTorch's class for all
+            threads. A trace does not need it, since its dispatch mode sees their operators.
     """
 
     def __init__(
@@ -192,8 +191,8 @@ class Interception:
                     parameter.__class__ = _tracked_class(parameter.__class__)
                     parameter.elixir_listener = listener  # type: ignore[attr-defined]
             if parameters is not None and next(module.parameters(), None) is None:
-                continue  # it may be part of other models that run as well, as an activation function is
-            # By the class, since a TorchScript module refuses to register hooks, but calls those that it has.
+                continue  # it may belong to several running models, as an activation function may
+            # Called on the class, since a TorchScript module refuses to register hooks, yet calls them.
             self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
             self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
         ours = {handle.id for handle in self._handles}
@@ -202,13 +201,13 @@ class Interception:
         self._fast = [FastPath(each, listener, ours) for each in tracked]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy of a module copies its hooks, and with them this: it would listen for two models.
+        # A copied module has copied hooks, and with them this object: it would listen for two models.
         raise InputError(
             "a model that runs under a plan cannot be copied or pickled; save its state_dict(), or build a second model"
         )
 
     def remove(self) -> None:
-        """Gives parameters their class back and takes all hooks off."""
+        """Restores the classes of parameters and removes all hooks."""
         if self._scripts is not None:
             self._scripts()
         for parameter, original in self._classes:
@@ -225,20 +224,20 @@ class Interception:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         outer, hooks = innermost_saved_tensors_hooks(), None
-        # Those of a module around this one serve as well.
+        # Hooks of a module around this one serve this one, too.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer, _track)
             hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)
         if isinstance(module, torch.jit.ScriptModule):
-            # Nothing inside of it calls hooks, and fused kernels of TorchScript are no operators.
+            # Modules inside of it call no hooks, and fused kernels of TorchScript are no operators.
             tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
             if tracked:
                 self._listener.used(tracked, "TorchScript")
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # A module whose pre-hook raised was never entered, and one that a checkpoint stopped early has not left.
+        # A module whose pre-hook raised was never entered; one that a checkpoint stopped early was never left.
         innermost = bool(self._open) and self._open[-1][0] is module
         if not innermost and not any(entered is module for entered, _ in self._open):
             return output
@@ -252,9 +251,9 @@ class Interception:
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A torch function that has a tracked parameter, or a view of one, among its arguments."""
+    """Handles a torch function with a tracked parameter, or a view of one, among its arguments."""
     if func is torch.autograd.grad or func is torch.autograd.backward:
-        # What autograd runs, such as a recompute, has uses to announce: torch functions stay on.
+        # A recompute inside of it has uses to announce, so torch functions stay on.
         return differentiate(func, args, kwargs, lambda item: bool(_tracked((item,), {})))
     with DisableTorchFunctionSubclass(), unmarked():
         if reads_only_metadata(func):
@@ -270,9 +269,9 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _noticing(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` inside of `torch.vmap` and its like, where it may get other weights than those announced for it.
+    """Wraps `func` for `torch.vmap` and its like, where it may get other weights than were announced for it.
 
-    There tensors are wrapped: the one that an operator gets in the end is known to nobody before.
+    There tensors are wrapped, so the tensor that an operator gets is unknown before the call.
     """
 
     def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -283,16 +282,16 @@ def _noticing(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """An operator that gets something marked, called by what is no torch function."""
+    """Handles an operator that gets a marked tensor from code that calls no torch function."""
     with DisableTorchFunctionSubclass(), unmarked():
         name = operator._schema.name.partition("::")[2]
         if name == REPLACES_MEMORY and type(args[0]) in TRACKED_PARAMETERS:
-            args[0].elixir_listener.replaces(args[0])  # a tensor that takes a weight's memory reads the weight
+            args[0].elixir_listener.replaces(args[0])  # as a later argument, a weight is only read
         if operator_reads_only_metadata(name):
             return operator(*args, **kwargs)
         found = _tracked(args, kwargs)
         if not found:
-            # A view of a weight that only operators have seen so far. If it has memory, that is a block's.
+            # A view that only operators have seen. If it has memory, that is in a block.
             if any(is_absent(item) for item in tree_leaves((args, kwargs))):
                 raise InputError(
                     f"{name} reads a weight that is elsewhere, through a tensor made from it by code that no torch "
@@ -313,7 +312,7 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 watch(_reached)
 
 _call_script: Callable[..., Any] = torch.jit.ScriptFunction.__call__
-_attached = 0  # how many of `_script_functions_announce` have not been taken back
+_attached = 0  # how many calls of `_script_functions_announce` are active
 _attaching = threading.Lock()
 
 
@@ -328,9 +327,9 @@ def _announced_script(function: torch.jit.ScriptFunction[Any, Any], *args: Any, 
 
 
 def _script_functions_announce() -> Callable[[], None]:
-    """Have calls of TorchScript functions announced, until what this returns is called.
+    """Makes calls of TorchScript functions announce uses; returns the function that ends it.
 
-    TorchScript's methods look for `__torch_function__` in their arguments, its functions do not. Marks alone do not do,
+    TorchScript's methods look for `__torch_function__` in their arguments, its functions do not. Marks are not enough,
     since a fused kernel takes the addresses of its arguments without an operator.
     """
     global _attached
@@ -365,8 +364,8 @@ def _read(
     _announce(listener, found, name)
     outer = innermost_saved_tensors_hooks()
     if listener.claims_saved and torch.is_grad_enabled() and listener_of(outer) is not listener:
-        # Outside every module: in step_fn itself, or in a checkpointed function that runs again. Or inside hooks of
-        # others, which would keep the weight itself.
+        # This runs outside of every module: in step_fn, or in a recomputed function. Or it runs inside foreign hooks,
+        # which would keep the weight itself.
         with hooks_over(listener, outer, _track):
             result = func(*args, **kwargs)
     else:
@@ -377,7 +376,8 @@ def _read(
 
 
 def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> None:
-    """Tells of the parameters that are read; those of views only if nothing that runs has told of them."""
+    """Announces the parameters that are read; those of views only if the running module or node has not announced
+    them."""
     views = [item for item in found if type(item) is TrackedView]
     if not views:
         listener.used(cast(list[nn.Parameter], found), name)
@@ -395,7 +395,7 @@ def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> Non
 
 
 def _track(result: Any, listener: AccessListener) -> Any:
-    """`result`, in which every view of a parameter is a `TrackedView`."""
+    """Returns `result`, in which every view of a parameter has become a `TrackedView`."""
     if type(result) is torch.Tensor:
         place = listener.view(result)
         if place is not None:
@@ -405,20 +405,20 @@ def _track(result: Any, listener: AccessListener) -> Any:
     elif isinstance(result, (tuple, list)):
         for item in result:
             _track(item, listener)
-    elif type(result) is _TUPLE_ITERATOR:  # of `for row in weight`
+    elif type(result) is _TUPLE_ITERATOR:  # from `for row in weight`
         return iter(_track(tuple(result), listener))
     return result
 
 
 def untrack(tensors: Iterable[Any]) -> None:
-    """Those that are views of tracked parameters become ordinary tensors, valid until the running module returns."""
+    """Turns views of tracked parameters into ordinary tensors, valid until the running module returns."""
     for tensor in tensors:
         if type(tensor) is TrackedView:
             tensor.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Handles a call that reads no weight, but that the listener must hear of or answer."""
+    """Handles a call that reads no weight but concerns the listener."""
     owner, name = getattr(func, "__self__", None), func.__name__
     item: Any = args[0] if args else None
     if type(item) in TRACKED_PARAMETERS:
@@ -429,17 +429,17 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 item.elixir_listener.drops_gradient(item)
         elif owner is _DATA and name == "__set__":
             if _same_memory(item, args[1]):
-                return None  # as `module.to(dtype)` does it in the forward of routers
+                return None  # `module.to(dtype)` does this in the forward of routers
             item.elixir_listener.replaces(item)
             func(*args, **kwargs)
             return item.elixir_listener.wrote([item])
     elif owner is _DATA and name == "__set__":
-        untrack([item])  # it is to be a view of something else
+        untrack([item])  # it becomes a view of other memory
     return func(*args, **kwargs)
 
 
 def _same_memory(item: torch.Tensor, other: Any) -> bool:
-    """Whether `item` would be the same elements in the same order if it were given the memory of `other`."""
+    """Whether `other` has the same elements in the same memory as `item`."""
     return other is item or (
         isinstance(other, torch.Tensor)
         and (other.dtype, other.shape, other.stride()) == (item.dtype, item.shape, item.stride())
@@ -453,7 +453,7 @@ def _parameter_of(item: _Tracked) -> nn.Parameter:
 
 
 def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
-    """The tracked parameters and views of them among the arguments, each once."""
+    """Finds the tracked parameters and views of them among the arguments, each once."""
     found: list[_Tracked] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
         kind = type(item)

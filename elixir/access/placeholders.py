@@ -1,13 +1,13 @@
-"""Tensors that carry a mark which PyTorch's dispatcher sees, so that no operator reads them unnoticed.
+"""Placeholders: tensors with a mark for PyTorch's dispatcher, so that no operator reads them unnoticed.
 
 `__torch_function__` announces what Python calls. TorchScript, `torch.vmap`, compiled extensions and autograd call
 operators without it. So the memory that a streamed parameter points to is *marked*: its tensor has one more dispatch
 key, for which a function of ours is registered. Every operator that gets such a tensor comes there first, whatever code
 called it.
 
-The key is `DeferredInit`. PyTorch has it for libraries outside of it and registers nothing for it; it comes before
-autograd, vmap and autocast, so that a weight is there when these look at it. Where uses have been announced already the
-key is switched off for the thread (`unmarked`), and costs nothing more.
+The key is `DeferredInit`, which PyTorch reserves for other libraries. It comes before autograd, vmap and autocast, so
+that a weight is present when these read it. Once uses have been announced, the key is switched off for the thread
+(`unmarked`) and costs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class _Made(torch.Tensor):
-    """A tensor made with the key. What reads it comes to the key's function first, never here."""
+    """A tensor with the key. An operator that reads it reaches the key's function, never this class."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -42,7 +42,7 @@ class _Made(torch.Tensor):
 
 
 class unmarked:
-    """While it lasts, operators of this thread take marked tensors for ordinary ones."""
+    """A context in which operators of this thread treat marked tensors as ordinary ones."""
 
     __slots__ = ("_before",)
     excluded = True
@@ -58,7 +58,7 @@ class unmarked:
 
 
 class remarked(unmarked):
-    """Inside of `unmarked`: while it lasts, operators of this thread notice marked tensors again."""
+    """A context inside of `unmarked` in which operators of this thread notice marked tensors again."""
 
     __slots__ = ()
     excluded = False
@@ -67,14 +67,14 @@ class remarked(unmarked):
 def absent(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, stride: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """A marked tensor without memory: what a parameter points to while its weights are elsewhere. Contiguous without
-    `stride`.
+    """Creates a marked tensor without memory, to which a parameter points while its weights are elsewhere. It is
+    contiguous by default.
 
     Code that asks for the address of its elements instead of calling operators gets an error from PyTorch
     (``data_ptr<T>()``), or a null pointer.
     """
     made = torch.empty(0, dtype=dtype, device=device)
-    # Through `data` it becomes an ordinary tensor that has all of the other but its class.
+    # Setting `data` takes over everything but the class.
     made.data = make_wrapper_subclass(
         _Made, shape, stride, dtype=dtype, device=torch.device(device), _extra_dispatch_keys=_KEYS
     )
@@ -82,8 +82,8 @@ def absent(
 
 
 def marked(memory: torch.Tensor) -> torch.Tensor:
-    """A marked tensor over the same elements as `memory`, which is contiguous. Views of it, made `unmarked`, are
-    marked, too."""
+    """Creates a marked tensor over `memory`, which is contiguous. Its views, taken inside of `unmarked`, are marked,
+    too."""
     made = absent(memory.shape, memory.dtype, memory.device)
     with torch.no_grad(), unmarked():
         made.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
@@ -91,25 +91,26 @@ def marked(memory: torch.Tensor) -> torch.Tensor:
 
 
 def is_absent(item: Any) -> bool:
-    """Whether something is a marked tensor without memory."""
+    """Whether `item` is a marked tensor without memory."""
     if not isinstance(item, torch.Tensor):
         return False
-    with DisableTorchFunctionSubclass():  # to ask is no use
+    with DisableTorchFunctionSubclass():  # this is no use of the weight
         return dispatch_keys(item).has(_KEY) and item.numel() > 0 and item.data_ptr() == 0
 
 
 def watch(reached: Callable[..., Any]) -> None:
-    """Have ``reached(operator, *args, **kwargs)`` called instead of every operator that gets a marked tensor."""
+    """Registers ``reached(operator, *args, **kwargs)`` to be called instead of every operator that gets a marked
+    tensor."""
     own = torch.library.Library("_", "IMPL")
     own.fallback(reached, "DeferredInit")
     aten = torch.library.Library("aten", "IMPL")
-    # Asked whenever `parameter.data` is set; it looks at no element.
+    # Called whenever `parameter.data` is set; it reads no element.
     aten.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, "DeferredInit")
-    _libraries.extend((own, aten))  # what is registered lasts as long as they do
+    _libraries.extend((own, aten))  # registrations last as long as these objects
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that only the storage of this tensor has; 0 if it has none (sparse, or inside vmap)."""
+    """A unique number of the tensor's storage; 0 if it has none (sparse, or inside vmap)."""
     try:
         number: int = tensor.untyped_storage()._cdata
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Full weights shown in their parameters, outside of a step: `ElixirModule.gathered`."""
+"""`shown`: shows full weights in their parameters, outside of a step; see `ElixirModule.gathered`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elixir.errors import InputError
 from elixir.wrapper.engine import Engine
 
 Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
-"""The parameters of a module, one, several, or all."""
+"""The parameters of a module, one parameter, several, or None for all."""
 
 
 @contextlib.contextmanager
@@ -21,9 +21,9 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
     """See `ElixirModule.gathered`.
 
     Args:
-        engine: whose chunks are gathered.
-        wanted: parameters to show.
-        write: whether what is written to them becomes the weights, unless an exception ends it.
+        engine: the engine of the chunks.
+        wanted: the parameters to show.
+        write: whether writes become the weights, unless an exception ends the context.
     """
     uses, parameters = engine.uses, _of_model(engine, wanted)
     uses.refuse_inside("gathered()")
@@ -37,12 +37,13 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
             if not asked:
                 continue
             if write:
-                chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
+                chunk.about_to_write()  # before versions change, at which a checkpoint would raise
             memory = chunk.gathered
-            if memory is None:  # otherwise another `gathered` around this one holds it already
+            if memory is None:  # otherwise another `gathered` around this one holds it
                 memory = engine.whole(chunk)
                 if memory is chunk.whole:
-                    # What is written here must not be the weights yet, and without `write` never: `data` tells nobody.
+                    # Writes must not reach the weights before the end, and without `write` never; writes through `data`
+                    # are not announced.
                     memory = memory.clone()
                 chunk.point_into(memory)
                 chunk.gathered = memory
@@ -51,7 +52,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
         yield
         if write:
-            engine.cache.invalidate()  # a backward in here may have fetched what is old now
+            engine.cache.invalidate()  # a backward inside of the context may have fetched old weights
             take_back(opened)
             for chunk, memory, asked in opened:
                 chunk.take(memory, asked)
@@ -67,7 +68,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
 
 
 def _hide(chunks: Iterable[Chunk]) -> None:
-    """Their parameters point to where they did before; what they pointed to can go."""
+    """Points the parameters of chunks back to where they pointed before, and frees the shown memory."""
     for chunk in chunks:
         chunk.gathered = None
         if chunk.whole is None:
@@ -77,7 +78,7 @@ def _hide(chunks: Iterable[Chunk]) -> None:
 
 
 def _moved_by_user(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
-    """The memory that somebody has given to plain parameters, which get it back afterwards."""
+    """The memory that the user has given to plain parameters, which get it back afterwards."""
     plain = [chunk for chunk in engine.chunks if chunk.gathered is None and engine.is_ordinary(chunk)]
     return {
         slot.parameter: slot.parameter.data

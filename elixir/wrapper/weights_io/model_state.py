@@ -1,6 +1,6 @@
-"""Weights in and out under the model's own names: full values, no more than one chunk gathered at a time.
+"""`ModelState`: state dicts with full values under the model's names, gathering one chunk at a time.
 
-Every module of a wrapped model, and so its ``save_pretrained``, gives and takes full values in the weights' dtype. The
+Every module of a wrapped model, and so its ``save_pretrained``, saves and loads full values in the weights' dtype. The
 wrapper's own state dict has float32: master weights if there are any.
 """
 
@@ -22,24 +22,24 @@ from elixir.wrapper.engine import Engine
 
 
 class _Replaced:
-    """A method of one module with another over it; models that share a module may put theirs over each other's.
+    """Replaces a method of one module. Models that share a module may stack their replacements.
 
     Args:
-        module: has the method.
-        name: of the method.
-        over: is called with what it replaces, and the arguments.
+        module: the module.
+        name: the name of the method.
+        over: the replacement; its first argument is the replaced method.
     """
 
     def __init__(self, module: nn.Module, name: str, over: Callable[..., Any]) -> None:
         self._module, self._name, self._over = module, name, over
-        self.own = vars(module).get(name)  # None where it is that of the class
+        self.own = vars(module).get(name)  # None if it is the method of the class
         self.original: Callable[..., Any] = getattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._over(self.original, *args, **kwargs)
 
     def remove(self) -> None:
-        """Takes it off again, whatever has been put over it since."""
+        """Undoes the replacement, even if others have been stacked on it."""
         above = vars(self._module).get(self._name)
         if above is self:
             if self.own is None:
@@ -54,7 +54,7 @@ class _Replaced:
             above = above.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the module is nobody's: it has the method of its class.
+        # A copy of the module runs under no plan: it has the method of its class.
         return MethodType(getattr(type(self._module), self._name), copy.deepcopy(self._module, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,7 +62,7 @@ class _Replaced:
 
 
 def in_use(module: nn.Module) -> bool:
-    """Whether a model that runs under a plan has this module, and its parameters, among its own."""
+    """Whether this module, with its parameters, belongs to a model that runs under a plan."""
     return bool(module._parameters) and isinstance(vars(module).get("_save_to_state_dict"), _Replaced)
 
 
@@ -70,8 +70,8 @@ class ModelState:
     """Makes ``state_dict`` and ``load_state_dict`` of every module of a model full and strict.
 
     Args:
-        engine: of the model. With several ranks all must ask for a state dict together.
-        buffers: rank 0's values for this rank's buffers, where they may be others.
+        engine: the engine of the model. With several ranks all must ask for a state dict together.
+        buffers: returns rank 0's values for this rank's buffers, if they may differ.
     """
 
     def __init__(self, engine: Engine, buffers: Callable[[], dict[torch.Tensor, torch.Tensor]]) -> None:
@@ -79,22 +79,22 @@ class ModelState:
         self._uses = engine.uses
         self._places = engine.places
         self._full: bool | None = None
-        """While the wrapper's own state dict is made: whether this rank wants it."""
+        """Whether this rank wants the wrapper's state dict; None unless that is being built."""
         self._only: Callable[[str, nn.Parameter], bool] | None = None
         self._dtype: torch.dtype | None = None
         self._given: dict[nn.Parameter, torch.Tensor] = {}
-        """Values in the state dict that is being made: names of one tied parameter share one tensor, as they always do.
+        """Values in the state dict that is being built: the names of a tied parameter share one tensor, as in torch.
         """
         self._gathered: tuple[int, torch.Tensor] | None = None
         """The last chunk that was gathered for a state dict, and its values."""
         self._shared: dict[torch.Tensor, torch.Tensor] = {}
-        """Rank 0's values of buffers for the state dict that is being made, so that it does not depend on who saves it.
+        """Rank 0's buffers for the state dict that is being built, so that it does not depend on the saving rank.
         """
         self._replaced: list[_Replaced] = []
         for module in self._model.modules():
             if module._parameters or module._buffers:
                 self._replace(module, "_save_to_state_dict", partial(self._give, module))
-            if next(module.parameters(), None) is not None:  # all others may be part of other models as well
+            if next(module.parameters(), None) is not None:  # modules without parameters may belong to several models
                 self._replace(module, "state_dict", self._together)
                 self._replace(module, "_load_from_state_dict", partial(self._take, module))
 
@@ -116,12 +116,12 @@ class ModelState:
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The model's state dict on the CPU, in separate memory, weights in float32 or wider.
+        """Builds the model's state dict on the CPU, in separate memory, with weights in float32 or wider.
 
         Args:
-            wanted: False takes part in gathering and keeps nothing.
-            only: says of a name and its parameter whether it is wanted on any rank.
-            dtype: of floating weights, instead.
+            wanted: False takes part in gathering but keeps nothing.
+            only: whether a parameter, given its name and itself, is included; the same on all ranks.
+            dtype: the dtype of floating weights, instead.
         """
         self._full, self._only, self._dtype = wanted, only, dtype
         try:
@@ -131,8 +131,8 @@ class ModelState:
         return state if wanted else {}
 
     def _together(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """A module's state dict; with several ranks, find out first that all of them want one."""
-        if self._uses.saving:  # of a module around this one
+        """Builds a module's state dict; with several ranks it first checks that all of them want one."""
+        if self._uses.saving:  # called for a module around this one
             return original(*args, **kwargs)
         self._engine.settle_together("state_dict()")
         self._engine.renew_shared()
@@ -154,7 +154,7 @@ class ModelState:
         prefix: str,
         keep_vars: bool,
     ) -> None:
-        """Saves a module without its children, values instead of placeholders; before any hook sees it."""
+        """Saves a module without its children, with values instead of placeholders, before any hook sees it."""
         original(destination, prefix, keep_vars)
         for name, parameter in module._parameters.items():
             key = prefix + name
@@ -179,19 +179,19 @@ class ModelState:
             if not keep_vars:
                 value = self._shared.get(buffer, value)
             if self._full is not None:
-                value = value.detach().to("cpu", copy=True)  # the model's own lives on
+                value = value.detach().to("cpu", copy=True)  # the model goes on changing its own
             destination[prefix + name] = value
 
     def _whole_of(self, chunk: Chunk) -> torch.Tensor:
         if self._gathered is None or self._gathered[0] != chunk.index:
-            self._gathered = None  # no two at a time
+            self._gathered = None  # frees the last one before the next is gathered
             self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None))
         return self._gathered[1]
 
     def _take(
         self, module: nn.Module, original: Callable[..., None], state: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Loads one module: its parameters are given separate memory, and what was written there goes home."""
+        """Loads one module: gives its parameters separate memory, then copies what was loaded home."""
         own = [
             self._places[parameter]
             for parameter in dict.fromkeys(module._parameters.values())
@@ -221,14 +221,14 @@ class ModelState:
             self._uses.loading = False
             given = list(zip(own, before, memory, strict=True))
             given.sort(key=lambda each: each[0][0].index)
-            with self._engine.window.keeping():  # masters of a chunk on a disk come into memory once
+            with self._engine.window.keeping():  # masters of a chunk on a disk are read once
                 for (chunk, slot), version, values in given:
                     if slot.parameter._version != version:
                         chunk.write(slot, values)
                     chunk.show(slot)
 
     def _refuse_shown(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Raises where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""
+        """Raises if values would be loaded into memory that `ElixirModule.gathered` shows without `write`."""
         for name, parameter in module._parameters.items():
             if parameter in self._places and prefix + name in state:
                 writable = self._uses.gathered.get(self._places[parameter][0].index)

@@ -1,7 +1,7 @@
-"""Buffers and frozen parameters that share memory with a weight that is trained show its values under a plan, too.
+"""`SharedWeights`: keeps buffers and frozen parameters that share memory with a trained weight equal to it.
 
-Where the weight is stepped in place on the device, a buffer goes on lying in its memory. Elsewhere weights move, so
-what shares their memory has separate memory, into which new values are copied as soon as there are any.
+If the weight is stepped in place on the device, a buffer still shares its memory. Otherwise weights move, so the buffer
+gets separate memory, into which new values are copied after each step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elixir.wrapper.engine import Engine
 
 @dataclass
 class _Copy:
-    """Something with a copy of a weight's values."""
+    """A tensor with a copy of a weight's values."""
 
     shared: SharedMemory
     tensor: torch.Tensor
@@ -29,17 +29,17 @@ class _Copy:
     home: tuple[Chunk, Slot] | None
     """The chunk and slot of a frozen parameter; None for a buffer."""
     copied: tuple[int, ...] = ()
-    """State of the weight whose values it has."""
+    """The state of the weight when its values were copied."""
     version: int = -1
-    """The version of the tensor since then."""
+    """The version of the tensor at that time."""
 
 
 class SharedWeights:
-    """Keeps what shares memory with weights equal to them.
+    """Keeps tensors that share memory with weights equal to them.
 
     Args:
         model: the model inside of the wrapper.
-        found: what shares memory in it, from before it was wrapped.
+        found: the tensors that shared memory in it before it was wrapped.
     """
 
     def __init__(self, model: nn.Module, found: Sequence[SharedMemory]) -> None:
@@ -47,7 +47,7 @@ class SharedWeights:
         self._copies: list[_Copy] = []
 
     def attach(self, engine: Engine) -> None:
-        """Begins under the engine's plan of now."""
+        """Begins under the engine's current plan."""
         self._engine, self._copies = engine, []
         if not self._found:
             return
@@ -67,13 +67,13 @@ class SharedWeights:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Copies the values of weights that have changed; with several ranks all must come here."""
+        """Copies the values of changed weights; with several ranks all must call this."""
         engine, moved = self._engine, False
         for copy in self._copies:
             chunk, _ = copy.weight
             chunk.synchronize_weights()
             now = self._state_of(copy)
-            if now == copy.copied:  # the same on all ranks, which make the same calls
+            if now == copy.copied:  # the same answer on all ranks, which make the same calls
                 self._refuse_written(copy)
                 continue
             values = self._values(copy)
@@ -87,12 +87,12 @@ class SharedWeights:
             engine.cache.invalidate()
 
     def refuse_written(self) -> None:
-        """Raises `InputError` where a forward has written to a copy, which the weight would never see."""
+        """Raises `InputError` if a forward has written to a copy, which would not reach the weight."""
         for copy in self._copies:
             self._refuse_written(copy)
 
     def give_back(self) -> None:
-        """Puts everything back into the memory of its weight, if that is there."""
+        """Puts every tensor back into the memory of its weight, unless that is on meta."""
         tensors = self._tensors() if self._found else {}
         with DisableTorchFunctionSubclass():
             for shared in self._found:
