@@ -1,4 +1,4 @@
-"""From flags to a training step and a search request, and errors in the words of flags."""
+"""Turns flags into a training step and a search request, and errors into the words of flags."""
 
 from __future__ import annotations
 

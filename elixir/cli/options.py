@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     """Name -> parser, of the whole command line."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; a flag that a command does not have is an error of that command."""
+        """Parses as argparse does; a flag that a command does not have is an error of that command."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(self, "commands", {}).get(getattr(parsed, "command", None) or "", self)
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         return f"; {gone}" if gone else f"; did you mean {found[0]}?" if found else ""
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line and exit with status 2."""
+        """Prints one line and exits with status 2."""
         print(f"{self.prog}: error: {shortened(message, LONGEST_MESSAGE)} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
@@ -162,8 +162,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "--host-memory": _bytes(
         "of each machine, such as 512GiB (default: what its profile says, otherwise twice that of its devices in use; "
-        "of both "
-        "all but a reserve)"
+        "of both all but a reserve)"
     ),
     "--device-reserve": _bytes(
         "without --device-memory: of each device, kept back for what no plan counts, such as kernels that are loaded "

@@ -1,4 +1,4 @@
-"""Where a command's results go: standard output, which they alone get to see.
+"""Writes the results of a command to standard output, and nothing else.
 
 While a command runs, whatever else writes to standard output, as the user's module and libraries do, writes to standard
 error. So ``--json`` is JSON, whatever else prints.
@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 _NARROWEST_TABLE = 80
 """Characters."""
 _NO_TERMINAL_TABLE = 160
-"""Likewise, where lines must not be cut to a width that nobody sees."""
+"""Characters of a line of a table where no terminal shows it."""
 _LONGEST_NUMBER = 15
 """Characters of a number with its unit or range, which stay in one line."""
 _LONGEST_WORD = 40
@@ -137,7 +137,7 @@ def say_tables(*tables: Any) -> None:
 
 
 def _set_widths(table: Any, width: int) -> int:
-    """Gives each column of a table (rich) a width that breaks no word; return that of the table, in characters.
+    """Gives each column of a table (rich) a width that breaks no word; returns that of the table, in characters.
 
     Where whole lines need more than `width`, columns of numbers get theirs first, and then those that lack least.
     """

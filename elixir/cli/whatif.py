@@ -277,7 +277,7 @@ def _prices(args: argparse.Namespace) -> Prices | None:
 
 
 def _costs(rows: Sequence[SweepRow], prices: Prices | None) -> dict[str, Any]:
-    """What each row costs, in the order of rows, for JSON; nothing without a price file."""
+    """The cost of each row, in the order of rows, for JSON; nothing without a price file."""
     if prices is None:
         return {}
     costs = [prices.cost(row) for row in rows]

@@ -21,14 +21,15 @@ from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
 BIND_VARIABLE = "ELIXIR_BIND"
 """``1`` (default) binds the host's Adam where several ranks share a machine, ``0`` does not."""
 FEW_CORES = 2
-"""With so few cores none is left for the data loader: it would be half of them."""
+"""On so few cores, none is left for the data loader: it would be half of them."""
 MANY_CORES = 8
-"""From so many on two are left: forward and autograd's engine submit from a thread each, while others issue transfers.
+"""On so many cores or more, two are left: forward and autograd's engine submit from a thread each, and others issue
+transfers.
 Adam's threads wait for each other several times a chunk, so all of them wait for one that has to share its core."""
 ENOUGH_SHARE = 0.95
 """Share of the best rate that is enough: memory is busy long before all threads work, and more only take cores."""
 _OPENMP_BINDS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Where the environment tells OpenMP where its threads run, that counts."""
+"""Variables that tell OpenMP where its threads run; they count if they are set."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -72,7 +73,7 @@ class HostView:
     """The machine as one rank sees it."""
 
     host: str
-    """The same on all ranks of a machine, on no other."""
+    """A name that all ranks of a machine share, and no other machine has."""
     cores: tuple[int, ...]
     """Numbers of those that it may use; hyperthreads of one core are neighbours."""
     quota_cores: float
@@ -86,7 +87,7 @@ class HostShare:
     cores: tuple[int, ...]
     """Its own."""
     all_cores: int
-    """Those it shares with `ranks`, itself included, as far as control groups allow."""
+    """Number of cores that it shares with `ranks`, itself included, as far as control groups allow."""
     ranks: int
 
 
@@ -200,7 +201,7 @@ def rank_threads(
 
 
 def core_list(cores: Sequence[int]) -> str:
-    """As Linux writes them.
+    """Writes numbers of cores as Linux does.
 
     >>> core_list((0, 1, 2, 8, 10, 11))
     '0-2,8,10-11'

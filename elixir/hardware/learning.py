@@ -15,7 +15,7 @@ from elixir.hardware.profile import HardwareProfile, Learned
 from elixir.hardware.rate_fit import RateFit, is_finite
 
 LEARNED_RANGE = (0.93, 1.07)
-"""Between which multiples of the predicted seconds the steps of other plans are expected, after a run on the machine.
+"""The multiples of the predicted seconds between which steps of other plans are expected after a run on the machine.
 
 Assumption: what a run does not tell is how compute, links and CPU Adam share its error; steps of the same plan scatter
 by less."""
@@ -29,7 +29,7 @@ _RATES = (
     "device_to_device_bytes_per_s", "host_adam_numel_per_s", "device_adam_numel_per_s", "network_bytes_per_s",
 )  # fmt: skip
 _LANES = {"host_adam_least": ("host_adam",), "link_least": ("fetch", "offload", "refresh")}
-"""By the field that says how little is known of a rate, lanes of a report that work at this rate."""
+"""Field that says how little is known of a rate -> lanes of a report that work at this rate."""
 _DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
 _TIMES = ("launch_s", "network_latency_s")
 

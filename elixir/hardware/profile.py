@@ -110,12 +110,12 @@ class HardwareProfile(Artifact):
     """One device alone, from pinned memory."""
     device_to_host_bytes_per_s: float
     device_to_device_bytes_per_s: float
-    """Between devices of one machine, per device and direction."""
+    """Bandwidth between devices of one machine, per device and direction."""
     host_adam_numel_per_s: float
     """Elements per second of a fused Adam over fp32 states on the host, all cores together."""
     device_adam_numel_per_s: float
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each number comes from: a publication, or how it was measured."""
+    """The source of each number: a publication, or how it was measured."""
     measured_at: str | None = None
     """ISO date of the measurement; None for a preset."""
     fits: dict[str, RateFit] = field(default_factory=dict)
@@ -123,13 +123,13 @@ class HardwareProfile(Artifact):
     ranks at once. docs/appendix/hardware_fits.md lists the keys; `rate` and `seconds` answer for those that are not
     there."""
     network_bytes_per_s: float | None = None
-    """Between machines, per machine and direction, all its network cards together."""
+    """Bandwidth between machines, per machine and direction, all its network cards together."""
     network_latency_s: float | None = None
     """Latency of one step of a collective between machines, at least 0."""
     disk_read_bytes_per_s: float | None = None
     """Rate of the disk of one machine on which states may live, past the page cache; shared by its ranks."""
     disk_write_bytes_per_s: float | None = None
-    """Until the bytes are on the disk."""
+    """Rate of writing, until the bytes are on the disk."""
     disk_free_bytes: int | None = None
     """Free there when it was measured."""
     sustained_flops_share: float | None = None
@@ -138,7 +138,7 @@ class HardwareProfile(Artifact):
     sustained_memory_share: float | None = None
     """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it."""
     step_range: tuple[float, float] | None = None
-    """Between which multiples of the predicted seconds steps fell, on machines like this one; None where no run is
+    """The multiples of the predicted seconds between which steps fell on machines like this one; None if no run is
     known."""
     learned: Learned | None = None
     """The runs that its rates agree with; see `elixir.hardware.learn`."""
@@ -156,7 +156,7 @@ class HardwareProfile(Artifact):
     """Part of its rate that CPU Adam may turn out to have, at most 1; None: as little as is known of such a profile
     (`elixir.hardware.slowest_rates`)."""
     link_least: float | None = None
-    """Likewise of the links between host and device."""
+    """The same part for the links between host and device."""
     early_kept: float | None = None
     """Share of steps that kept new states which the host made in backward, from 0 to 1: those whose gradients were not
     clipped. None: no run has said."""
@@ -465,14 +465,13 @@ def _by_value(found: dict[str, str]) -> dict[str, list[str]]:
 
 IF_DOUBTFUL = (
     "measure again while nothing else runs (`elixir hardware --measure --out hw.json`), or write rates that you know "
-    "into "
-    "the file, with their sources"
+    "into the file, with their sources"
 )
 """Advice on them."""
 
 
 def _device_of(name: str) -> str:
-    """Without the thread count, which a process chooses and `HardwareProfile.device_name` of a CPU ends with."""
+    """The name of a device without the thread count, which a process chooses."""
     return re.sub(r", \d+ threads?$", "", name)
 
 

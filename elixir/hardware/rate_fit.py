@@ -52,9 +52,9 @@ class RateFit:
     """
 
     latency_s: float
-    """At least 0."""
+    """Seconds before the first byte, element or FLOP; at least 0."""
     per_s: float
-    """Above 0: bytes, elements or FLOPs per second of large amounts."""
+    """Bytes, elements or FLOPs per second of large amounts; above 0."""
     error: float
     """Largest relative error of the fit over the measured points, as a share."""
     points: tuple[tuple[float, float], ...] = ()
@@ -121,8 +121,7 @@ def check_positive(name: str, value: object, where: str = "hardware field '{}'")
     if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]
         raise InputError(
             f"{where.format(name)} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, found {value!r}; give "
-            "plain "
-            "bytes, elements or FLOPs a second"
+            "plain bytes, elements or FLOPs a second"
         )
 
 

@@ -20,7 +20,7 @@ UNKNOWN_RANGE = (0.72, 1.45)
 """Steps over predicted seconds on a machine of which no run is known: shares that one card's published runs give, taken
 for another card (benchmark/published.py, ``card_out``)."""
 MEASURED_RANGE = (0.90, 1.12)
-"""Likewise on a machine whose rates were measured, as far as kernels and links tell of a whole step."""
+"""The same range on a machine whose rates were measured, as far as kernels and links tell of a whole step."""
 KNOWN = 0.97
 """A rate that may be so much of the profile's is known. Likewise of steps that keep early states, or discard them."""
 
@@ -125,7 +125,7 @@ def extremes(hardware: HardwareProfile) -> tuple[tuple[Scenario, float], tuple[S
 
 
 def _least(hardware: HardwareProfile, families: tuple[str, ...]) -> float:
-    """By the worst fit of measured points, a part of its rate."""
+    """The part of its rate that the worst fit of measured points leaves."""
     errors = [fit.error for key, fit in hardware.fits.items() if key.split(".")[0] in families]
     return 1 / (1 + max(errors, default=0.0))
 

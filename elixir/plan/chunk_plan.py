@@ -38,7 +38,7 @@ def alignment_bytes(moments: MomentKind, trained: Iterable[str]) -> int:
 
 
 class Home(Enum):
-    """Where a chunk may live and how it is updated: all combinations that a plan can have, and no others.
+    """The places in which a chunk may live and be updated: all combinations that a plan can have, and no others.
 
     Weights are *resident* (gathered on the device for the whole step), or streamed through rCache blocks from their
     shards on the device or the host. The shard of gradients, master weights and states is updated on the device only
@@ -80,7 +80,7 @@ class Home(Enum):
         """Whether the host updates weights that live on the device, to which new ones return."""
 
     def having(self, states: str | None = None, update: Update = "after_norm") -> Home:
-        """The same weights with other states (None: where they are) and this update; `InputError` if there is none."""
+        """The home with these states (None: its own) and this update; `InputError` if there is none."""
         memory = "device" if self.weights_on_device else "host"
         return Home.find(self.resident, memory, states or self.states, update)
 
@@ -109,7 +109,7 @@ _BY_FIELDS: dict[tuple[bool, str, str, str], Home] = {
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """Where one parameter lies inside its chunk."""
+    """The part of a chunk that holds one parameter."""
 
     name: str
     offset: int
@@ -133,9 +133,9 @@ class ChunkPlan:
     """Elements of the buffer, padding included; a multiple of the world size."""
     parameters: tuple[ParamSlot, ...]
     weight_home: Memory
-    """Where the rank's shard of the weights lives."""
+    """The memory of the rank's shard of the weights."""
     state_home: Literal["device", "host", "disk"]
-    """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home.
+    """The memory of the shard of gradients, master weights and optimizer states; for a frozen chunk, its weight home.
     With ``disk``, master weights and states are read from there for their update and written back; gradients wait on
     the host.
     """
@@ -182,7 +182,7 @@ class ChunkPlan:
 
     @cached_property
     def home(self) -> Home:
-        """Where its weights and its states live, and how it is updated; `InputError` for what no plan can have."""
+        """The home that its fields describe; `InputError` if no plan can have it."""
         return Home.find(self.resident, self.weight_home, self.state_home, self.update)
 
     @property
@@ -219,7 +219,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """One entry of the recorded order: chunks used together, as often in a row as nothing else is."""
+    """One entry of the recorded order: consecutive accesses to the same chunks."""
 
     phase: Phase
     chunks: tuple[int, ...]

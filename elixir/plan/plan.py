@@ -99,7 +99,7 @@ class Plan(Artifact):
     read_budgets: tuple[Literal["device", "host"], ...] = ()
     """Budgets that nobody gave: what was free where it was planned. Ranks that all plan may read different ones."""
     start_up_s: float = 0.0
-    """Until the host memory that the plan takes is ready, once; 0 where the machine was not measured."""
+    """Seconds until the host memory that the plan takes is ready, once; 0 if the machine was not measured."""
     host_threads: int | None = None
     """Threads of one rank's Adam on the host with which its time was predicted, where the machine was measured: the
     fewest that reach nearly its best rate. A run takes no more, unless told to; None: as many as
@@ -277,8 +277,7 @@ class Plan(Artifact):
         if self.block_count < needed:
             raise InputError(
                 f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, "
-                "with "
-                f"{self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
+                f"with {self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
             )
 
     def schedule(self) -> Schedule:
@@ -288,7 +287,7 @@ class Plan(Artifact):
         return Schedule(required, self.prefetch_depth)
 
     def routes(self, rank: int = 0) -> tuple[ChunkRoute, ...]:
-        """Where the bytes of each chunk go in a step of `rank`."""
+        """The routes of the bytes of each chunk in a step of `rank`."""
         return tuple(
             ChunkRoute(
                 weight_bytes=chunk.weight_bytes,

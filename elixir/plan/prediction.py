@@ -27,7 +27,7 @@ LEARNING = {
     "link": "a run that uses the links (`elixir hardware --learn`)",
     "clipped": "a run, which tells how often its norm is clipped (`elixir hardware --learn`),",
 }
-"""What makes a field of `Scenario` known: a measurement, or a report of a run."""
+"""Field of `Scenario` -> the measurement, or the run, that makes it known."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Prediction:
     """Seconds of the fastest plan that was found, which may depend more on the host than this one does; None where
     there was no choice."""
     range_s: tuple[float, float] | None = None
-    """Between what a step may take as far as rates are uncertain: what a preset says, a measured machine, or runs."""
+    """The least and the most that a step may take, as far as a preset, a measurement or runs leave rates uncertain."""
     flops: int = 0
     """FLOPs of one rank and optimizer step, recomputed ones included, the optimizer's not."""
     peak_flops_per_s: float | None = None
@@ -95,7 +95,7 @@ class Prediction:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The part of the host peak for copies while a checkpoint is written, without which the plan runs as well."""
+        """Bytes of copies while a checkpoint is written; the plan runs without them, too."""
         return self.host_parts.get(CHECKPOINT_PART, 0)
 
     @property

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ChunkRoute(NamedTuple):
-    """Where one chunk's bytes go; the homes of its weights and states, and whether it has gradients."""
+    """The way of one chunk's bytes: the homes of its weights and states, and whether it has gradients."""
 
     weight_bytes: int
     """Bytes of the gathered weights, and of a whole gradient."""
@@ -30,9 +30,9 @@ class Backwards:
     """The backwards of one optimizer step, by what became of their gradients. One rank alone always sends them home."""
 
     sent: int
-    """Those after which gradients were reduced and sent to the home of the states."""
+    """Number of backwards after which gradients were reduced and sent to the home of the states."""
     kept: int = 0
-    """Those in ``no_sync()``, after which every rank added whole gradients to its own."""
+    """Number of backwards in ``no_sync()``, after which every rank added whole gradients to its own."""
     handed_over: int = 0
     """How often kept gradients were added to ones that were reduced next, or were reduced before the optimizer's
     step."""
@@ -41,7 +41,7 @@ class Backwards:
 
     @classmethod
     def of(cls, reducing: Sequence[bool]) -> Backwards:
-        """From whether each of them, in order, reduced its gradients."""
+        """Counts backwards, given in order whether each reduced its gradients."""
         kept = reducing.count(False)
         late = bool(reducing) and not reducing[-1]
         changes = sum(now and not before for before, now in pairwise(reducing))

@@ -34,7 +34,7 @@ class Option:
     fitting_change_s: float | None
     """The change that shortens the step most among those that fit; None where none does."""
     better_change_s: float | None
-    """Likewise among those that no search would pass over."""
+    """The same change, among those that no search would pass over."""
     passed_over: Judgement | None
     """Why a search would pass over the first of these two."""
     device_change_bytes: int
@@ -42,9 +42,9 @@ class Option:
     host_change_bytes: int
     moved_change_bytes: int
     fitting: int
-    """For how many chunks it fits the budgets."""
+    """Number of chunks for which it fits the budgets."""
     of: int
-    """How many chunks could be there at all."""
+    """Number of chunks that could be there at all."""
     lacks: str
     """Bytes that the chunk nearest to fitting lacks; empty if any fits."""
 

@@ -73,7 +73,7 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
 
 
 def _positions(curve: Sequence[CurveSample]) -> list[float]:
-    """Where each sample lies: by operator; the optimizer phase in its share of the width, sample by sample.
+    """Places each sample by its operator; the optimizer phase has a share of the width, sample by sample.
 
     One fused optimizer operator may be the whole phase, and one foreach operator the whole way up and down again.
     """

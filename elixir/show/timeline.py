@@ -35,9 +35,9 @@ _COLOURS = {
     "read": style.SKY,
     "write": style.DARK,
 }
-"""By name of a span; no two in one lane are alike to the colour-blind."""
+"""Name of a span -> its colour; no two in one lane are alike to the colour-blind."""
 LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
-"""From the top: a chunk's way through a step."""
+"""The lanes from the top: a chunk's way through a step."""
 _LANE_IN, _BAR = 0.34, 0.72
 """Height of a lane in inches, and the share of it that its bars fill."""
 _WIDE = 0.005
@@ -108,7 +108,7 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[WorkSpan], unit_s: float) -
 
 
 def _turns(timeline: Sequence[WorkSpan]) -> list[float]:
-    """Where forward begins, and where backward does."""
+    """The moments at which forward and backward begin."""
     turns, before = [], ""
     for span in timeline:
         if span.resource == RESOURCES[0]:

@@ -88,7 +88,7 @@ class DeviceNeed(NamedTuple):
     """Bytes of the step on the device, next to its operands."""
     grad_blocks: Ints
     grad_block_bytes: Ints
-    """With what an outsized gradient takes, which is one tensor and needs no block."""
+    """Bytes of the blocks, and of an outsized gradient, which is one tensor and needs no block."""
 
     @property
     def rest_bytes(self) -> Ints:
@@ -99,7 +99,7 @@ class DeviceNeed(NamedTuple):
 
 
 class _Stretches(NamedTuple):
-    """Slots that are looked at; the last is that of the step."""
+    """The stretches that are looked at; the last is that of the step."""
 
     base: Floats
     transient: Floats
@@ -124,7 +124,7 @@ class MemoryModel:
         self.gets_gradients: Bools = np.array([chunk.grad_stretches is not None for chunk in chunks], dtype=bool)
         self._bytes: Ints = np.array([chunk.bytes for chunk in chunks], dtype=np.int64)
         self.shard_bytes: Ints = self._bytes // ranks
-        """By chunk, one rank's part of the weights."""
+        """Bytes of one rank's part of the weights, by chunk."""
         self.shard_numel: Ints = np.array([chunk.numel for chunk in chunks], dtype=np.int64) // ranks
         self.grad_shard_bytes: Ints = np.array([chunk.grad_bytes for chunk in chunks], dtype=np.int64) // ranks
         widths = [chunk.weight_bytes for chunk in chunks]
@@ -135,13 +135,13 @@ class MemoryModel:
         self._masters: Ints = masters * self.trainable
         second = [second_set_bytes(numel, width, setting.states) for numel, width in zip(counts, widths, strict=True)]
         self.second_set_bytes: Ints = np.array(second, dtype=np.int64)
-        """By chunk, what one rank keeps of its new states next to the old ones, if it is updated early."""
+        """Bytes of new states that one rank keeps next to the old ones for early updates, by chunk."""
         saved = self._states + self._masters + self.shard_bytes * ~self.trainable
         self.copies_bytes = CHECKPOINT_CHUNKS * int(saved.max()) * setting.ranks_per_host
-        """Bytes of one machine of as many copies of the largest chunk's states as a checkpoint takes at most."""
+        """Bytes of the largest useful pool of checkpoint copies, of one machine."""
         extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
         self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
-        """By chunk, what one rank keeps on the disk. The master is there too: no weight lives on a disk."""
+        """Bytes that one rank keeps on the disk, by chunk. Masters are there too: no weight lives on a disk."""
 
     # --- tables: [chunk, home], of one rank
     # ----------------------------------------------------------------------------
@@ -154,13 +154,13 @@ class MemoryModel:
 
     @cached_property
     def device_states(self) -> Ints:
-        """With master weights of what has fewer bits than float32."""
+        """Bytes of states, and of master weights for weights of fewer bits than float32."""
         found: Ints = STATES * (self._states + self._masters * self._low_precision)[:, None]
         return found
 
     @cached_property
     def host_states(self) -> Ints:
-        """With master weights: an fp32 weight is its own master, but only if its home is that of the states."""
+        """Bytes of states and masters: an fp32 weight is its own master only if its home is that of the states."""
         kept = self._masters[:, None] * (self._low_precision[:, None] | WEIGHTS)
         found: Ints = ~(STATES | DISK) * (self._states[:, None] + kept)
         return found
@@ -197,7 +197,7 @@ class MemoryModel:
         return found[:, :, 0], found[:, :, 1]
 
     def _link_bytes(self, nbytes: int, trainable: bool, gradient: bool, home: Home) -> tuple[list[int], list[int]]:
-        """Those of one chunk at one home."""
+        """`link_bytes` of one chunk at one home."""
         setting = self.setting
         route = ChunkRoute(
             nbytes,
@@ -335,7 +335,7 @@ class MemoryModel:
 
     @cached_property
     def temporaries(self) -> Floats:
-        """By chunk, what a step on the device takes next to its operands.
+        """Bytes, by chunk, that a step on the device takes next to its operands.
 
         float32 moments: the fp32 copy of one gradient shard that a fused step over an fp32 master reads. Others are
             stepped
@@ -388,7 +388,7 @@ class MemoryModel:
 
 
 def _buffers(amounts: Ints, most: int) -> Ints:
-    """By row, so many buffers for the largest amount as there are amounts, at most `most`."""
+    """Bytes, by row, of as many buffers for the largest amount as there are amounts, at most `most`."""
     found: Ints = amounts.max(axis=1, initial=0) * np.minimum((amounts > 0).sum(axis=1), most)
     return found
 

@@ -76,7 +76,7 @@ class StepFacts:
         self.last_access: dict[int, int] = {
             parameter: index for index, access in enumerate(accesses) for parameter in access.parameters
         }
-        """By parameter, the last access that reads it."""
+        """Parameter -> the last access that reads it."""
 
     def stretch(self, access: int) -> int:
         """The stretch of an access in which a gradient arrives."""
@@ -105,7 +105,7 @@ class ChunkFacts:
     grad_bytes: int
     """0 where no parameter of it gets a gradient."""
     grad_stretches: tuple[int, int] | None
-    """Slots in which its first and its last gradient arrive."""
+    """Stretches in which its first and its last gradient arrive."""
 
     @property
     def weight_bytes(self) -> int:
@@ -128,7 +128,7 @@ class PackedStep:
         self.facts = facts
         self.packing = packing
         self.arrivals = tuple(facts.arrivals(chunk.parameters) for chunk in packing.chunks)
-        """By chunk, the accesses at which its first and its last gradient arrive; None if it gets none."""
+        """The accesses at which first and last gradient of each chunk arrive; None if it gets none."""
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
         self.entries, self.entry_of = _collapse(facts, packing)
         self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self.entries)

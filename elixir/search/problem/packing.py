@@ -40,7 +40,7 @@ class PackedChunk:
     parameters: tuple[int, ...]
     """Indices into `StepTrace.parameters`, in order of first use."""
     offset_bytes: tuple[int, ...]
-    """Where each starts."""
+    """The start of each."""
     bytes: int
     """Bytes of the gathered chunk, padding included."""
     used_bytes: int
@@ -191,7 +191,7 @@ class ParamTable:
 
     @cached_property
     def _prefixes(self) -> list[list[list[int]]]:
-        """By group, sums over its first parameters: bytes, and how many forward, and later phases, use."""
+        """Sums over the first parameters of each group: bytes, and how many forward, and later phases, use."""
         of = self.aligned, self.in_forward, self.in_backward
         return [[[0, *accumulate(each[i] for i in members)] for each in of] for members in self.groups.values()]
 
@@ -231,7 +231,7 @@ GRID_REACH = 3
 """Chunk sizes are searched from the largest parameter up to so many times that, as the first Elixir did."""
 GRID_STEPS = 4096
 MIN_CHUNK_BYTES = 32 * 2**20
-"""Below this a transfer no longer fills the link; the first Elixir's smallest size as well."""
+"""Bytes below which a transfer no longer fills the link; the first Elixir's smallest size as well."""
 
 
 def search_grid(table: ParamTable) -> Ints:

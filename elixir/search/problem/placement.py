@@ -22,7 +22,7 @@ RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     np.array([getattr(home, name) for home in HOMES], dtype=bool)
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
 )
-"""By number of a home: resident; weights on the device; states on the device; states on the disk; updated early."""
+"""Flags by number of a home: resident; weights, states on the device; states on the disk; updated early."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Placement:
 
     @classmethod
     def everywhere(cls, home: Home, chunks: int) -> Placement:
-        """The same home for so many chunks."""
+        """Gives so many chunks the same home."""
         return cls((home,) * chunks)
 
     @classmethod
     def numbered(cls, codes: Iterable[int]) -> Placement:
-        """From numbers of homes."""
+        """Makes a placement of numbers of homes."""
         return cls(tuple(HOMES[code] for code in codes))
 
     @cached_property
     def codes(self) -> Codes:
-        """As numbers of homes."""
+        """Numbers of the homes."""
         return np.array([_NUMBER[home] for home in self.homes], dtype=np.int8)
 
     @cached_property
@@ -75,7 +75,7 @@ class Placement:
         return frozenset(np.flatnonzero(EARLY[self.codes]).tolist())
 
     def updated_early(self, chunks: Collection[int]) -> Placement:
-        """The same with these chunks updated early, and all others after the norm."""
+        """Changes the updates: of these chunks early, of all others after the norm."""
         if not (chunks or self.early):
             return self
         plain = (home.having() if home.early else home for home in self.homes)

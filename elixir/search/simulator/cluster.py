@@ -37,13 +37,13 @@ class Cluster:
 
     ranks: int
     ranks_per_host: int
-    """At most; the last host may have fewer."""
+    """Most ranks of a host; the last host may have fewer."""
     host_bytes_per_s: float
-    """Within a host, per rank and direction."""
+    """Bandwidth within a host, per rank and direction."""
     network_bytes_per_s: float | None = None
-    """Between hosts, per host and direction, all its network cards together; not needed for one host."""
+    """Bandwidth between hosts, per host and direction, all its network cards together; not needed for one host."""
     call_s: float = 0.0
-    """Once per collective."""
+    """Latency of a call, once per collective."""
     host_step_s: float = 0.0
     """Latency of a step within a host."""
     network_step_s: float = 0.0
@@ -59,8 +59,8 @@ class Cluster:
         elif self.hosts > 1:
             raise InputError(
                 f"{self.ranks} ranks, {self.ranks_per_host} per host, span {self.hosts} hosts, and the bandwidth "
-                "between "
-                "hosts is not known; give network_bytes_per_s (per host and direction, such as 50e9 for 400 Gbit/s)"
+                "between hosts is not known; give network_bytes_per_s (per host and direction, such as 50e9 for 400 "
+                "Gbit/s)"
             )
 
     @property

@@ -49,7 +49,7 @@ def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
 def within(
     chosen: frozenset[int], orders: Sequence[Sequence[int]], needed: Sequence[int], left_bytes: int
 ) -> list[frozenset[int]]:
-    """Those of `chosen` that fit the memory that is left, taken in each of some orders; each set once.
+    """Takes chunks of `chosen` in each of some orders while they fit the memory that is left; each set once.
 
     Args:
         chosen: chunks.
@@ -72,11 +72,9 @@ def within(
 def worth_stepping(
     home_s: Mapping[int, float], until_s: float, update_s: Sequence[float], update_order: Sequence[int]
 ) -> frozenset[int]:
-    """Those with which the host works through backward and leaves what forward asks for last: updates have most time
-    there.
+    """Picks the chunks to update early: an idle CPU Adam takes the chunk with gradients that forward needs first.
 
-    Whenever the host is free it takes, of all gradients that are home by then, those of the chunk that forward asks for
-    first. The others are left for it, should it come to be free again, or for the optimizer's step.
+    The others wait until it is idle again, or for the optimizer's step.
 
     Args:
         home_s: by chunk that can be stepped, when its gradients are home.
@@ -112,7 +110,7 @@ def worth_stepping_within(
     needed: Sequence[int],
     left_bytes: int,
 ) -> frozenset[int]:
-    """As `worth_stepping`, on a host that is just so slow that memory holds what it makes.
+    """Picks as `worth_stepping`, for a host just slow enough that memory holds its new states.
 
     It works all the time then, so that its chunks lie among others that are updated later, everywhere in the order in
     which forward asks for them: no part of forward has to wait for many updates at once.

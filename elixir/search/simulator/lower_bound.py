@@ -17,7 +17,7 @@ from elixir.search.simulator.work_times import WorkTimes
 
 
 class LowerBound:
-    """For one packing on one machine.
+    """The least seconds of steps of one packing on one machine.
 
     Args:
         times: seconds of every piece of work.

@@ -156,16 +156,16 @@ class Rates:
 
     @property
     def disk_read(self) -> Line:
-        """From the disk of a machine, which its ranks share; `InputError` where the profile does not know it."""
+        """Reading from the disk of a machine, which its ranks share; `InputError` if the profile does not know it."""
         return self._line("disk_read").shared(self._ranks)
 
     @property
     def disk_write(self) -> Line:
-        """To it; likewise."""
+        """Writing to the disk of a machine, which its ranks share; raises as `disk_read`."""
         return self._line("disk_write").shared(self._ranks)
 
     def accesses_s(self, trace: StepTrace) -> Floats:
-        """Computes seconds of every access: the sum over its operators, with the time that their calls take."""
+        """Seconds of every access: the sum over its operators, with the time that their calls take."""
         seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
         counts = np.array([len(event.operations) for event in trace.accesses], dtype=np.int64)
         run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)
@@ -201,19 +201,19 @@ class Rates:
         return Line(0.0, (1.0 if share is None else share) * hardware.device_memory_bytes_per_s)
 
     def device_copy(self, nbytes: npt.ArrayLike) -> Floats:
-        """A copy within the device's memory: every byte is read and written."""
+        """Seconds of a copy within the device's memory: every byte is read and written."""
         return self.device_memory(2 * np.asarray(nbytes))
 
     def host_add(self, nbytes: npt.ArrayLike) -> Floats:
-        """Adding into host memory: two reads and a write."""
+        """Seconds of adding into host memory: two reads and a write."""
         return self.host_memory(3 * np.asarray(nbytes))
 
     def gather(self, nbytes: npt.ArrayLike) -> Floats:
-        """All-gathers, by bytes of the whole buffer."""
+        """Seconds of all-gathers, by bytes of the whole buffer."""
         return self._collective("all_gather", nbytes)
 
     def reduce(self, nbytes: npt.ArrayLike) -> Floats:
-        """Reduces-scatters, by bytes of the whole buffer."""
+        """Seconds of reduce-scatters, by bytes of the whole buffer."""
         return self._collective("reduce_scatter", nbytes)
 
     def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
@@ -281,8 +281,7 @@ class Rates:
         return replace(line, per_s=line.per_s * adam_share(self._moments))
 
     def _host_adam(self) -> Line:
-        """At the number of threads that the runtime gives it (`elixir.hardware.host_share`), where the profile knows
-        several."""
+        """The rate at the number of threads that the runtime gives it (`elixir.hardware.host_share`), if known."""
         alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
         cores = max(alone, default=0)  # all that the machine's ranks may use
         on_cpu = self._hardware.device_kind == "cpu"
@@ -302,7 +301,7 @@ class Rates:
         return line(threads)
 
     def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
-        """By number of threads, for moments of this kind: as measured where that has been done, else from float32."""
+        """Fits by number of threads, for moments of this kind: as measured, otherwise made of those for float32."""
         matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
         return {
             int(match[1]): self._host_adam_fit(int(match[1]), ending)
@@ -336,8 +335,7 @@ def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per
         return False
     logger.warning(
         "%d ranks span several machines, and hardware %r does not say how fast the network between them is: taken as "
-        "fast "
-        "as between devices of one machine; give 'network_bytes_per_s' in a JSON profile",
+        "fast as between devices of one machine; give 'network_bytes_per_s' in a JSON profile",
         world_size,
         hardware.name,
     )

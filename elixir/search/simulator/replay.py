@@ -87,8 +87,7 @@ class Replay:
         self._forget()
 
     def restart(self) -> None:
-        """The clock starts again at 0. Counts are forgotten; what lanes still do is not, nor are the spans of the step
-        before.
+        """Sets the clock to 0 and forgets counts, but not the work of lanes, nor the spans of the step before.
 
         Those begin below 0. Moments that were equal still are: the same is taken from all.
         """
@@ -121,15 +120,15 @@ class Replay:
         self._doing_chunk: int | None = None
 
     def fork(self) -> Replay:
-        """The same at this moment, which goes on without this one."""
+        """Copies the state of this moment; the copy goes on by itself."""
         other = copy.copy(self)
         mutable = {key: value for key, value in vars(self).items() if isinstance(value, list | dict | deque)}
         vars(other).update({key: copy.copy(value) for key, value in mutable.items()})
         return other
 
     def begin_early(self, placement: Placement) -> None:
-        """Goes on under `placement`, in which more chunks are updated early: those of the batch before are, too,
-        since nothing in a backward waits for what begins in it.
+        """Goes on under `placement`, in which more chunks are updated early, in the batch before, too: nothing in a
+        backward waits for an early update that begins in it.
 
         Not if gradients are added up, which wait on the same lane.
         """
@@ -141,7 +140,7 @@ class Replay:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host meanwhile.
+        """Replays `ElixirOptimizer.step`: the device updates at once, the host meanwhile.
 
         New states that backward has made are kept; a batch must have gone before.
         """
@@ -175,7 +174,7 @@ class Replay:
         self.busy_s[COMPUTE] += self.device_adam_s
 
     def _read_norm(self) -> None:
-        """`ElixirOptimizer._norm`: compute reads gradients that stay on the device; the host waits for one number.
+        """Replays the norm: compute reads gradients that stay on the device; the host waits for one number.
 
         What has left for the host was summed before: see `_send`.
         """
@@ -214,7 +213,7 @@ class Replay:
         self._early_runs.append((done_s - seconds, done_s))
 
     def _give_up(self) -> None:
-        """`EarlyUpdates.discard`: the host ends the early update that it has begun, and begins no other one."""
+        """Replays `EarlyUpdates.discard`: the host ends the early update that it has begun, and begins no other one."""
         begun = (end_s for start_s, end_s in self._early_runs if start_s <= self.now_s)
         self._free_s[HOST_ADAM] = min(self._free_s[HOST_ADAM], max((self.now_s, *begun)))
         self.busy_s[HOST_ADAM] -= sum(end_s - start_s for start_s, end_s in self._early_runs if start_s > self.now_s)
@@ -269,7 +268,7 @@ class Replay:
         self._computed(self.now_s)
 
     def settle(self) -> None:
-        """`GradientFlow.settle`: wait until no gradient is on its way."""
+        """Waits until no gradient is on its way, as `GradientFlow.settle`."""
         self.now_s = self._wait(self.now_s, self._free_s[OFFLOAD], OFFLOAD)
         self.now_s = self._wait(self.now_s, self._added_s, HOST_ADAM)
         self._leaving.clear()
@@ -310,14 +309,14 @@ class Replay:
         return now_s
 
     def _use(self, c: int, now_s: float) -> float:
-        """`RCache._ready`, and `WeightUses._wait_for_update` of a resident chunk."""
+        """Waits until a chunk is where it is used: in its block, or resident and updated."""
         if self._ready_s[c] <= now_s:
             return now_s
         resident = self._placement.resident[c]
         return self._wait(now_s, self._ready_s[c], NETWORK if self._together else REFRESH if resident else FETCH)
 
     def _open(self, c: int, now_s: float) -> float:
-        """`GradientFlow._opened`: backward waits where all blocks are leaving, or another that has none."""
+        """Opens a gradient: backward waits while all blocks are leaving, or another gradient that has none."""
         pooled = self._times.pooled[c]
         while self._leaving and (not self._free_blocks if pooled else not all(block for _, block in self._leaving)):
             gone_s, block = self._leaving.popleft()
@@ -332,7 +331,7 @@ class Replay:
         return now_s
 
     def _send(self, c: int, now_s: float) -> float:
-        """`GradientFlow.take` and `_send`: into the block, over the network, to the home of the states."""
+        """Sends a gradient: into the block, over the network, to the home of the states."""
         times, on_device = self._times, self._placement.state_on_device[c]
         # Who wrote it last sums it for the norm: compute, which has it in a block, or the network's lane; on a CPU the
         # next one.
@@ -381,7 +380,7 @@ class Replay:
         return now_s
 
     def _entry(self, entry: int, now_s: float) -> float:
-        """Only for the record: compute begins with another entry of the order."""
+        """Notes, for the record, that compute begins with another entry of the order."""
         self._computed(now_s)
         self._doing = self._times.phases[entry]
         self._doing_chunk = self._times.entry_chunks[entry][0]
@@ -391,7 +390,7 @@ class Replay:
     HANDLERS: ClassVar[Mapping[int, Handler]] = {
         LOAD: _load, USE: _use, OPEN: _open, SEND: _send, BACKWARD: _backward, ENTRY: _entry,
     }  # fmt: skip
-    """By kind of event."""
+    """Kind of event -> its handler."""
 
     # --- clocks ------------------------------------------------------------------------------------------------------
 
@@ -414,7 +413,7 @@ class Replay:
         return end_s
 
     def _wait(self, now_s: float, until_s: float, lane: str) -> float:
-        """Computes stands still; the time at which it goes on."""
+        """Lets compute stand still; gives the time at which it goes on."""
         if until_s <= now_s:
             return now_s
         self._computed(now_s)

@@ -278,7 +278,7 @@ class Known:
 
     @cached_property
     def early_bound(self) -> LowerBound:
-        """For steps some of whose chunks are updated early."""
+        """The bound of steps some of whose chunks are updated early."""
         return self._floor(True)
 
     def _floor(self, early: bool) -> LowerBound:

@@ -57,7 +57,7 @@ class WorkTimes:
         self.measure(rates, accesses_s)
 
     def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
-        """The same packing of the same trace at other rates."""
+        """Times of the same packing of the same trace at other rates."""
         other = copy.copy(self)
         for cached in ("disk_read_s", "disk_write_s"):
             other.__dict__.pop(cached, None)
@@ -88,7 +88,7 @@ class WorkTimes:
         # New weights return, or weights are fetched again, while the host steps other chunks.
         self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
         self.host_adam_early_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
-        """Likewise, while gradients of other chunks come down as well."""
+        """The same seconds while gradients of other chunks come down as well."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
 
@@ -116,7 +116,7 @@ class WorkTimes:
         """Chunks that the optimizer steps, in the order in which the next forward asks for them."""
 
     def _index_gradients(self) -> None:
-        """Where first and last gradients arrive. Within one access, chunks in falling order, as they are sent."""
+        """Moments of first and last gradients. Within one access, chunks are in falling order, as they are sent."""
         found: list[tuple[int, int, int, int]] = []
         for index in self.update_order:
             first, last = self.work.arrivals[index] or (0, 0)
@@ -145,19 +145,19 @@ class WorkTimes:
 
     @property
     def before_backward_s(self) -> float:
-        """That of it which lies before backward."""
+        """Seconds of the trace's own compute before backward."""
         return float(self._before_s[self._access_of[self.work.first_backward]])
 
     @property
     def before_first_use_s(self) -> Floats:
-        """By chunk, that of it which lies before the first use; all if it has none."""
+        """Seconds of the trace's own compute before the first use of each chunk; all if it has none."""
         entries = [self._first_use.get(chunk, len(self.entry_chunks)) for chunk in range(len(self.bytes))]
         found: Floats = self._before_s[self._access_of[entries]]
         return found
 
     @property
     def sent(self) -> tuple[Ints, Floats]:
-        """By chunk, its place in the order in which last gradients come, and the trace's own compute after that."""
+        """Place of each chunk in the order in which last gradients come, and the trace's own compute after that."""
         sent = self._grad_kind == SEND
         chunks = self._grad_chunk[sent]
         place, after_s = np.full(len(self.bytes), -1, dtype=np.int64), np.zeros(len(self.bytes))
@@ -167,10 +167,10 @@ class WorkTimes:
 
     @property
     def without_updates_s(self) -> float:
-        """That of it between the last first use in forward of a chunk that is trained, and the first chunk's last
-        gradient.
+        """Seconds of own compute during which no update can run.
 
-        Whatever is updated is updated before the one, and the next updates begin after the other.
+        All updates end before the last trained chunk is used first, and the next begin after the first chunk's last
+        gradient.
         """
         entries = [self._first_use.get(chunk, self.work.first_backward) for chunk in self.update_order]
         last = max((entry for entry in entries if entry < self.work.first_backward), default=self.work.first_backward)

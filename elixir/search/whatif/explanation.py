@@ -35,14 +35,14 @@ from elixir.units import format_bytes
 Weights = Literal["resident", "device", "host"]
 """Gathered on the device for the whole step; streamed from a shard there; streamed from the host."""
 States = Literal["device", "host", "disk", "none"]
-"""Where gradients, master weights and optimizer states live; a frozen chunk has none."""
+"""The memory of gradients, master weights and optimizer states; a frozen chunk has none."""
 NEGLIGIBLE_SHARE = 1e-3
 """Share of the step: a smaller change of one chunk is called no difference. Rates are not known nearly as well."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a chunk may live."""
+    """A place in which a chunk may live."""
 
     weights: Weights
     states: States
@@ -62,7 +62,7 @@ class Spot:
 
     @property
     def short(self) -> str:
-        """For tables, such as ``from host / host``."""
+        """The text for tables, such as ``from host / host``."""
         weights = self.weights if self.weights == "resident" else f"from {self.weights}"
         return weights if self.states == "none" else f"{weights} / {self.states}"
 
@@ -80,7 +80,7 @@ class Difference:
     """Difference of the peak."""
     host_change_bytes: int
     lacks_device_bytes: int
-    """By how much the peak exceeds the budget; 0 where it fits."""
+    """Bytes by which the peak exceeds the budget; 0 if it fits."""
     lacks_host_bytes: int
     lacks_disk_bytes: int
     block_count: int
@@ -213,7 +213,7 @@ class _Variants:
         self._check(trace)
 
     def other_homes(self, index: int) -> Iterator[Home]:
-        """Where else a search could have put a chunk."""
+        """Yields the other homes in which a search could have put a chunk."""
         chunk = self._plan.chunks[index]
         homes = [HOMES[code] for code in possible_homes(self._model, index, gathered=self._gathered)]
         if self._plan.disk_budget_bytes and chunk.trainable:
@@ -293,9 +293,8 @@ class _Variants:
             if found.get(part, 0) != amount:
                 raise InputError(
                     f"the plan counts {format_bytes(amount)} of {part.replace('_', ' ')} at its device peak, this "
-                    "trace "
-                    f"of {trace.model_name} gives {format_bytes(found.get(part, 0))}; give the trace the plan was made "
-                    "from, or the same batch, sequence length and checkpointing"
+                    f"trace of {trace.model_name} gives {format_bytes(found.get(part, 0))}; give the trace the plan "
+                    "was made from, or the same batch, sequence length and checkpointing"
                 )
 
 

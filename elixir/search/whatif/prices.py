@@ -1,4 +1,4 @@
-"""What machines cost an hour, from a file that the user keeps: cost of a step, and of a run of many tokens."""
+"""Prices of machines an hour, from a file that the user keeps: cost of a step, and of a run of many tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class RunCost:
-    """What a row of a sweep or fit costs."""
+    """The cost of a row of a sweep or fit."""
 
     offer: Offer
     per_hour: float

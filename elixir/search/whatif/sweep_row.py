@@ -52,12 +52,12 @@ class SweepRow:
     tokens_per_s: float | None = None
     """Tokens of all ranks together."""
     fastest_s: float | None = None
-    """Between this and `slowest_s` a step may take, as far as rates are uncertain."""
+    """The least that a step may take, as far as rates are uncertain; `slowest_s` is the most."""
     slowest_s: float | None = None
     device_flops_per_s: float | None = None
     """FLOP/s of one device, recomputed work included."""
     peak_share: float | None = None
-    """That over the device's published peak."""
+    """`device_flops_per_s` over the device's published peak."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     bound_by: str | None = None
