@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from elixir.errors import InputError
+from elixir.models.settings import GENERATORS, restored
 
 LOOKED_AT = 64
 """Samples whose sizes are compared first."""
@@ -19,16 +19,9 @@ MOST_LOOKED_AT = 2048
 """Samples whose sizes are compared where the first ones differ, evenly spread over the dataset."""
 
 
-@contextlib.contextmanager
-def generators_untouched() -> Iterator[None]:
+def generators_untouched() -> AbstractContextManager[None]:
     """Puts the host's global random number generators back: looking at data must not change which data come."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's data loading may draw from it
-    try:
-        with torch.random.fork_rng(devices=()):  # data are drawn on the host
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+    return restored(*GENERATORS)
 
 
 def planning_batch(loader: Any, *, batch_size: int | None = None) -> Any:

@@ -6,21 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
-import logging
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from elixir.errors import InputError, UserInterruptError, shortened
-from elixir.torch_private import default_device_context
+from elixir.models.settings import PROCESS, restored
 
 
 @contextlib.contextmanager
@@ -128,126 +122,10 @@ def _status(error: SystemExit) -> str:
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
     """Puts back settings of the process and of this thread at the end."""
-    before = [save() for save in _SAVED]
     streams = sys.stdin, sys.stdout, sys.stderr
     sys.stdout = sys.stderr
     try:
-        with warnings.catch_warnings():
+        with restored(*PROCESS), warnings.catch_warnings():
             yield
     finally:
-        for restore in before:
-            with contextlib.suppress(OSError, RuntimeError):  # a folder that is gone cannot be the working folder
-                restore()
         sys.stdin, sys.stdout, sys.stderr = streams
-
-
-Restore = Callable[[], object]
-
-
-def _save_working_folder() -> Restore:
-    folder = os.getcwd()
-    return lambda: None if _folder_is(folder) else os.chdir(folder)
-
-
-def _folder_is(folder: str) -> bool:
-    try:
-        return os.getcwd() == folder
-    except OSError:
-        return False
-
-
-def _save_environment() -> Restore:
-    """Restores removed variables; those that were set stay, since libraries that are used later are configured by
-    it."""
-    before = dict(os.environ)
-
-    def restore() -> None:
-        for name, value in before.items():
-            os.environ.setdefault(name, value)
-
-    return restore
-
-
-def _save_signals() -> Restore:
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None  # nobody else may set them
-    known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in known}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-
-    return restore
-
-
-def _save_interpreter() -> Restore:
-    limit, collects, disabled = sys.getrecursionlimit(), gc.isenabled(), logging.root.manager.disable
-
-    def restore() -> None:
-        sys.setrecursionlimit(limit)
-        (gc.enable if collects else gc.disable)()
-        logging.disable(disabled)
-
-    return restore
-
-
-def _save_gradients() -> Restore:
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def restore() -> None:
-        if torch.is_inference_mode_enabled() is not inference:
-            # Only a guard changes it, and who has entered another keeps that one: this one is never left.
-            guard = torch.inference_mode(inference)
-            guard.__enter__()
-            _NEVER_LEFT.append(guard)
-        torch.set_grad_enabled(grad)
-
-    return restore
-
-
-def _save_defaults() -> Restore:
-    dtype, device = torch.get_default_dtype(), _default_device()
-    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-
-    def restore() -> None:
-        torch.set_default_dtype(dtype)
-        if _default_device() != device:
-            torch.set_default_device(device)
-        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        if torch.get_float32_matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-
-    return restore
-
-
-def _default_device() -> torch.device | None:
-    """That of `torch.set_default_device`; `torch.get_default_device` names the device of a ``with`` around this
-    instead."""
-    context = getattr(default_device_context, "device_context", None)
-    return None if context is None else context.device
-
-
-def _save_autocast() -> Restore:
-    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    cached = torch.is_autocast_cache_enabled()
-
-    def restore() -> None:
-        for kind, enabled, dtype in before:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(cached)
-
-    return restore
-
-
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_NEVER_LEFT: list[torch.inference_mode] = []
-_SAVED: tuple[Callable[[], Restore], ...] = (
-    _save_working_folder, _save_environment, _save_signals, _save_interpreter, _save_gradients, _save_defaults,
-    _save_autocast,
-)  # fmt: skip

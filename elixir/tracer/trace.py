@@ -20,6 +20,7 @@ from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.model_fingerprint import fingerprint
+from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.step_trace import StepShape, StepTrace
 from elixir.torch_private import tree_leaves
 from elixir.tracer.device import target_for
@@ -32,7 +33,6 @@ from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
-from elixir.tracer.settings import settings_restored
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
@@ -123,7 +123,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             warnings_heard(),
             autocast_asked_for_meta(target.kind),
             routed(target),
-            settings_restored(),
+            restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
             _compiled_regions_run_eagerly(),
         ):
             _run_step(twin, batch, step_fn, recorder, order, ledger)
@@ -184,9 +184,9 @@ def _run_step(
 
 
 def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callable[[], None]:
-    """Have `order` told of gradients that autograd has accumulated, until what this returns is called.
+    """Reports gradients that autograd has accumulated to `order`, until the function that this returns is called.
 
-    As `register_post_accumulate_grad_hook`, without a handle for each of thousands of parameters.
+    Does what `register_post_accumulate_grad_hook` does, without a handle for each of thousands of parameters.
     """
     ready, heard = order.gradient_ready, []
     for parameter in parameters:
@@ -251,7 +251,7 @@ def _explained(error: Exception) -> TraceError:
 
 @contextlib.contextmanager
 def _compiled_regions_run_eagerly() -> Iterator[None]:
-    """Compiled code cannot run on meta, and what it will fuse is not known here."""
+    """Runs compiled regions uncompiled: compiled code cannot run on meta, and its fusions are not known here."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes a second
         yield
         return
