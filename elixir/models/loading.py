@@ -28,17 +28,6 @@ from elixir.units import dtype_name, parse_dtype
 
 logger = logging.getLogger(__name__)
 
-# Family -> (config class, model class with a loss), in transformers.models.<family>.
-_CLASSES = {
-    "opt": ("OPTConfig", "OPTForCausalLM"),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "bert": ("BertConfig", "BertForMaskedLM"),
-    "t5": ("T5Config", "T5ForConditionalGeneration"),
-    "vit": ("ViTConfig", "ViTForImageClassification"),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
-}
-
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOST_LAYERS = 10_000
 """Most layers of a config: each is built, on meta too, and a hundredth of it is more than the deepest model known
@@ -191,17 +180,14 @@ def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
 
 
 def _make_config(family: str, values: Mapping[str, Any]) -> Any:
-    if family in _CLASSES:
-        config_class = getattr(_transformers(f"models.{family}.configuration_{family}"), _CLASSES[family][0])
-    else:
-        known = _transformers("models.auto.configuration_auto").CONFIG_MAPPING
-        if family not in known:
-            version = _transformers("").__version__
-            raise InputError(
-                f"transformers {version} knows no architecture {family!r}; "
-                "install a version that does, or give the model as module:function"
-            )
-        config_class = known[family]
+    known = _transformers("models.auto.configuration_auto").CONFIG_MAPPING
+    if family not in known:
+        version = _transformers("").__version__
+        raise InputError(
+            f"transformers {version} knows no architecture {family!r}; "
+            "install a version that does, or give the model as module:function"
+        )
+    config_class = known[family]
     try:
         config = config_class.from_dict(dict(values))
     except Exception as error:  # transformers and its validators raise many types for a bad value
@@ -219,20 +205,15 @@ def _model_class(family: str, config: Any) -> Any:
     if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
         raise InputError(
             f"the config's architectures must be a list of names, found {shortened(repr(architectures))}; name a class "
-            "of "
-            "transformers in it, or leave it out"
+            "of transformers in it, or leave it out"
         )
     named = architectures[0]
-    if family in _CLASSES and named in (None, _CLASSES[family][1]):
-        return getattr(_transformers(f"models.{family}.modeling_{family}"), _CLASSES[family][1])
     if named is not None:
         found = getattr(_transformers(""), named, None)
         if not (inspect.isclass(found) and issubclass(found, nn.Module)):
             raise InputError(f"transformers {_transformers('').__version__} has no architecture {named!r}")
         if "labels" in inspect.signature(found.forward).parameters:
             return found
-        if family in _CLASSES:
-            return getattr(_transformers(f"models.{family}.modeling_{family}"), _CLASSES[family][1])
     auto = _transformers("models.auto.modeling_auto")
     tables: tuple[str, ...] = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
     if not _is_encoder_decoder(config):
