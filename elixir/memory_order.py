@@ -1,7 +1,7 @@
-"""In which order the elements of a dense tensor lie in memory: as its dimensions do, channels last, transposed.
+"""The order in which the elements of a dense tensor lie in memory: contiguous, channels last, transposed.
 
-An order lists dimensions, from the one with the widest strides to the one whose elements are neighbours. None stands
-for the order of the dimensions themselves, in which a contiguous tensor lies.
+An order lists dimensions, from the one with the widest strides to the one whose elements are neighbours. None is
+the order of the dimensions themselves, as in a contiguous tensor.
 """
 
 from __future__ import annotations

@@ -178,8 +178,7 @@ def check_adam(optimizer: str, moments: MomentKind) -> None:
     if moments != "float32" and not is_adam(optimizer):
         raise InputError(
             f"moments in {moments} exist only for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; "
-            "leave "
-            "moments at 'float32', or train with Adam"
+            "leave moments at 'float32', or train with Adam"
         )
 
 
@@ -248,8 +247,7 @@ def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> 
     if own and moments is not None and own[0] != moments:
         raise InputError(
             f"moments={moments!r} was asked for, but this HybridAdam has {own[0]!r}; make it with moments={moments!r}, "
-            "or "
-            "leave the argument out"
+            "or leave the argument out"
         )
     return own[0] if own else moments or "float32"
 
@@ -289,8 +287,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
             return named[0]
         raise InputError(
             f"{names[0]} cannot step one weight by itself ({error}), so it is not elementwise; use an elementwise "
-            "optimizer "
-            "such as AdamW, SGD, RMSprop or Adagrad"
+            "optimizer such as AdamW, SGD, RMSprop or Adagrad"
         ) from error
     kept = sum(v.nbytes for v in made.state[trial].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
     per_numel = kept / trial.numel()
@@ -302,8 +299,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     if not fitting:
         raise InputError(
             f"{names[0]} keeps {per_numel:.0f} bytes of state per element, more than any family that plans are made "
-            "for "
-            f"({', '.join(_STATE_BYTES)}); use one of these"
+            f"for ({', '.join(_STATE_BYTES)}); use one of these"
         )
     return min(fitting, key=lambda name: _STATE_BYTES[name])
 
@@ -323,6 +319,6 @@ def decode_unsigned(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fourth_power(share: torch.Tensor) -> torch.Tensor:
-    """By two products, which every device rounds alike."""
+    """Multiplies twice, which every device rounds alike."""
     square = share * share
     return square * square

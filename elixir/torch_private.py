@@ -80,7 +80,7 @@ below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-"""Which operators autocast treats on the target device: read from PyTorch, so that no list of ours grows old."""
+"""The operators that autocast treats on the target device, read from PyTorch instead of a list that grows old."""
 
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """A tensor with shape and keys and without memory. The documented way to write a subclass that wraps."""
@@ -106,7 +106,7 @@ sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Have autograd call `function` when the backward that runs now is over, as DDP and FSDP do."""
+    """Makes autograd call `function` after the running backward, as DDP and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -195,7 +195,7 @@ def _as_it_is(function: _F) -> _F:
 
 
 not_compiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", _as_it_is)
-"""Has `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
+"""Makes `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
 
 OPTIMIZER_HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -205,11 +205,11 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Where an optimizer has its hooks, in dicts. One that steps in place of another has the same dicts."""
+"""Attributes in which an optimizer keeps its hooks. An optimizer that replaces another one shares its dicts."""
 
 
 def share_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Has two optimizers run the same hooks, those that are registered or removed later among them."""
+    """Makes two optimizers run the same hooks, also those that are registered or removed later."""
     for name in OPTIMIZER_HOOKS:
         if name in vars(source):
             setattr(target, name, getattr(source, name))

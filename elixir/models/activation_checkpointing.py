@@ -35,7 +35,7 @@ def parse_checkpoint(text: object) -> tuple[str, int | None]:
 
 
 def enable_checkpointing(model: nn.Module, checkpoint: str) -> None:
-    """Have a Hugging Face model checkpoint its layers by its own means.
+    """Turns on the activation checkpointing of a Hugging Face model.
 
     Args:
         model: with `gradient_checkpointing_enable`, unless `checkpoint` is ``none``.

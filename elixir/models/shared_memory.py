@@ -29,7 +29,7 @@ class SharedMemory:
     weight: str
     """Name of the weight."""
     offset: int
-    """In elements from the beginning of the weight's memory."""
+    """Elements from the beginning of the weight's memory."""
     size: torch.Size
     stride: tuple[int, ...]
 

@@ -104,7 +104,7 @@ class _CopiedFunctions:
         return self._object(item)
 
     def rebind_partial(self, made: functools.partial[Any]) -> None:
-        """Replaces what a partial function holds."""
+        """Replaces the contents of a partial function."""
         keywords = {name: self.of(value) for name, value in made.keywords.items()}
         args = tuple(self.of(value) for value in made.args)
         made.__setstate__((self.of(made.func), args, keywords, vars(made)))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which storages are alive when: the memory book-keeping of a trace.
+"""Book-keeping of memory in a trace: which storages are alive at each moment.
 
 Storages are followed from the operator that makes them to the moment their last reference goes, as a real allocator
 would see it. What a storage is for may be known only later (a gradient is an activation until autograd hands it
@@ -44,7 +44,7 @@ class StorageRecord:
         self.stands_for: torch.Tensor | None = None
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
-        """For a gradient: length of the log when the use began during which its last part arrived."""
+        """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):

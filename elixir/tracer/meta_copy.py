@@ -112,7 +112,7 @@ def _of_a_plan(module: nn.Module) -> list[Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces such a hook."""
+    """Replaces the hook."""
 
 
 def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[dict[Any, Any], Pairs]:

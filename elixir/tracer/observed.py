@@ -1,4 +1,4 @@
-"""From what a trace observed to the `StepTrace` artifact; the peaks in it come from `elixir.tracer.peaks`."""
+"""Makes the `StepTrace` artifact of the facts that a trace observed; its peaks come from `elixir.tracer.peaks`."""
 
 from __future__ import annotations
 

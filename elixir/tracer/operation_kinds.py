@@ -1,4 +1,4 @@
-"""The bound of an operator, told from its name and its shapes."""
+"""The bound of an operator, by its name and its shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 FEW_ROWS = 64
 """Products with no more rows, or columns, are bound by reading the weight."""
 LONG = 8**0.5
-"""From this ratio of lengths on a product counts as 8 : 1, which is what is measured, and below it as 1 : 1."""
+"""Ratio of lengths from which on a product counts as 8 : 1, as measured; below, it counts as 1 : 1."""
 
 _PRODUCTS = {  # -> positions of the two factors
     aten.mm: 0,

@@ -113,7 +113,7 @@ class Category(enum.Enum):
     VIEW = enum.auto()
     """Its results alias an argument that it only reads."""
     MUTATES = enum.auto()
-    """It writes to an argument."""
+    """The operator writes to an argument."""
 
 
 class Traits:
@@ -192,7 +192,7 @@ def _returns_first_if_any(schema: Any, written: list[int]) -> bool:
 
 
 KNOWN_TRAITS: dict[int, Traits] = {}
-"""By the identity of an operator: an `OpOverload` hashes in Python, and lives as long as its traits."""
+"""Identity of an operator -> its traits. An `OpOverload` hashes in Python, and lives as long as its traits."""
 
 
 def traits(func: Any) -> Traits:

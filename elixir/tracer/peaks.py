@@ -29,9 +29,9 @@ class Peaks:
     """Live bytes after every log entry of forward and backward, (entries,): all but parameters, gradients, buffers and
     optimizer states."""
     backward_bytes: int
-    """In forward and backward: all kinds but the optimizer states of a steady step."""
+    """Peak of forward and backward, without the optimizer states of a steady step."""
     step_bytes: int
-    """In the whole step, these states included."""
+    """Peak of the whole step, these states included."""
     alive: list[StorageRecord]
     """Storages at `backward_bytes`, oldest first."""
 
@@ -96,7 +96,7 @@ def samples(curve: Curve, order: UseOrder, step_begin: int, step_end: int, state
 
 
 def _stretches(begin: int, end: int, most: int) -> Int64Array:
-    """Where stretches of about equal length begin and end, at most so many."""
+    """Bounds of at most so many ranges of about equal length."""
     bounds: Int64Array = np.unique(np.linspace(begin, end, min(end - begin, most) + 1).astype(np.int64))
     return bounds
 

@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        """Gives an outcome that nobody knows the values that it mostly has."""
+        """Gives unknown outcomes the values that they mostly have."""
         if op.checks_finite:
             suppose_finite(self._shadows, op.func, args, tensors[0])
         elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:

@@ -88,7 +88,7 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         self._autocast.entered()
 
     def autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
-        """It is as it was before that."""
+        """Autocast is as it was before."""
         self._autocast.left()
 
 

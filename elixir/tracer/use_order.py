@@ -131,7 +131,7 @@ class UseOrder:
         return phase, *self._last_place
 
     def innermost(self) -> object:
-        """Something that stays the same object while one call of the innermost module lasts."""
+        """An object that stays the same while one call of the innermost module lasts."""
         return self._scopes[-1] if self._scopes else None
 
     # --- AccessListener ----------------------------------------------------------------------------------------
@@ -182,11 +182,11 @@ class UseOrder:
         return None if index is None else _Place(self._parameters[index])
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """As it is: a trace has no weights elsewhere."""
+        """Returns the data as they are: a trace has no weights elsewhere."""
         return data
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
-        """Not on meta, where operators that compute a whole layer have no kernel."""
+        """False: on meta, operators that compute a whole layer have no kernel."""
         return False
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -200,7 +200,7 @@ class UseOrder:
         """A view stays where it is."""
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
-        """Says nothing of when they are read."""
+        """Records nothing: a write does not say when weights are read."""
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Finds weights that now lie elsewhere: another tensor may get the number of the storage they have left."""
@@ -236,7 +236,7 @@ class UseOrder:
         self._mark(name)
 
     def left(self, module: nn.Module, output: Any) -> Any:
-        """A module is done: what it used may go."""
+        """A module returns: its uses end."""
         scope = self._scopes.pop()
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
@@ -280,7 +280,7 @@ class UseOrder:
         self.grad_arrivals[index] = self.grad_arrivals.get(index, 0) + 1
 
     def finish(self) -> None:
-        """The step is over: close what is open."""
+        """Closes open uses: the step is over."""
         for position in self._node_uses:
             self.uses[position].pin_until = max(position, self.uses[position].pin_until)
         self._node_uses = []
@@ -298,7 +298,7 @@ class UseOrder:
         return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
     def _is_announced(self, index: int) -> bool:
-        """Whether what runs now has announced a parameter."""
+        """Whether the running module or node has announced a parameter."""
         phase = self.phase()
         if self._in_module(phase):
             innermost = self._scopes[-1].parameters  # nearly always the one
@@ -315,7 +315,7 @@ class UseOrder:
         return phase == "recompute" and len(self._scopes) > self._forward_depth
 
     def _enter_node(self) -> None:
-        """Lets go of what the autograd node before the one now running used."""
+        """Ends the uses of the previous autograd node once another one runs."""
         sequence = current_node_number()
         if sequence != self._node:
             for position in self._node_uses:

@@ -183,7 +183,7 @@ class UserObjects:
                 self._look_at(item)
 
     def restore(self) -> None:
-        """Puts back what has changed."""
+        """Puts changed values back."""
         self._written.restore()
         for restore in self._restores:
             try:

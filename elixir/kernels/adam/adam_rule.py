@@ -112,7 +112,7 @@ def adam_scalars(
 
 
 def numbers_on(device: torch.device | str, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """A few numbers as a tensor on `device`, without waiting for what the device has still to do.
+    """A few numbers as a tensor on `device`, without a wait for the device.
 
     `torch.tensor(..., device="cuda")` copies from memory that is not pinned, and so waits for the stream.
     """

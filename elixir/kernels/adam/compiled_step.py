@@ -64,7 +64,7 @@ class Combination(NamedTuple):
     """The device, dtypes and moments on which a compiled step depends."""
 
     device: str
-    """With its index: compiled code launches on the device that its example was on."""
+    """Device with its index, since compiled code launches on the device of its example."""
     gradient: torch.dtype
     weight: torch.dtype | None
     """Dtype of the weights that are written next to the float32 master; None without such weights."""
@@ -104,7 +104,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def compile_step(function: Step, example: Sequence[Any]) -> tuple[Step, Any]:
-    """`function` compiled by torch for any length, and what it gave for `example`.
+    """Compiles `function` with torch for any length; returns it with its result for `example`.
 
     Guards are left out: the caller passes flat tensors of the same kinds as in `example` and of at least two elements.
     They would recompile, in the middle of a step, when a thread count or autocast changes, which do not matter here.
@@ -210,7 +210,7 @@ class CompiledStep:
             raise RuntimeError(written.decode(errors="replace").strip() or ended)
 
     def _stop(self) -> None:
-        """At exit: end the child and its compiler at once, and let the thread leave C++ code."""
+        """Ends the child and its compiler at exit, and lets the thread leave C++ code."""
         with self._lock:
             self._stopping = True
             if self._process is not None and self._process.poll() is None:

@@ -114,7 +114,7 @@ class DiskStates:
 
 
 def chosen(parameters: Iterable[nn.Parameter], fraction: float) -> list[nn.Parameter]:
-    """Parameters in host memory, from the first on, with this part of all elements of such."""
+    """The first parameters in host memory that together have this part of its elements."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
         raise InputTypeError(f"nvme_offload_fraction must be a number, got {fraction!r}")
     if not 0 <= fraction <= 1:

@@ -114,7 +114,7 @@ class HybridAdam(torch.optim.Optimizer):
         return {} if self._on_disk is None else self._on_disk.parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`; checks the group's options and parameters."""
+        """Adds a group as torch does, and checks its options and parameters."""
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -167,7 +167,7 @@ class HybridAdam(torch.optim.Optimizer):
                 self._changed(item)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`; what lives on a disk is read into separate memory."""
+        """Gives torch's state dict; states that live on a disk are read into separate memory."""
         with self._in_memory():
             return super().state_dict()
 
@@ -196,7 +196,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Have the states of all parameters now that have none: moments of zero and counts of 0, as a first step would.
+        """Makes the states of parameters that have none: moments of zero and counts of 0.
 
         Weights stay as they are.
         """
@@ -254,7 +254,7 @@ class HybridAdam(torch.optim.Optimizer):
             raise InputError("a parameter without a gradient is not stepped")
         if gradient.is_sparse or gradient.layout is not torch.strided:
             raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
-        # Not earlier: what another one steps in our name may be anywhere.
+        # Checked here and not earlier: another optimizer that steps for this one may keep parameters anywhere.
         if not is_dense(parameter.shape, parameter.stride()):
             raise InputError(
                 "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
@@ -286,7 +286,7 @@ class HybridAdam(torch.optim.Optimizer):
 def _begin(state: dict[str, Any], parameter: nn.Parameter, weights: torch.Tensor, kind: str) -> None:
     """The state before the first step."""
     moments = make_moments(parameter.numel(), kind, parameter.device)
-    # A tensor, and float32, as torch's own Adam keeps it.
+    # torch's own Adam keeps its count as a float32 tensor.
     state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     if moments.kind == "8bit":
         state["exp_avg"], state["exp_avg_sq"] = moments.exp_avg, moments.exp_avg_sq

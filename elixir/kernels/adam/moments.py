@@ -56,7 +56,7 @@ class Moments:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that are there, in the order in which the step functions take them."""
+        """The tensors that exist, in the order in which the step functions take them."""
         if self.exp_avg_scale is None or self.exp_avg_sq_scale is None:
             return self.exp_avg, self.exp_avg_sq
         return self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale
@@ -264,7 +264,7 @@ def adam_8bit_part_(
     new_row, new_avg, new_sq = adam_rule(row_gradient, row, avg, square, scalars)
     places = torch.arange(BLOCK_NUMEL, device=master.device)
     mine = ((places >= low) & (places < high)).view(1, -1)
-    # Those kept were rounded with this step's noise if their turn has been: the same again would be a bias.
+    # Values that were stepped already were rounded with this noise: the same noise again would be a bias.
     own, other = (
         _noise(BLOCK_NUMEL, noise_seed(number, start - low, master.device)).view(1, -1)
         for number in (step, -1 - step * BLOCK_NUMEL - low)
@@ -346,7 +346,7 @@ def _encode_signed(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tenso
 
 
 def _encode_unsigned(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """As `_encode_signed`, but what is not zero stays above zero."""
+    """Encodes as `_encode_signed` does, but keeps values above zero that are not zero."""
     share = values * (1.0 / scale.clamp_min(_TINY))[:, None]
     below = (rounded_root(rounded_root(rounded_root(share))) * UNSIGNED_MAX).floor().clamp(max=UNSIGNED_MAX - 1.0)
     lower = fourth_power(below * (1.0 / UNSIGNED_MAX))

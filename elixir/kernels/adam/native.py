@@ -173,7 +173,7 @@ def _call(  # noqa: PLR0913 - as a step takes them
     )  # fmt: skip
     states = _States(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
     made = _numbers(options, step, factor, torchs=torchs)
-    # ctypes lets go of the interpreter's lock.
+    # ctypes releases the interpreter's lock.
     library.elixir_adam(
         ctypes.byref(states),
         ctypes.byref(made),

@@ -121,7 +121,7 @@ def adam_step_out_of_place(
 
 
 def _whole_blocks(first: int, numel: int) -> tuple[int, int]:
-    """From where to where elements fill whole blocks, the first of them being at `first` of a tensor."""
+    """The range of elements that fill whole blocks, if the first element lies at `first` of a tensor."""
     begin = min(-first % BLOCK_NUMEL, numel)
     return begin, max(begin, numel - (first + numel) % BLOCK_NUMEL)
 

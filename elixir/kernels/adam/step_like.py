@@ -15,7 +15,7 @@ from elixir.kernels.adam.step import adam_step, adam_step_out_of_place
 
 
 class Kept(NamedTuple):
-    """A parameter, float32 and on the host, and what its optimizer keeps of it."""
+    """A float32 parameter on the host and its optimizer state."""
 
     weights: torch.Tensor
     state: dict[str, Any]

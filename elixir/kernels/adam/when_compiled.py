@@ -28,8 +28,8 @@ from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 logger = logging.getLogger(__name__)
 
 SMALL_NUMEL: dict[MomentKind, int] = {"float32": 2**20, "bfloat16": 2**17, "8bit": 2**16}
-"""By kind of moments: what has fewer elements neither counts towards compiling nor runs compiled, since it takes about
-a millisecond anyway. With other than float32 moments parameters are stepped one by one, so most are small."""
+"""Kind of moments -> elements below which a step neither counts towards compiling nor runs compiled: it takes about a
+millisecond anyway. With moments in fewer bits than float32, parameters are stepped one by one, so most are small."""
 
 COMPILE_COST_S = {"cpu": 1.5, "cuda": 15.0}
 """Seconds of a core for compiling the kernel, measured on 2 cores of an EPYC 9005; for torch.compile, not measured on
@@ -87,7 +87,7 @@ _lock = threading.Lock()
 def combination_of(
     gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments
 ) -> Combination:
-    """The combination of a step of such tensors."""
+    """The combination of a step of these tensors."""
     weight = None if weight_out is None else weight_out.dtype
     return Combination(str(master.device), gradient.dtype, weight, moments.kind)
 

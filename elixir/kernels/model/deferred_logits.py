@@ -79,7 +79,7 @@ class DeferredLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> Any:
-        # Of the last dimension all, of those before it anything: ``logits[..., :-1, :]``.
+        # An index that takes the whole last dimension, such as ``logits[..., :-1, :]``, applies to the hidden states.
         cuts = index[1:] if isinstance(index, tuple) and index[:1] == (Ellipsis,) else ()
         if cuts and len(cuts) <= self.dim() and all(isinstance(cut, slice) for cut in cuts) and cuts[-1] == slice(None):
             return self._like(self._hidden[index])
@@ -145,7 +145,7 @@ def _fused_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.cross_entropy` of deferred logits; None where only the plain form can do what is asked."""
+    """`torch.nn.functional.cross_entropy` of deferred logits; None if only the plain form can compute it."""
     if not isinstance(input, DeferredLogits) or input.computed is not None or not isinstance(target, torch.Tensor):
         return None
     hidden, layer = input._hidden, input._layer  # noqa: SLF001 - this function is what the class is for
@@ -182,7 +182,7 @@ def last_layer_of(model: nn.Module) -> nn.Linear | None:
 
 
 def deferring_forward(model: nn.Module) -> Any:
-    """A forward for this model, by which its last layer defers where logits are wanted for the loss alone."""
+    """A forward for this model, in which the last layer defers its logits if only the loss needs them."""
     plain = type(model).forward
     signature = inspect.signature(plain)
 
@@ -232,7 +232,7 @@ def _wants_loss_only(model: nn.Module, signature: inspect.Signature, args: Any, 
 
 
 def _without_deferred(output: Any) -> Any:
-    """A model's output without what was never computed: a key less in Hugging Face's, None in a tuple or dict."""
+    """A model's output without logits that were not computed: a key less in Hugging Face's, None in a tuple or dict."""
     if isinstance(output, DeferredLogits):
         return output.tensor()
     if isinstance(output, dict):

@@ -46,7 +46,7 @@ class FusedKernels:
     def __init__(self, model: nn.Module, use_fused_kernels: bool | Mapping[str, str], device_type: str) -> None:
         self._replaced: list[tuple[nn.Module, Any]] = []
         self.counts: dict[str, tuple[str, int]] = {}
-        """Kind -> its provider and in how many modules; only what is in some module."""
+        """Kind -> its provider and the number of modules; only kinds that some module has."""
         asked = wishes(use_fused_kernels)
         if asked is None:
             return
@@ -157,7 +157,7 @@ def _numbers(*shape: int, seed: float = 1.0) -> torch.Tensor:
 
 
 def _computes(call: Callable[[], Any], expected: torch.Tensor) -> bool:
-    """Whether `call` gives `expected`. Whatever it raises means no: stand-ins lack what other forwards need."""
+    """Whether `call` gives `expected`. Any error means no: stand-ins lack attributes that other forwards need."""
     try:
         with torch.no_grad():
             found = call()

@@ -39,7 +39,7 @@ def once_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 def present_values(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's memory as an ordinary tensor without a graph, for a kernel that reads it often: one use is told of.
+    """A parameter's memory as an ordinary tensor without a graph, for a kernel that reads it often: it reports one use.
 
     Valid until the module that runs now returns.
     """

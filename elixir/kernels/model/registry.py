@@ -1,12 +1,12 @@
-"""Which kernel runs each kind of operation: the first present one of a list per kind and device, found out once.
+"""The choice of a kernel for each kind of operation: the first of a list that is present, looked up once.
 
 A kind is an operation that models write out in several operators and that a library or PyTorch does in one. Providers
 of it are listed in order of preference; `choose` takes the first that can be loaded and has been made for the device.
 `plain` is the model's own code. To choose another provider, name it:
 
 * ``use_fused_kernels={"rms_norm": "liger", "cross_entropy": "plain"}``;
-* ``ELIXIR_FUSED_KERNELS="rms_norm=torch,rotary=plain"`` in the environment, which goes before the argument where fused
-  kernels are asked for at all; ``0`` switches all of them off.
+* ``ELIXIR_FUSED_KERNELS="rms_norm=torch,rotary=plain"`` in the environment, which overrides the argument if
+  fused kernels are on; ``0`` switches all of them off.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _implement(library: torch.library.Library, name: str, function: Callable[...
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """As `at::dropout` on a device with a fused kernel."""
+    """Runs dropout as `at::dropout` does on a device with a fused kernel."""
     if train and 0 < p < 1 and input.numel() > 0:
         output: torch.Tensor = torch.native_dropout(input, p, train)[0]
         return output
@@ -100,7 +100,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _softmax(fused: Callable[[torch.Tensor, int, bool], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As `at::softmax` on a device whose kernel reads float16 and writes float32."""
+    """Gives the softmax of a device whose kernel reads float16 and writes float32 (`at::softmax`)."""
 
     def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if input.dtype is torch.float16 and dtype is torch.float32:

@@ -87,7 +87,7 @@ def _names(func: Any) -> list[str]:
 
 
 class Routing(Protocol):
-    """Says which entries a router picks where its scores are unknown."""
+    """Chooses the entries that a router picks if its scores are unknown."""
 
     def route(self, shadows: Shadows, call: object, choice: ExpertChoice) -> None:
         """Gives the indices of a choice known values, if it can.

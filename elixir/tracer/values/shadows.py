@@ -22,7 +22,7 @@ from elixir.tracer.values.unknown_number import undecidable
 MAX_SHADOW_NUMEL = 2**26
 """Values of larger tensors are not worked out: 512 MiB of int64."""
 MAX_EAGER_SHADOW_NUMEL = 2**22
-"""In-place operators must be followed at once; on larger tensors the values are given up instead."""
+"""Largest tensor on which in-place operators are followed, which happens at once; larger ones lose their values."""
 
 aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ class View:
 
 
 class Blank(View):
-    """Stands for a tensor of which only shape and dtype matter."""
+    """Replaces a tensor of which only shape and dtype matter."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._like = (tensor.dtype, tensor.size())

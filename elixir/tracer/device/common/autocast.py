@@ -50,11 +50,11 @@ _WIDEST = frozenset(
 _SETS_RESULT_DTYPE = frozenset(
     "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()
 )
-"""On CUDA these read low precision and are told to give float32; on the CPU they have no policy or the float32 one."""
+"""On CUDA these read low precision and return float32; on the CPU they have no policy or the float32 one."""
 
 
 class Autocast:
-    """Casts meta tensors as autocast for the target does; told when it is entered and left, by the thread of a trace.
+    """Casts meta tensors as autocast for the target does; the thread of a trace reports when it is entered and left.
 
     Args:
         kind: of the target device.
@@ -176,7 +176,7 @@ ASKED_BY_DEVICE = (
 def autocast_asked_for_meta(kind: Literal["cuda", "cpu"]) -> Iterator[None]:
     """While open, questions about autocast on meta are answered for the target device.
 
-    PyTorch refuses them below every mode, so the functions are replaced. Only who names meta sees a difference.
+    PyTorch refuses them below every mode, so the functions are replaced. Only calls that name meta differ.
     """
 
     def answering(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ def autocast_asked_for_meta(kind: Literal["cuda", "cpu"]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_heard() -> Iterator[None]:
-    """While open, two warnings are heard and not shown, in this thread only.
+    """While open, two warnings are not shown in this thread.
 
     That kernels are replaced is the purpose. That there is no CUDA for an autocast tells of one that is meant for the
     target: PyTorch would switch it off, and a trace must not.

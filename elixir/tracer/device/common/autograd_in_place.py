@@ -79,7 +79,7 @@ def writes_in_place(func: Any, made_by: Any, depth: int) -> bool:
         node = current_autograd_node()
         if node is None or func not in _IN_PLACE_IN_NODE.get(node.name(), ()):
             return False
-    # Called by the engine, not by a backward in Python.
+    # The engine is the caller, not a backward in Python.
     return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
 
 

@@ -24,7 +24,7 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ctc_loss_allocate_outputs` (`LossCTC.cpp`): a loss per sample, and a row of alphas per moment."""
+    """Allocates a loss per sample and a row of alphas per moment (`ctc_loss_allocate_outputs` in `LossCTC.cpp`)."""
     moments, samples = log_probs.shape[0], log_probs.shape[1]
     alphas = 2 * max(target_lengths, default=0) + 1
     return log_probs.new_empty(samples), log_probs.new_empty(samples, moments, alphas)

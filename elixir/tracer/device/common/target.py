@@ -21,7 +21,7 @@ aten = torch.ops.aten
 OptimizerKernel = Literal["for-loop", "foreach", "fused"]
 
 _MATRIX_OPERANDS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-"""Which arguments of a product go to a BLAS as they are, if their layout allows."""
+"""Product -> the arguments that go to a BLAS as they are, if their layout allows."""
 
 _LOSSES_KEEPING_TERMS = {
     aten.mse_loss.default: 2,
@@ -38,7 +38,7 @@ _CONTIGUOUS_FIRST = frozenset(
 
 
 class Target:
-    """The device a trace pretends to run on; this base is what holds for every device.
+    """The device that a trace pretends to run on; this base has the rules of every device.
 
     Args:
         hardware: profile of the machine, of which kind and compute capability are used.
@@ -50,7 +50,7 @@ class Target:
     fused_rms_norm = False
     """Whether `rms_norm` is one kernel (True) or composed of others."""
     softmax_reads_half = False
-    """Whether a softmax told to give float32 reads float16 as it is (True) or has it cast first."""
+    """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
     counts_host_tensors = False
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
@@ -87,7 +87,7 @@ class Target:
             nbytes: int = sum(operand.nbytes for operand in unreadable)
             return nbytes
         if func is aten._safe_softmax.default and outputs[0].numel():
-            # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
+            # It makes masks of scores and of rows that are -inf, and a zero for those rows (`attention.cpp`).
             scores = outputs[0].numel()
             return scores + scores // int(outputs[0].shape[args[1]]) + outputs[0].itemsize
         return 0

@@ -30,7 +30,7 @@ class CpuTarget(Target):
         self._threads = torch.get_num_threads()
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
-        """By the rules of the CPU."""
+        """Chooses by the rules of the CPU."""
         return chosen_on_cpu(call)
 
     def optimizer_kernel(self) -> OptimizerKernel:

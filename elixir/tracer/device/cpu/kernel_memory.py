@@ -67,11 +67,11 @@ class Allocated:
     result_bytes: tuple[int, ...]
     """Storage of each tensor among its results."""
     continued: bool = False
-    """Whether it was told from smaller batches."""
+    """Whether the bytes were continued from smaller batches."""
 
 
 def is_plain(func: Any, args: Any) -> bool:
-    """Whether all that an operator allocates is its results, or a rule of `CpuTarget` says what else."""
+    """Whether an operator allocates its results only, or a rule of `CpuTarget` gives the rest."""
     if func in _PRODUCTS:
         return (
             args[-1].dtype not in _HALF

@@ -18,7 +18,7 @@ _FLOAT_BYTES = 4
 _FLASH_ROWS = 128
 """Flash rounds sequences up to this."""
 _LOCK_FLOATS = 4
-"""In front of each tile of the memory-efficient kernel's accumulator."""
+"""Floats of the lock in front of each tile of the memory-efficient kernel's accumulator."""
 _MAX_SPLIT_BLOCKS = 200
 """Blocks over which the memory-efficient kernel splits keys, if their gradients are accumulated in memory as well."""
 

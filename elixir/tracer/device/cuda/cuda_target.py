@@ -41,11 +41,11 @@ class CudaTarget(Target):
         return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
-        """By the rules of CUDA."""
+        """Chooses by the rules of CUDA."""
         return chosen_on_cuda(call, self.capability)
 
     def optimizer_kernel(self) -> OptimizerKernel:
-        """`torch.optim` takes foreach for CUDA parameters unless told otherwise."""
+        """`torch.optim` takes foreach for CUDA parameters by default."""
         return "foreach"
 
     def matmul_workspace_bytes(self) -> int:
