@@ -46,7 +46,7 @@ from benchmark.common import Row, append_rows, conditions, percentiles, print_ta
 from elixir.kernels.adam.adam_rule import AdamOptions  # noqa: E402
 from elixir.kernels.adam.moments import make_moments  # noqa: E402
 from elixir.kernels.adam.step import adam_step  # noqa: E402
-from elixir.optimizer_states import state_bytes  # noqa: E402
+from elixir.optimizer_states import moments_size  # noqa: E402
 
 MOVED_BYTES = {"eager": 30, "compiled": 28, "triad in place": 12, "triad": 16}
 """Per element; see above."""
@@ -174,7 +174,7 @@ def other_moments(numel: int, rounds: int) -> list[Row]:
         shard = Shard(numel, kind)
         for name, mode, count in (("compiled", "wait", rounds), ("eager", "0", 1)):
             seconds = time_in_turn({name: with_mode(mode, shard.step)}, count)[name]
-            rows.append(row("moments", f"{name}, {kind}", numel, seconds, state_bytes=state_bytes(numel, kind)))
+            rows.append(row("moments", f"{name}, {kind}", numel, seconds, state_bytes=moments_size(kind).nbytes(numel)))
     return rows
 
 

@@ -122,18 +122,8 @@ def check_kind(kind: str) -> MomentKind:
 
 
 def moments_size(moments: str = "float32") -> StateSize:
-    """Bytes of both moments; `InputError` if the kind is unknown."""
+    """Bytes of both moments, exactly as `make_moments` allocates them; `InputError` if the kind is unknown."""
     return _SIZES[check_kind(moments)]
-
-
-def state_bytes(numel: int, moments: str = "float32") -> int:
-    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `make_moments` of
-    `elixir.kernels.adam.moments` allocates them.
-
-    Raises:
-        InputError: `numel` is negative, or the kind unknown.
-    """
-    return moments_size(moments).nbytes(numel)
 
 
 def master_bytes(weight_bytes: int) -> int:

@@ -18,7 +18,7 @@ FEW_ROWS = 64
 LONG = 8**0.5
 """Ratio of lengths from which on a product counts as 8 : 1, as measured; below, it counts as 1 : 1."""
 
-_PRODUCTS = {  # -> positions of the two factors
+PRODUCTS = {  # -> position of the first factor, which the second follows
     aten.mm: 0,
     aten.bmm: 0,
     aten._grouped_mm: 0,
@@ -59,7 +59,7 @@ def operation_of(
         return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
     if "attention" in packet.__name__:
         return Operation("attention", dtype, flops, moved_bytes)
-    at = _PRODUCTS.get(packet)
+    at = PRODUCTS.get(packet)
     if at is None or len(inputs) < at + 2 or inputs[at].dim() < 2:
         return Operation("square", dtype, flops, moved_bytes)
     rows, inner = inputs[at].shape[-2:]

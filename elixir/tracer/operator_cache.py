@@ -31,7 +31,7 @@ from elixir.torch_private import TopDispatch
 from elixir.tracer.device.common.autograd_in_place import WRITES_IN_PLACE
 from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
-from elixir.tracer.operation_kinds import operation_of
+from elixir.tracer.operation_kinds import PRODUCTS, operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
 from elixir.tracer.values.unknown_number import user_location
@@ -42,17 +42,6 @@ _META = torch.device("meta")
 _NAMESPACES = frozenset({"aten", "prims"})
 """Operators of others may do more than their schema says."""
 _VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-
-_MATRIX_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._grouped_mm.default,
-    }
-)
-"""Operators for which matrix libraries keep a workspace."""
 
 DATA_DEPENDENT = frozenset(
     {
@@ -119,28 +108,6 @@ class Category(enum.Enum):
 class Traits:
     """Facts that never change about an operator, looked up once per dispatch."""
 
-    __slots__ = (
-        "call",
-        "category",
-        "checks_finite",
-        "constant_like",
-        "detours",
-        "draws",
-        "foreach",
-        "formula_may_write",
-        "func",
-        "lengths_in_tensors",
-        "makes_tensors",
-        "matrix_product",
-        "may_choose",
-        "needs_values",
-        "one_dtype",
-        "replaces_memory",
-        "rewrites_first",
-        "views",
-        "written",
-    )
-
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
@@ -163,7 +130,7 @@ class Traits:
         self.rewrites_first = followed and in_place and _returns_first_if_any(schema, [p for p, _ in self.written])
         """By its schema, all it does is to change the values of its first argument, and to return that or nothing."""
         self.replaces_memory = schema.name == f"aten::{REPLACES_MEMORY}"
-        self.matrix_product = func in _MATRIX_PRODUCTS
+        self.matrix_product = func._overloadpacket in PRODUCTS  # for which matrix libraries keep a workspace
         self.one_dtype = self.matrix_product or func is aten.convolution.default
         self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor
         self.lengths_in_tensors = func in LENGTHS_IN_TENSORS

@@ -210,19 +210,15 @@ class UseOrder:
                 self._storages = {number: at for number, at in self._storages.items() if at != index}
                 self._storages[storage] = index
 
-    def replaces(self, parameter: nn.Parameter) -> None:
-        """No weight is read for it."""
-
     def moved(self, tensor: torch.Tensor) -> None:
         """An operator has given a tensor other memory."""
         if isinstance(tensor, nn.Parameter) and tensor in self._index:
             self.wrote([tensor])
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """No weight is read for it."""
+        """Records nothing: no weight is read for it."""
 
-    def drops_gradient(self, parameter: nn.Parameter) -> None:
-        """No weight is read for it."""
+    replaces = drops_gradient = reads_gradient
 
     def entered(self, module: nn.Module) -> None:
         """A module starts."""

@@ -27,7 +27,7 @@ from elixir.kernels.adam.compiled_step import CompiledStep
 from elixir.kernels.adam.eager import eager_step
 from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
-from elixir.optimizer_states import state_bytes
+from elixir.optimizer_states import moments_size
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("float32", "bfloat16", "8bit")
@@ -131,7 +131,7 @@ def test_the_factor_multiplies_the_gradient(kind: str) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 1000])
 def test_states_take_the_bytes_that_are_promised(kind: str, numel: int) -> None:
     moments = make_moments(numel, kind)
-    assert moments.nbytes == state_bytes(numel, kind)
+    assert moments.nbytes == moments_size(kind).nbytes(numel)
     if numel:
         before = [tensor.shape for tensor in moments.tensors()]
         adam_step(torch.ones(numel), torch.ones(numel), None, moments, AdamOptions(), 1)
@@ -140,7 +140,7 @@ def test_states_take_the_bytes_that_are_promised(kind: str, numel: int) -> None:
 
 def test_bytes_per_element() -> None:
     numel = 256 * 100
-    assert [state_bytes(numel, kind) / numel for kind in KINDS] == [8, 4, 2 + 8 / 256]
+    assert [moments_size(kind).nbytes(numel) / numel for kind in KINDS] == [8, 4, 2 + 8 / 256]
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("bfloat16", 0.01), ("8bit", 0.1)])
@@ -264,7 +264,7 @@ def test_an_unknown_kind_of_moments_is_refused() -> None:
     with pytest.raises(InputError, match="float32"):
         make_moments(8, "float23")
     with pytest.raises(InputError, match="-1 elements"):
-        state_bytes(-1)
+        moments_size().nbytes(-1)
     with pytest.raises(InputTypeError, match="lr must be a number"):
         AdamOptions(lr="fast")  # type: ignore[arg-type]
 

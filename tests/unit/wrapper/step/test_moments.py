@@ -22,7 +22,7 @@ from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.models.step import default_step
-from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
+from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
@@ -306,7 +306,7 @@ def test_plans_go_to_json_and_back_and_older_ones_are_of_float32() -> None:
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.moments == kind
         shards = sum(plan.state_size.nbytes(chunk.numel) for chunk in plan.chunks)
-        assert shards == sum(state_bytes(chunk.numel, kind) for chunk in plan.chunks)
+        assert shards == sum(moments_size(kind).nbytes(chunk.numel) for chunk in plan.chunks)
         assert plan.predicted.host_parts["optimizer_states"] == shards  # fp32 weights next to their states
     plan = make_plan(it, "streamed")
     with pytest.raises(InputError, match="state_size"):
@@ -318,7 +318,9 @@ def test_plans_go_to_json_and_back_and_older_ones_are_of_float32() -> None:
 def test_sizes_are_those_that_are_allocated() -> None:
     for kind in KINDS:
         for numel in (0, 1, 255, 256, 257, 10_000):
-            assert make_moments(numel, kind).nbytes == moments_size(kind).nbytes(numel) == state_bytes(numel, kind)
+            assert (
+                make_moments(numel, kind).nbytes == moments_size(kind).nbytes(numel) == moments_size(kind).nbytes(numel)
+            )
         assert moments_size(kind).least_per_numel() * 10_000 <= moments_size(kind).nbytes(10_000)
     for bad in ({"block_bytes": -1}, {"block_numel": 0}):
         with pytest.raises(InputError, match=next(iter(bad))):
