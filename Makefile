@@ -4,6 +4,7 @@
 # make pictures     the pictures of README and docs, made anew
 # make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
 # make figures      README and pages of docs from their sources in docs/src, with the newest rows in benchmark/results
+# make docs         the site, in out/site: pages, reference of names and commands; strict
 # make wheel        the source archive and the wheel, in dist
 # make wheel-check  the same wheel and what it needs, from the package index in a new environment: three commands run
 # make release-check  what a release of the version in elixir/__init__.py still lacks
@@ -22,7 +23,7 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint wheel wheel-check release-check \
+.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint docs wheel wheel-check release-check \
         clean
 
 help:
@@ -54,6 +55,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict elixir
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python .ci/site_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
+	@echo out/site/index.html
 
 wheel: $(VENV)/.installed-release
 	rm -rf build dist
@@ -140,6 +146,10 @@ $(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed

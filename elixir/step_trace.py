@@ -153,7 +153,9 @@ class StepTrace(Artifact):
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
+    """Name of the model, or of its class."""
     model_fingerprint: str
+    """Digest of its parameters and modules."""
     device: str
     """Name of the hardware the step was traced for, such as ``h200`` or ``cpu``."""
     dtype: str
@@ -161,12 +163,17 @@ class StepTrace(Artifact):
     optimizer: str
     """Class name of the optimizer and how it runs, such as ``AdamW (foreach)``."""
     parameters: tuple[ParamInfo, ...]
+    """All parameters, tied ones once."""
     param_bytes: int
+    """Bytes of the parameters."""
     grad_bytes: int
+    """Bytes of the gradients."""
     optimizer_bytes: int
     """States of the optimizer in plain PyTorch (moments in the dtype of the parameters)."""
     buffer_bytes: int
+    """Bytes of the buffers."""
     input_bytes: int
+    """Bytes of the batch."""
     resting_bytes: int
     """Bytes that the allocator holds between steps, without optimizer states: parameters, buffers and inputs,
     rounded."""
@@ -181,21 +188,27 @@ class StepTrace(Artifact):
     peak_module: str
     """Module that was running at `backward_peak_bytes`."""
     peak_operator: str
+    """Operator that was running at `backward_peak_bytes`."""
     peak_contributors: tuple[Contributor, ...]
     """Allocations that are alive at `backward_peak_bytes`, largest first."""
     operations: tuple[Operation, ...]
     """All distinct ones, in order of first use."""
     accesses: tuple[Access, ...]
+    """All moments at which parameters are used, in order."""
     curve: tuple[CurveSample, ...]
+    """Live bytes by kind over the step."""
     operators: int
     """Number of operators dispatched."""
     checkpointed_modules: tuple[str, ...]
+    """Modules whose activations are recomputed."""
     unused_parameters: tuple[str, ...]
+    """Parameters that the step never read."""
     unused_modules: tuple[str, ...]
     """Modules that hold parameters and never ran."""
     assumptions: tuple[str, ...]
     """Assumptions of the trace, such as balanced expert routing."""
     trace_s: float = field(compare=False)
+    """Seconds that tracing took."""
     step: StepShape = field(default_factory=StepShape)
 
     def __post_init__(self) -> None:

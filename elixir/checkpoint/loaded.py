@@ -11,6 +11,7 @@ class Loaded:
     """A checkpoint that was saved or loaded."""
 
     folder: Path
+    """The checkpoint's folder."""
     step: int | None
     """The step that the save was given."""
     sequence: int

@@ -90,6 +90,7 @@ class HardwareProfile(Artifact):
     device_kind: str
     """``cuda`` or ``cpu``."""
     device_name: str
+    """What the driver, or the operating system, calls the device."""
     compute_capability: tuple[int, int] | None
     """(major, minor) of a CUDA device, else None."""
     devices_per_host: int
@@ -109,11 +110,13 @@ class HardwareProfile(Artifact):
     host_to_device_bytes_per_s: float
     """One device alone, from pinned memory."""
     device_to_host_bytes_per_s: float
+    """Likewise, in the other direction."""
     device_to_device_bytes_per_s: float
     """Bandwidth between devices of one machine, per device and direction."""
     host_adam_numel_per_s: float
     """Elements per second of a fused Adam over fp32 states on the host, all cores together."""
     device_adam_numel_per_s: float
+    """Elements per second of a fused Adam over fp32 states on the device."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each number: a publication, or how it was measured."""
     measured_at: str | None = None

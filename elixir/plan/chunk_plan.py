@@ -132,6 +132,7 @@ class ChunkPlan:
     numel: int
     """Elements of the buffer, padding included; a multiple of the world size."""
     parameters: tuple[ParamSlot, ...]
+    """Its parameters with their places in the buffer."""
     weight_home: Memory
     """The memory of the rank's shard of the weights."""
     state_home: Literal["device", "host", "disk"]

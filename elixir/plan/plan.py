@@ -46,10 +46,15 @@ class Plan(Artifact):
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
+    """Name of the model, or of its class."""
     model_fingerprint: str
+    """Digest of its parameters and modules: a plan runs no other model."""
     hardware_name: str
+    """Name of the hardware profile that it was planned with."""
     hardware_fingerprint: str
+    """Digest of that profile's numbers."""
     world_size: int
+    """Ranks, one device each."""
     dtype: str
     """Dtype the parameters and floating inputs are cast to, or ``as built``."""
     optimizer: str
@@ -59,23 +64,30 @@ class Plan(Artifact):
     overlap: bool
     """Whether transfers run while compute does, with prefetch."""
     placement: Literal["auto", "cuda", "cpu"]
+    """``auto``, or the home that was forced on all chunks."""
     block_numel: int
     """`block_bytes` in elements of the most common dtype."""
     block_bytes: int
     """Size of one rCache or gradient block, the same for all; 0 without blocks."""
     block_count: int
+    """Blocks of the rCache."""
     prefetch_depth: int
     """How many chunks ahead of their use are fetched."""
     grad_block_count: int
     """Blocks of `block_bytes` that gradients on their way to the host, or to their reduction, are gathered in."""
     chunks: tuple[ChunkPlan, ...]
+    """All chunks, in the order in which runs number them."""
     order: tuple[ChunkUse, ...]
+    """Uses of chunks in the order of the traced step."""
     alignment_bytes: int
     """Parameters begin inside their chunks, and shards begin and end, at multiples of this; see
     `alignment_bytes`."""
     device_budget_bytes: int
+    """Budget of one device."""
     host_budget_bytes: int
+    """Budget of the host memory of one machine."""
     predicted: Prediction
+    """Memory, transfers and seconds of a step."""
     accumulation: int = 1
     """Micro-batches per optimizer step that it was searched for; it runs with any number, but what it predicts is of
     this."""
