@@ -295,8 +295,7 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
             if any(is_absent(item) for item in tree_leaves((args, kwargs))):
                 raise InputError(
                     f"{name} reads a weight that is elsewhere, through a tensor made from it by code that no torch "
-                    "function "
-                    "announces; make it in the module that uses it"
+                    "function announces; make it in the module that uses it"
                 )
             return operator(*args, **kwargs)
         schema = operator._schema.arguments

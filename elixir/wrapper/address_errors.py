@@ -25,8 +25,6 @@ def refuse_addresses(model: nn.Module, error: BaseException) -> None:
     own = [names[parameter] for parameter in module.parameters() if is_absent(parameter) and parameter in names]
     raise InputError(
         "code that calls no operator, such as a compiled extension, reads a weight that is not there: one of "
-        f"{few(own)}. "
-        "Call weight.data_ptr() in the same module's forward before it, which fetches the weight until that module "
-        "returns, "
-        "or register the code as an operator (torch.library.custom_op)"
+        f"{few(own)}. Call weight.data_ptr() in the same module's forward before it, which fetches the weight until "
+        "that module returns, or register the code as an operator (torch.library.custom_op)"
     ) from error

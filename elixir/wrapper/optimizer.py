@@ -215,8 +215,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not isinstance(loss, torch.Tensor):
             raise InputTypeError(
                 f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() "
-                "after "
-                "backward, and for a copy only"
+                "after backward, and for a copy only"
             )
         scale = self._engine.loss_scale
         for stepper in self._engine.steppers:  # all optimizers share the gradients

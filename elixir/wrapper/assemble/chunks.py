@@ -317,8 +317,8 @@ def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:
     if found:
         logger.warning(
             "the plan was made for %d x %s%s, but %s: what it predicts does not hold here, and another plan may be "
-            "faster; "
-            "plan again with hardware= of this machine (`elixir hardware --measure --out hw.json` measures it)",
+            "faster; plan again with hardware= of this machine (`elixir hardware --measure --out hw.json` measures "
+            "it)",
             plan.world_size,
             plan.hardware_name,
             f" ({plan.device_name})" if plan.device_name else "",

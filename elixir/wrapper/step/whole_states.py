@@ -204,8 +204,7 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
         if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != slot.shape:
             raise InputError(
                 f"state {kind!r} of {slot.name} has shape {list(value.shape)}, the parameter {list(slot.shape)}; load "
-                "states "
-                "of the same model, with moments in float32 or bfloat16"
+                "states of the same model, with moments in float32 or bfloat16"
             )
     if needs_adam and not {"step", *ADAM_KINDS} <= set(state):
         raise InputError(

@@ -235,6 +235,5 @@ class ModelState:
                 if writable is not None and parameter not in writable:
                     raise InputError(
                         f"load_state_dict() writes to {prefix + name}, which gathered() shows for reading: use "
-                        "gathered("
-                        "parameters, write=True), or load outside of it"
+                        "gathered(parameters, write=True), or load outside of it"
                     )
