@@ -21,7 +21,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing
-from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
+from elixir.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
 from elixir.units import parse_dtype
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
@@ -39,7 +39,6 @@ from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.run_options import Debug, RunOptions
-from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.weights_io.gathered import shown
 from elixir.wrapper.weights_io.model_state import ModelState, in_use
 from elixir.wrapper.weights_io.shared_weights import SharedWeights
@@ -499,6 +498,22 @@ def refuse_wrapped(module: nn.Module) -> None:
             f"modules of this {type(module).__name__} are run by another ElixirModule already ({few(shared)}), "
             "whose plan has their weights; close() that one first"
         )
+
+
+def cast_inputs(arguments: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Moves tensors to `device` and casts floating ones to `dtype`. Returns the caller's own containers if nothing
+    changes."""
+    given, form = tree_flatten(arguments)
+    moved = [_moved(item, device, dtype) for item in given]
+    if all(new is old for new, old in zip(moved, given, strict=True)):
+        return arguments  # the model may write into the caller's lists and dicts
+    return tree_unflatten(moved, form)
+
+
+def _moved(item: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    return item.to(device, dtype) if dtype is not None and item.is_floating_point() else item.to(device)
 
 
 def _as_float32(item: Any) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
+from elixir.hardware.host_share import core_list, rank_threads
+from elixir.hardware.own_threads import use_threads
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
@@ -20,7 +24,6 @@ from elixir.wrapper.step.early_updates import EarlyUpdates
 from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.fused_states import check_moments
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
-from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
 from elixir.wrapper.step.step_gradients import StepGradients
@@ -58,7 +61,7 @@ class Stepper:
         self.shards = Shards(engine, self.user)
         self.gradients = StepGradients(engine, self.user, self.shards)
         self.early = EarlyUpdates(engine, self.user, self.shards)
-        self.host_threads = set_host_threads(engine, host_threads)
+        self.host_threads = _set_host_threads(engine, host_threads)
         """Threads of CPU Adam."""
         self.norm = GradientNorm(engine, self.shards, max_norm, self.host_threads)
         try:
@@ -280,3 +283,34 @@ class Stepper:
         self.user.apply_changes(changes)
         engine.window.flush()
         engine.weights_changed(updates)
+
+
+def _all_cores() -> list[int] | None:
+    """The cores that this thread may use, and so the process except for its lanes."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _set_host_threads(engine: Engine, asked: int | None) -> int:
+    """Makes CPU Adam run on `asked` threads, or by default on this rank's part of the cores; returns their number.
+
+    All optimizers of an engine share the lane: the last one decides.
+
+    Raises:
+        InputError: ``ELIXIR_BIND`` makes no sense.
+    """
+    share = engine.host_share
+    compute_threads = torch.get_num_threads() if engine.device.type == "cpu" else 0
+    threads, cores = rank_threads(share, compute_threads, asked, enough=engine.plan.host_threads)
+    # An earlier optimizer may have bound the lane.
+    engine.lanes.host_adam.submit(partial(use_threads, threads, cores or _all_cores()))
+    if any(chunk.plan.trainable and chunk.plan.update_home == "host" for chunk in engine.chunks):
+        where = f"bound to cores {core_list(cores)}" if cores is not None else "not bound"
+        logger.info("the host's Adam runs on %d thread%s, %s", threads, "s" if threads > 1 else "", where)
+        if threads > share.all_cores:
+            logger.warning(
+                "host_threads=%d is more than the %d cores that this process may use; its threads will wait for each "
+                "other: give fewer, or None",
+                threads,
+                share.all_cores,
+            )
+    return threads
