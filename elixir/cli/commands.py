@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elixir.cli import files, from_flags, output
 from elixir.cli.hardware import say_hardware
 from elixir.errors import InputError
+from elixir.hardware.profile import HardwareProfile, preset, preset_names
+from elixir.models import user_code
+from elixir.models.model_shape import describe, model_names
 from elixir.optimizer_states import LOOPS
+from elixir.plan.plan import Plan
+from elixir.search.advise.answer import Answer, best_allowed
+from elixir.search.batches import BatchChoice
+from elixir.search.budgets import whole_host_bytes
+from elixir.search.question import Question
+from elixir.search.request import SearchRequest
+from elixir.search.searches import DEFAULT_HARDWARE
 from elixir.show import tables
+from elixir.show.memory_curve import plot_memory
+from elixir.show.plan_map import plot_plan
+from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
-
-if TYPE_CHECKING:
-    from elixir.hardware.profile import HardwareProfile
-    from elixir.plan.plan import Plan
-    from elixir.search.advise.answer import Answer
-    from elixir.search.batches import BatchChoice
-    from elixir.search.question import Question
-    from elixir.search.request import SearchRequest
-    from elixir.step_trace import StepTrace
 
 
 def run_profile(args: argparse.Namespace) -> int:
@@ -34,8 +37,6 @@ def run_profile(args: argparse.Namespace) -> int:
     trace = from_flags.traced(args, hardware)
     written = [trace.save(args.out)] if args.out else []
     if args.plot:
-        from elixir.show.memory_curve import plot_memory
-
         plot_memory(trace, args.plot)
         written.append(Path(args.plot))
     if args.json:
@@ -54,8 +55,6 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.search_batch:
         _check_search_batch(args, trace)
     if trace is None:
-        from elixir.search.searches import DEFAULT_HARDWARE
-
         hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
     else:
         from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
@@ -80,7 +79,6 @@ def run_plan(args: argparse.Namespace) -> int:
         answer = choice.answer
     else:
         from elixir.search import plan_from_trace
-        from elixir.search.question import Question
 
         question = Question(trace, hardware, request)
         answer = plan_from_trace(*(_with_allowed(args, question) if args.allow else question))
@@ -98,8 +96,6 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     plan = answer.plan
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
-        from elixir.show.plan_map import plot_plan
-
         plot_plan(plan, args.plot)
         written.append(Path(args.plot))
     if args.json:
@@ -119,7 +115,6 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
 
 def _say_whole_host(answer: Answer) -> None:
     """Says which machine a plan needs that fills a budget that was given, of which nothing is kept back."""
-    from elixir.search.budgets import whole_host_bytes
 
     plan, hardware = answer.plan, answer.question.hardware
     if plan.host_reserve_bytes or "host" in plan.read_budgets or hardware.device_kind == "cpu":
@@ -134,7 +129,6 @@ def _say_whole_host(answer: Answer) -> None:
 
 def _with_allowed(args: argparse.Namespace, question: Question) -> Question:
     """The question with the best of the changes that `--allow` names; says which were made."""
-    from elixir.search.advise.answer import best_allowed
 
     question, taken = best_allowed(question, args.allow)
     for change in taken:
@@ -147,7 +141,6 @@ def run_check(args: argparse.Namespace) -> int:
     """Takes two steps of the user's program with everything streamed, and prints what would be refused; status 1 if
     anything is."""
     from elixir.check import refusals
-    from elixir.models import user_code
 
     given = user_code.called(args.function, user_code.imported(args.function))
     if not isinstance(given, (tuple, list)) or len(given) != 4:
@@ -167,9 +160,6 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Shows any saved artifact."""
-    from elixir.hardware.profile import HardwareProfile
-    from elixir.plan.plan import Plan
-    from elixir.step_trace import StepTrace
 
     artifact = files.load(args.file)
     if args.json:
@@ -185,7 +175,6 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Two artifacts of one kind side by side."""
-    from elixir.plan.plan import Plan
 
     a, b = files.load(args.a), files.load(args.b)
     rows = tables.compare(a, b)
@@ -203,7 +192,6 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def run_models(args: argparse.Namespace) -> int:
     """The models known by name."""
-    from elixir.models.model_shape import describe, model_names
 
     shapes = [describe(name) for name in model_names()]
     if args.json:
@@ -269,7 +257,6 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
     """The machine a saved trace was made for, if that is a preset."""
-    from elixir.hardware.profile import preset, preset_names
 
     if trace.device not in preset_names():
         raise InputError(f"{path} was traced for {trace.device!r}, which is no preset; give --hardware")

@@ -9,6 +9,7 @@ from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
+from elixir.show.style import picture_format
 from elixir.step_trace import StepTrace
 
 _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
@@ -20,7 +21,6 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
     """
-    from elixir.show.style import picture_format
 
     seen: list[Path] = []
     for picture in pictures:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elixir.cli.files import trace_in
 from elixir.errors import InputError, Lever, PlanError, unknown_name
+from elixir.hardware.profile import HardwareProfile
 from elixir.models import user_code
+from elixir.search.question import StepQuestion
+from elixir.search.request import OPTIONS, SearchRequest
 from elixir.show.tables import flag_of
-
-if TYPE_CHECKING:
-    from elixir.hardware.profile import HardwareProfile
-    from elixir.search.question import StepQuestion
-    from elixir.search.request import SearchRequest
-    from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 
 STEP_FLAGS = ("batch", "seq", "dtype", "checkpoint", "optimizer", "optimizer_kernel", "inp", "step", "fused_kernels")
 """Flags of the step, which a trace has settled; None where they are not given."""
@@ -30,7 +28,6 @@ _OF_THE_STEP = {
 
 def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
     """Options of a search by the flags that bear their names."""
-    from elixir.search.request import OPTIONS, SearchRequest
 
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
     if given.get("accumulation", 1) is None:
@@ -52,7 +49,6 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
 
 def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
-    from elixir.search.question import StepQuestion
 
     inp, step = getattr(args, "inp", None), getattr(args, "step", None)
     batch = getattr(args, "batch", None)

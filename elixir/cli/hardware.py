@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from elixir.artifact import read_json
 from elixir.cli import files, output
-from elixir.errors import InputError
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware.learning import learn
+from elixir.hardware.profile import IF_DOUBTFUL, HardwareProfile, doubtful_rates, preset, preset_names
 from elixir.show import tables
 from elixir.units import format_bytes
-
-if TYPE_CHECKING:
-    from elixir.hardware.profile import HardwareProfile
-
 
 _SHOWN_DOUBTFUL = 3
 
@@ -64,7 +63,6 @@ def _check_together(args: argparse.Namespace) -> None:
 
 def say_hardware(profile: HardwareProfile) -> None:
     """Every number, its source, and whether it is to be doubted."""
-    from elixir.hardware.profile import IF_DOUBTFUL, doubtful_rates
 
     record = tables.hardware_record(profile)
     output.say_tables(tables.record_table(f"{profile.name}: {profile.device_name}", record))
@@ -80,10 +78,6 @@ def say_hardware(profile: HardwareProfile) -> None:
 
 def _learned(name: str | None, path: str) -> HardwareProfile:
     """The profile after the steps in a file: one report, a list of them, or a trial, which has its profile."""
-    from elixir.artifact import read_json
-    from elixir.errors import ArtifactError
-    from elixir.hardware.learning import learn
-    from elixir.hardware.profile import HardwareProfile
 
     found = read_json(path)
     trial = found if isinstance(found, dict) and {"hardware", "steps"} <= found.keys() else None
@@ -110,7 +104,6 @@ def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
 
 
 def _list_hardware(*, as_json: bool) -> int:
-    from elixir.hardware.profile import preset, preset_names
 
     profiles = [preset(name) for name in preset_names()]
     if as_json:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from elixir.artifact import write_atomically
 from elixir.cli import files, from_flags, output
 from elixir.errors import ArtifactError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from elixir.hardware.profile import HardwareProfile
-    from elixir.plan.plan import Plan
-    from elixir.search.whatif.prices import Prices
-    from elixir.search.whatif.sweep_row import SweepRow
-    from elixir.step_trace import StepTrace
+from elixir.hardware.profile import HardwareProfile, preset, preset_names
+from elixir.models.model_shape import find
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import range_text
+from elixir.search.question import StepQuestion
+from elixir.search.simulator.simulation import simulate_step
+from elixir.search.whatif.explanation import explain
+from elixir.search.whatif.prices import Prices
+from elixir.search.whatif.sweep import fit, sweep
+from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
+from elixir.show.explanation_tables import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
+from elixir.show.perfetto import save_chrome_trace
+from elixir.show.style import FORMATS, RESOURCE_LABELS
+from elixir.show.sweep import cost_text, plot_sweep, reasons, speed_of_device, sweep_table, to_frame
+from elixir.show.tables import plan_levers_table
+from elixir.show.timeline import plot_timeline
+from elixir.step_trace import StepTrace
+from elixir.units import format_bytes, format_seconds
 
 UNSOLVED_STATUS = 2
 """No known machine can do it: as for a plan that cannot fit."""
@@ -29,8 +41,6 @@ def run_sweep(args: argparse.Namespace) -> int:
     files.check_outputs(pictures=[args.plot], data=[args.csv])
     for model in args.models:
         files.refuse_artifact(model)
-    from elixir.search.whatif.sweep import sweep
-    from elixir.show.sweep import plot_sweep, to_frame
 
     prices = _prices(args)
     machines = [files.find_timed_hardware(name) for name in args.hardware]
@@ -47,15 +57,11 @@ def run_sweep(args: argparse.Namespace) -> int:
         )
     written = []
     if args.csv:
-        from elixir.artifact import write_atomically
-
         written.append(write_atomically(args.csv, to_frame(rows).to_csv(index=False)))
     if args.plot:
         plot_sweep(rows, args.plot)
         written.append(Path(args.plot))
     if args.json:
-        import dataclasses
-
         output.say_json({"rows": [dataclasses.asdict(row) for row in rows], **_costs(rows, prices)})
         return 0
     _print_rows(rows, "on paper", prices)
@@ -68,7 +74,6 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
-    from elixir.search.whatif.sweep import fit
 
     prices = _prices(args)
     machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
@@ -84,16 +89,11 @@ def run_fit(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        import dataclasses
-
         output.say_json({**dataclasses.asdict(found), **_costs(found.rows, prices)})
     elif found.best is None:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
         best = found.best
-        from elixir.plan.prediction import range_text
-        from elixir.show.sweep import speed_of_device
-        from elixir.units import format_bytes
 
         speed = "" if best.tokens_per_s is None else f", {best.tokens_per_s:,.0f} tokens/s"
         speed += f", {speed_of_device(best)} TFLOP/s a device"
@@ -125,15 +125,6 @@ def run_fit(args: argparse.Namespace) -> int:
 def run_explain(args: argparse.Namespace) -> int:
     """Why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
-    from elixir.search.whatif.explanation import explain
-    from elixir.show.explanation_tables import (
-        blocks_table,
-        elsewhere_table,
-        explanation_record,
-        levers_table,
-        summary_text,
-    )
-    from elixir.show.tables import plan_levers_table
 
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
@@ -155,16 +146,12 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def run_timeline(args: argparse.Namespace) -> int:
     """A simulated step as a picture, or as a Chrome trace."""
-    from elixir.show.style import FORMATS
 
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
         raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
     files.check_outputs(pictures=[] if chrome else [args.out], data=[args.out] if chrome else [])
     plan, trace, hardware = _planned(args)
-    from elixir.search.simulator.simulation import simulate_step
-    from elixir.show.perfetto import save_chrome_trace
-    from elixir.show.timeline import plot_timeline
 
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     if chrome:
@@ -181,8 +168,6 @@ def run_timeline(args: argparse.Namespace) -> int:
     if args.json:
         output.say_json({**record, "written": args.out})
         return 0
-    from elixir.show.style import RESOURCE_LABELS
-    from elixir.units import format_seconds
 
     phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in simulated.phases_s.items())
     output.say(f"{format_seconds(simulated.step_s)} a step ({phases}), bound by {RESOURCE_LABELS[simulated.bound_by]}")
@@ -192,9 +177,6 @@ def run_timeline(args: argparse.Namespace) -> int:
 
 def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile]:
     """The plan of a question, the trace it was made from, and the machine it is asked for."""
-    from elixir.plan.plan import Plan
-    from elixir.search.whatif.sweep_row import with_network
-    from elixir.step_trace import StepTrace
 
     plan = files.load(args.plan)
     if not isinstance(plan, Plan):
@@ -236,7 +218,6 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
 
 def _planned_hardware(plan: Plan) -> HardwareProfile | None:
     """The preset that the plan was made for, whose kernels its step has; None if it was made for a file."""
-    from elixir.hardware.profile import preset, preset_names
 
     return preset(plan.hardware_name) if plan.hardware_name in preset_names() else None
 
@@ -246,7 +227,6 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
 
     A plan file runs no code: other models need their trace.
     """
-    from elixir.models.model_shape import find
 
     step = plan.step
     if find(plan.model_name) is None or step.checkpoint is None:
@@ -257,7 +237,6 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
             f"{args.plan} is for {plan.model_name!r}, {why}; give the trace it was made from as well, which "
             "`elixir profile --out trace.json` saves"
         )
-    from elixir.search.question import StepQuestion
 
     asked = {name: getattr(args, name) for name in ("batch", "seq", "checkpoint")}
     asked["use_fused_kernels"] = args.fused_kernels
@@ -271,7 +250,6 @@ def _prices(args: argparse.Namespace) -> Prices | None:
         if args.tokens is not None:
             raise InputError("--tokens needs --prices FILE")
         return None
-    from elixir.search.whatif.prices import Prices
 
     return Prices.read(args.prices)
 
@@ -294,7 +272,6 @@ def _say_cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Non
     """Says what a row costs, or that the price file does not name its machine."""
     if prices is None:
         return
-    from elixir.show.sweep import cost_text
 
     cost = prices.cost(row)
     if cost is None:
@@ -314,7 +291,6 @@ def _say_cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float
 
 
 def _print_rows(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> None:
-    from elixir.show.sweep import reasons, sweep_table
 
     output.say_tables(sweep_table(rows, title, prices))
     for number, reason in enumerate(reasons(rows), 1):
@@ -323,7 +299,6 @@ def _print_rows(rows: Sequence[SweepRow], title: str, prices: Prices | None = No
 
 def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
     """Says what the presets leave open and every plan here rests on."""
-    from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE
 
     if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(
