@@ -42,7 +42,7 @@ class AccessListener(Protocol):
         """The place of a result that must be tracked, since it shares a parameter's memory; otherwise None."""
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """The tensor to return instead of `data`, which is ``parameter.data`` or that of a view of it."""
+        """The tensor to return instead of `data`: ``parameter.data``, or the ``data`` of a view."""
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
         """Whether one operator may read all of them at once."""

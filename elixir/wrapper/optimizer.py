@@ -224,7 +224,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; or have zeros in their place, with which `step` then steps.
+        """Drops the gradients, or sets them to zeros, with which `step` then steps.
 
         Raises:
             InputError: `set_to_none` is False although several optimizers step the module, whose gradients share

@@ -28,7 +28,7 @@ MUCH_SLOWER = 2.0
 SHORT_S = 0.02
 """In shorter steps Python's work is noticeable: about 20 us for each of some hundred operators."""
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
-"""Said of a step whose plan has early updates, of which none began."""
+"""The remark on a step whose plan has early updates, but which began none."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
 _COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
 """Figures that may be lower than predicted: states come with the first step."""

@@ -31,7 +31,7 @@ class SharedBuffers:
     Args:
         model: a model whose buffers are now the same on all ranks.
         group: the ranks.
-        lanes: the lanes, of which it uses the network.
+        lanes: the lanes; it uses the network.
     """
 
     def __init__(self, model: nn.Module, group: Group, lanes: Lanes) -> None:

@@ -74,7 +74,7 @@ class EarlyUpdates:
         self.forecast = Forecast()
         """The prediction whether new states will be kept."""
         self.started = self.kept = 0
-        """In the last step, the number of chunks that were updated early, and of those that were kept."""
+        """In the last step, the number of chunks that were updated early, and how many of them were kept."""
 
     def prepare(self) -> None:
         """Allocates the second sets of states now, as far as the optimizer has states, so that no step allocates.

@@ -374,7 +374,7 @@ class Shard:
 
     def copy_out(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
         """Returns work that copies new weights to their home, in their dtype: from `rounded`, which has that dtype,
-        otherwise from the masters. Both ends are the memory of now."""
+        otherwise from the masters. Source and target are read now, since an early update may swap the memory later."""
         if not self._separate or self._writes_itself:
             return lambda: None
         return partial(

@@ -112,7 +112,7 @@ class StateForm(NamedTuple):
     """The form in which an elementwise state of a parameter is saved."""
 
     dtype: torch.dtype
-    """That of its codes if it has any."""
+    """The dtype of the state, or of its codes if it has any."""
     order: Order | None
     """The order of its elements, whatever the order in which the parameter has them here."""
     has_codes: bool = False
@@ -265,7 +265,7 @@ class States(Protocol):
 
 
 def small_states(states: States) -> dict[str, SmallStates]:
-    """Counts of steps and other scalars by parameter, as of now.
+    """Returns the current counts of steps and other scalars, by parameter.
 
     Raises:
         InputError: a state is neither elementwise nor a number.

@@ -71,7 +71,7 @@ class UserOptimizer:
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
 
     def refuse_other_parameters(self) -> None:
-        """Refuses groups whose parameters have changed since wrapping: shards have the segments of then.
+        """Refuses groups whose parameters have changed since wrapping, since the shards have their segments from then.
 
         Raises:
             InputError: the message says what to do instead.
@@ -323,7 +323,7 @@ def _like(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.o
 
 
 def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Sets the options of a group to others, such as those of `UserOptimizer.loaded_options`."""
+    """Sets options of a group, such as the result of `UserOptimizer.loaded_options`."""
     for key, value in options.items():
         mine = group.get(key)
         if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
@@ -333,7 +333,7 @@ def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def refuse_different_options(said: Sequence[Mapping[str, str]]) -> None:
-    """Refuses a step if options differ between ranks, of which each steps its part of a weight.
+    """Refuses a step if options differ between ranks: each rank would step its part of a weight differently.
 
     Args:
         said: by rank, the result of `UserOptimizer.options_to_compare`.

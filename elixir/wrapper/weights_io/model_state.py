@@ -208,7 +208,7 @@ class ModelState:
         self._engine.take_back((chunk, chunk.slots) for chunk in {chunk.index: chunk for chunk, _ in own}.values())
         memory: list[torch.Tensor] = []
         for chunk, slot in own:
-            chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
+            chunk.about_to_write()  # before versions change, at which a checkpoint would raise
             wide = torch.promote_types(chunk.dtype, torch.float32) if chunk.masters is not None else chunk.dtype
             memory.append(torch.empty_strided(slot.shape, slot.stride, dtype=wide, device="cpu"))
             with DisableTorchFunctionSubclass():
