@@ -173,7 +173,7 @@ class Stepper:
         if factor is not None:
             options = self.user.hyperparameters()
             changes = self.user.step_changes(self.gradients.stepped_groups)
-            engine.cache.invalidate()  # before versions change: views into blocks check them
+            engine.cache.invalidate()  # first, since no block may hold a weight whose version has changed
             self.user.apply_changes(changes)
             engine.take_back((shard.chunk, shard.copied) for shard in self.shards)
             self._update(factor, options, in_place=factor.clips and grad_scale == 1.0)
