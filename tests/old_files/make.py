@@ -53,11 +53,14 @@ def loss_of(module: nn.Module, inp: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def plan_of(ranks: int = 1, dtype: str = "float32", moments: str = "float32", homes: Any = HOMES) -> Any:
     """A plan whose chunks have these homes in turn."""
+    from elixir import errors
     from elixir.search import simple_search
 
+    # Commits before the name changed know the option as `speculate`.
+    early = "early_updates" if "speculate" in getattr(errors, "GONE", {}) else "speculate"
     plan = simple_search(
         model(), ranks, split_number=4, unified_dtype=getattr(torch, dtype), shard_device="cpu", hardware="cpu",
-        inp=batch(), step_fn=lambda module, inp: loss_of(module, inp).backward(), moments=moments, speculate=False,
+        inp=batch(), step_fn=lambda module, inp: loss_of(module, inp).backward(), moments=moments, **{early: False},
     ).plan  # fmt: skip
     chunks = []
     for index, chunk in enumerate(plan.chunks):
