@@ -57,34 +57,22 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = {
-    "ArtifactError": "elixir.errors",
-    "Checkpoints": "elixir.checkpoint",
-    "ChunkPlan": "elixir.plan.chunk_plan",
-    "ElixirError": "elixir.errors",
-    "ElixirModule": "elixir.wrapper",
-    "ElixirOptimizer": "elixir.wrapper",
-    "HardwareProfile": "elixir.hardware.profile",
-    "HybridAdam": "elixir.kernels",
-    "InputError": "elixir.errors",
-    "InputTypeError": "elixir.errors",
-    "Loaded": "elixir.checkpoint",
-    "PerRank": "elixir.checkpoint",
-    "Plan": "elixir.plan.plan",
-    "PlanError": "elixir.errors",
-    "Saving": "elixir.checkpoint",
-    "StateError": "elixir.errors",
-    "StepTrace": "elixir.step_trace",
-    "TraceError": "elixir.errors",
-    "export_hf": "elixir.checkpoint_format.export",
-    "load_checkpoint": "elixir.checkpoint",
-    "minimum_waste_search": "elixir.search",
-    "open_checkpoint": "elixir.checkpoint_format.saved_checkpoint",
-    "optimal_search": "elixir.search",
-    "save_checkpoint": "elixir.checkpoint",
-    "simple_search": "elixir.search",
-    "wrap": "elixir.api",
+_NAMES = {
+    "elixir.api": "wrap",
+    "elixir.checkpoint": "Checkpoints Loaded PerRank Saving load_checkpoint save_checkpoint",
+    "elixir.checkpoint_format.export": "export_hf",
+    "elixir.checkpoint_format.saved_checkpoint": "open_checkpoint",
+    "elixir.errors": "ArtifactError ElixirError InputError InputTypeError PlanError StateError TraceError",
+    "elixir.hardware.profile": "HardwareProfile",
+    "elixir.kernels": "HybridAdam",
+    "elixir.plan.chunk_plan": "ChunkPlan",
+    "elixir.plan.plan": "Plan",
+    "elixir.search": "minimum_waste_search optimal_search simple_search",
+    "elixir.step_trace": "StepTrace",
+    "elixir.wrapper": "ElixirModule ElixirOptimizer",
 }
+"""Module -> the public names that it holds."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 _SUMMARY = "A memory planner and offloading runtime for PyTorch"

@@ -2,7 +2,8 @@
 
 `StepTrace`, `HardwareProfile` and `Plan` are artifacts. A file is one JSON object with ``artifact`` (which of the
 three), ``schema_version`` and the fields. Reading is strict: a missing, unknown or mistyped field is an
-`ArtifactError` that names it by its path, such as ``chunks[3].weight_home``.
+`ArtifactError` that names it by its path, such as ``chunks[3].weight_home``. No library does this for dataclasses:
+msgspec accepts unknown fields, missing ones that have a default, a key twice, and NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from elixir.errors import ArtifactError, FileError, InputError, shortened
-from elixir.files import FILES, Files, temporary_name
+from elixir.files import FILES, temporary_name
 
 T = TypeVar("T", bound="Artifact")
 
@@ -53,8 +54,7 @@ class Artifact:
 
     def to_dict(self) -> dict[str, Any]:
         """The artifact as plain lists, dicts, strings and numbers."""
-        head = {"artifact": self.artifact, "schema_version": self.schema_version}
-        return head | _encode_fields(self)
+        return {"artifact": self.artifact, "schema_version": self.schema_version, **_encode(self)}
 
     def to_json(self) -> str:
         """JSON text; the same artifact always gives the same text. `InputError` if a number in it is not finite."""
@@ -87,10 +87,8 @@ class Artifact:
             # True == 1 and 1.0 == 1, but neither is what `save` writes.
             if data[key] != expected or type(data[key]) is not type(expected):
                 found = shortened(repr(data[key]))
-                raise ArtifactError(
-                    f"{source}: field '{key}' is {found}, this version of Elixir reads {expected!r}; {cls.anew}",
-                    field=key,
-                )
+                reads = f"this version of Elixir reads {expected!r}"
+                raise ArtifactError(f"{source}: field '{key}' is {found}, {reads}; {cls.anew}", field=key)
         body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
         decoded: T = _decode(cls, body, "", source)
         return decoded
@@ -158,23 +156,23 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_writable(path: str | os.PathLike[str], *, files: Files = FILES) -> Path:
+def check_writable(path: str | os.PathLike[str]) -> Path:
     """Returns `path` after making sure that a file can be written there; `InputError` otherwise. Leaves no file
     behind."""
     with _writing(path) as target:
         name = temporary_name(target)
-        files.create(name).close()
-        files.remove(name)
+        FILES.create(name).close()
+        FILES.remove(name)
     return Path(path)
 
 
-def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, files: Files = FILES) -> Path:
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Writes `content` next to `path`, then renames it there; `InputError` where that cannot be done.
 
     Whatever is killed when, `path` holds the old content or the new one. A link stays a link, to a new file.
     """
     with _writing(path) as target:
-        files.write_whole(target, content.encode() if isinstance(content, str) else content)
+        FILES.write_whole(target, content.encode() if isinstance(content, str) else content)
     return Path(path)
 
 
@@ -202,16 +200,12 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return _encode_fields(value)
+        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     return value
-
-
-def _encode_fields(value: Any) -> dict[str, Any]:
-    return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 @functools.cache
@@ -241,9 +235,7 @@ def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
         return value  # plain JSON, which the class itself checks
     if origin is Literal:
         if value not in args:
-            raise ArtifactError(
-                f"{source}: field '{path}' must be one of {list(args)}, found {value!r:.60}", field=path
-            )
+            raise _mistyped(source, path, f"one of {list(args)}", value)
         return value
     if origin is tuple:
         return _decode_tuple(args, value, path, source)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from errno import EIO
+from functools import partial
 from typing import Literal
 
 
@@ -109,7 +110,7 @@ class CheckpointCorrupt(CheckpointError, ValueError):
         self.path, self.key, self._message = os.fspath(path), key, message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _corrupt, (self._message, self.path, self.key)
+        return partial(type(self), path=self.path, key=self.key), (self._message,)
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
@@ -265,10 +266,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), choices, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
     return InputError(f"unknown {kind} {shortened(name)!r}; {hint}")
-
-
-def _corrupt(message: str, path: str, key: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(message, path=path, key=key)
 
 
 def _how_far(needed_bytes: int, available_bytes: int) -> str:

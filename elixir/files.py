@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -92,9 +92,9 @@ class Files:
                 raise
         return file
 
-    def open(self, path: PathLike, *, writable: bool = False, direct: bool = False) -> File:
-        """Opens a file that is there to read it, and to write it if it is `writable`."""
-        return self._opened("open", path, os.O_RDWR if writable else os.O_RDONLY, direct, None)
+    def open(self, path: PathLike) -> File:
+        """Opens a file that is there to read it."""
+        return self._opened("open", path, os.O_RDONLY, False, None)
 
     def create_unnamed(self, folder: PathLike, *, direct: bool = False) -> File:
         """Makes a file in `folder` that has no name, so it is gone once it is closed, however the process ends.
@@ -392,13 +392,6 @@ def temporary_name(path: PathLike) -> str:
     """A hidden name next to `path` that no other file has."""
     folder, name = os.path.split(os.fspath(path))
     return os.path.join(folder, f".{name[:60]}.{uuid.uuid4().hex[:12]}")
-
-
-@contextlib.contextmanager
-def unnamed_file(files: Files, folder: PathLike, *, direct: bool = False) -> Iterator[File]:
-    """A new file in `folder` that has no name any more, so it is gone whatever happens."""
-    with files.create_unnamed(folder, direct=direct) as file:
-        yield file
 
 
 def file_system(folder: PathLike) -> str:

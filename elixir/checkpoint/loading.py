@@ -125,9 +125,8 @@ def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> 
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
     chosen = newest_of_all(theirs[1] for theirs in answers)
     if chosen is None:
-        raise CheckpointNotFound(
-            f"{folder} holds no checkpoint that all ranks have: they see {[a[1] for a in answers]}"
-        )
+        seen = [theirs[1] for theirs in answers]
+        raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {seen}")
     return next(each for each in known if each.id == chosen)
 
 
@@ -348,20 +347,13 @@ class _Loading:
         except CheckpointError:
             raise
         except Exception as error:
-            path = self._folder / INDEX_NAME
-            raise CheckpointCorrupt(
-                f"not what was saved: {type(error).__name__} {error}", path=path, key=key
-            ) from error
+            problem, path = f"not what was saved: {type(error).__name__} {error}", self._folder / INDEX_NAME
+            raise CheckpointCorrupt(problem, path=path, key=key) from error
 
     def write(self) -> None:
         """Writes weights and states."""
-        names = {
-            name
-            for saved_name in self._optimizers.values()
-            for group in self._index.param_groups
-            if group.optimizer == saved_name
-            for name in group.names
-        }
+        groups = [group for group in self._index.param_groups if group.optimizer in self._optimizers.values()]
+        names = {name for group in groups for name in group.names}
         source = CheckpointStates(self._saved, names, self.states.orders())
         self.notes |= self.states.load(source.fill_weights, source, skipped=frozenset(self._skipped))
 

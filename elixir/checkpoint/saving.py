@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,18 +122,12 @@ class _ChunkReader:
         self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
 
     def slices(self) -> list[Slice]:
-        return [
-            Slice(
-                key,
-                each.shape,
-                each.dtype,
-                each.first,
-                each.tensor.numel(),
-                BLOCK_NUMEL if each.has_codes else None,
-                each.order,
-            )
-            for key, each in self.layout.items()
-        ]
+        found = []
+        for key, each in self.layout.items():
+            block_numel = BLOCK_NUMEL if each.has_codes else None
+            numel = each.tensor.numel()
+            found.append(Slice(key, each.shape, each.dtype, each.first, numel, block_numel, each.order))
+        return found
 
     def wait(self) -> None:
         self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
@@ -159,15 +153,13 @@ class _ChunkReader:
 
 @dataclass
 class _RankPart:
-    """The part of the index that one rank contributes."""
+    """The part of the index that one rank contributes, but for its file."""
 
-    file: WrittenFile
-    shared: WrittenFile | None
     small: dict[str, SmallStates]
     rng: Any
     rank_values: dict[str, Any]
-    common: dict[str, Any] | None
-    """Fields of the index that rank 0 provides."""
+    common: dict[str, Any]
+    """Fields of the index that rank 0 provides; empty on the others."""
 
 
 @dataclass
@@ -175,13 +167,10 @@ class _Captured:
     """The small values at the time of the call, and readers of the chunks."""
 
     readers: list[_ChunkReader]
-    small: dict[str, SmallStates]
+    part: _RankPart
     own_tensors: dict[str, torch.Tensor]
-    rng: Any
-    rank_values: dict[str, Any]
-    common: dict[str, Any]
     shared_tensors: dict[str, torch.Tensor]
-    empty: list[Slice] = field(default_factory=list)
+    empty: list[Slice]
     """Parameters without elements, which no rank has a part of."""
 
     def own_slices(self) -> list[Slice]:
@@ -356,13 +345,9 @@ class Saving:
         ranks = HeartbeatGroup(self._group)
         try:
             self._result = self._save(ranks)
-            logger.info(
-                "%s: %s of this rank written in %.1f s, for which updates waited %.2f s",
-                self._options.folder,
-                format_bytes(self.nbytes),
-                time.perf_counter() - started,
-                self.stall_s,
-            )
+            written, took_s = format_bytes(self.nbytes), time.perf_counter() - started
+            said = "%s: %s of this rank written in %.1f s, for which updates waited %.2f s"
+            logger.info(said, self._options.folder, written, took_s, self.stall_s)
         except BaseException as error:  # raised where the save is waited for
             self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
@@ -386,25 +371,14 @@ class Saving:
         shared_slices = whole_slices(shared) if folder.leads else []
         folder.check_space(_file_bytes(self._slices) + _file_bytes(shared_slices), ranks)
         try:
-            mine = self._write(
-                rank_file(self._id, group.rank, group.size), self._slices, captured.own_tensors, ranks, True
-            )
+            name = rank_file(self._id, group.rank, group.size)
+            mine = self._write(name, self._slices, captured.own_tensors, ranks, True)
             common = None
             if shared_slices:
                 common = self._write(shared_file(self._id), shared_slices, shared, ranks, False)
             sequence = folder.next_sequence(ranks)
             folder.check_written((mine, common))
-            parts: list[_RankPart] = ranks.exchange(
-                _RankPart(
-                    mine,
-                    common,
-                    captured.small,
-                    captured.rng,
-                    captured.rank_values,
-                    captured.common if group.rank == 0 else None,
-                )
-            )
-            index = _index(self._id, sequence, parts, options)
+            index = _index(self._id, sequence, ranks.exchange((mine, common, captured.part)), options)
             folder.commit(index, before, ranks)
         except BaseException:
             folder.abandon(self._id)
@@ -475,19 +449,28 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         for slot in each.chunk.slots
         if not slot.numel
     ]
-    return _Captured(readers, small, own | found, rng, rank_values, common, tensors, empty)
+    part = _RankPart(small, rng, rank_values, common if rank == 0 else {})
+    return _Captured(readers, part, own | found, tensors, empty)
 
 
-def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions) -> Index:
-    """The index of what all ranks have written: the same bytes wherever it is made."""
-    files, shared = (
-        [part.file for part in parts],
-        next((part.shared for part in parts if part.shared is not None), None),
-    )
-    if shared is not None:
-        files.append(shared)
+def _index(
+    checkpoint_id: str,
+    sequence: int,
+    answers: list[tuple[WrittenFile, WrittenFile | None, _RankPart]],
+    options: SaveOptions,
+) -> Index:
+    """Makes the index of what all ranks have written: the same bytes on every rank.
+
+    Args:
+        checkpoint_id: of the save.
+        sequence: of the checkpoint.
+        answers: of each rank its file, the file that it has written for all, if it has, and its part of the index.
+        options: of the save.
+    """
+    files = [file for file, _, _ in answers] + [shared for _, shared, _ in answers if shared is not None][:1]
+    parts = [part for _, _, part in answers]
     small = {name: each for part in parts for name, each in part.small.items()}
-    common = parts[0].common or {}
+    common = parts[0].common
     tensors = merge_tensors(file.tensors for file in files)
     common["aliases"] = {
         name: first

@@ -56,14 +56,9 @@ class UserState:
             )
         modules = {name: value for name, value in state.items() if isinstance(value, ElixirModule)}
         if len(modules) != 1:
-            raise InputError(
-                "state must have exactly one ElixirModule, found "
-                + (
-                    f"{len(modules)} ({', '.join(sorted(modules))}); save each model in a separate folder"
-                    if modules
-                    else "none; give the module that elixir.wrap or ElixirModule returned"
-                )
-            )
+            several = f"{len(modules)} ({', '.join(sorted(modules))}); save each model in a separate folder"
+            found = several if modules else "none; give the module that elixir.wrap or ElixirModule returned"
+            raise InputError(f"state must have exactly one ElixirModule, found {found}")
         ((name, module),) = modules.items()
         optimizers = {name: value for name, value in state.items() if isinstance(value, ElixirOptimizer)}
         rest = {key: value for key, value in state.items() if key not in modules and key not in optimizers}

@@ -153,18 +153,16 @@ class SavedCheckpoint(SliceReader):
 
     def _stored(self, key: str) -> torch.Tensor:
         if key not in self.index.tensors:
-            raise CheckpointCorrupt(
-                "a value names this tensor, which is not there", path=self.folder / INDEX_NAME, key=key
-            )
+            problem = "a value names this tensor, which is not there"
+            raise CheckpointCorrupt(problem, path=self.folder / INDEX_NAME, key=key)
         return self.read(key)
 
     def mapping(self, data: Any, key: str) -> dict[str, Any]:
         """Decodes a value that must be a dict."""
         found = self.decoded(data, key)
         if not isinstance(found, dict):
-            raise CheckpointCorrupt(
-                f"expected a dict, found {type(found).__name__}", path=self.folder / INDEX_NAME, key=key
-            )
+            problem = f"expected a dict, found {type(found).__name__}"
+            raise CheckpointCorrupt(problem, path=self.folder / INDEX_NAME, key=key)
         return found
 
 
@@ -172,9 +170,8 @@ class _Weights(Mapping[str, torch.Tensor]):
     def __init__(self, saved: SavedCheckpoint, dtype: torch.dtype | None) -> None:
         self._saved, self._dtype = saved, dtype
         index = saved.index
-        self._keys = {
-            key.partition("/")[2]: key for key in index.tensors if key.partition("/")[0] in ("weight", "buffer")
-        }
+        kept = [key for key in index.tensors if key.startswith(("weight/", "buffer/"))]
+        self._keys = {key.partition("/")[2]: key for key in kept}
         self._keys |= {other: self._keys[name] for other, name in index.aliases.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -97,11 +97,9 @@ class SavedTensor:
         if self.block_numel is not None and self.block_numel < 1:
             raise InputError(f"blocks of {self.block_numel} elements make no sense")
         for piece in self.pieces:
-            if len(piece.checksums) != span_count(piece.numel * self.itemsize):
-                raise InputError(
-                    f"a piece of {piece.numel * self.itemsize} bytes has {span_count(piece.numel * self.itemsize)} "
-                    f"spans, found {len(piece.checksums)} checksums"
-                )
+            nbytes, found = piece.numel * self.itemsize, len(piece.checksums)
+            if found != span_count(nbytes):
+                raise InputError(f"a piece of {nbytes} bytes has {span_count(nbytes)} spans, found {found} checksums")
 
     @property
     def torch_dtype(self) -> torch.dtype:

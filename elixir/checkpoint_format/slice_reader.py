@@ -67,9 +67,8 @@ class SliceReader:
         """Returns the entry of a tensor; `CheckpointError` if it has none."""
         found = self.index.tensors.get(key)
         if found is None:
-            raise CheckpointError(
-                f"{self.folder} holds no {key!r}; it has {len(self.index.tensors)} tensors, see keys()"
-            )
+            count = len(self.index.tensors)
+            raise CheckpointError(f"{self.folder} holds no {key!r}; it has {count} tensors, see keys()")
         return found
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -218,11 +217,8 @@ class SliceReader:
             size = self._files.size(path)
         except FileError as error:
             if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
-                raise CheckpointCorrupt(
-                    f"{'missing' if error.errno == errno.ENOENT else error.strerror}; the index says it has {expected} "
-                    "bytes",
-                    path=path,
-                ) from None
+                problem = "missing" if error.errno == errno.ENOENT else error.strerror
+                raise CheckpointCorrupt(f"{problem}; the index says it has {expected} bytes", path=path) from None
             raise CheckpointError(str(error)) from error
         if size != expected:
             raise CheckpointCorrupt(f"has {size} bytes, the index says {expected}", path=path)

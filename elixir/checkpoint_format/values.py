@@ -115,29 +115,19 @@ class _Encoder:
     def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
         if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
             return {key: self.encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-        pairs = [
-            [
-                self.encode(key, f"key {key!r:.60} of {where}", depth + 1),
-                self.encode(item, f"{where}[{key!r:.60}]", depth + 1),
-            ]
-            for key, item in value.items()
-        ]
+        pairs = []
+        for key, item in value.items():
+            encoded = self.encode(key, f"key {key!r:.60} of {where}", depth + 1)
+            pairs.append([encoded, self.encode(item, f"{where}[{key!r:.60}]", depth + 1)])
         return {_TAG: type(value).__name__, "pairs": pairs}
 
     def _tensor(self, value: torch.Tensor, where: str) -> Any:
-        if (
-            value.layout is not torch.strided
-            or value.is_meta
-            or value.dtype not in (*SAFETENSORS_NAMES, torch.complex128)
-        ):
+        known = value.dtype in SAFETENSORS_NAMES or value.dtype is torch.complex128
+        if value.layout is not torch.strided or value.is_meta or not known:
             raise InputError(f"{where}: a tensor of {value.dtype}, {value.layout}, on {value.device} cannot be saved")
         flat = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().reshape(-1)
-        return {
-            _TAG: "tensor",
-            "key": self._keep(flat, where),
-            "dtype": dtype_name(value.dtype),
-            "shape": list(value.shape),
-        }
+        dtype = dtype_name(value.dtype)
+        return {_TAG: "tensor", "key": self._keep(flat, where), "dtype": dtype, "shape": list(value.shape)}
 
     def _array(self, value: np.ndarray[Any, Any], where: str) -> Any:
         if value.dtype.name not in _NUMPY:

@@ -209,17 +209,16 @@ class RCache:
 
     def memory(self, index: int) -> torch.Tensor:
         """The block of a cached chunk, as a flat tensor of its elements."""
-        chunk = self._chunks[index]
-        if chunk.memory is None:
-            raise StateError(f"chunk {index} is {chunk.state.value}, it has no block")
-        return chunk.memory
+        return self._in_a_block(index, self._chunks[index].memory)
 
     def marked_memory(self, index: int) -> torch.Tensor:
         """The same, marked; another object each time that the chunk comes into a block."""
-        marked = self._chunks[index].marked
-        if marked is None:
+        return self._in_a_block(index, self._chunks[index].marked)
+
+    def _in_a_block(self, index: int, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is None:
             raise StateError(f"chunk {index} is {self._chunks[index].state.value}, it has no block")
-        return marked
+        return memory
 
     def invalidate(self) -> None:
         """Empties the blocks, since the weights have changed at home."""

@@ -79,11 +79,10 @@ class ExtentFile:
     Args:
         folders: one on each disk; extents are striped over them, in parts of equal size.
         files: the file operations that it uses.
-        requests: how a transfer is cut.
     """
 
-    def __init__(self, folders: Sequence[PathLike], *, files: Files = FILES, requests: Requests | None = None) -> None:
-        self.requests = requests or Requests()
+    def __init__(self, folders: Sequence[PathLike], *, files: Files = FILES) -> None:
+        self.requests = Requests()
         """The requests of transfers; they may change while no transfer is under way."""
         self._files: list[File] = []
         self._end = 0

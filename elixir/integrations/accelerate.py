@@ -112,9 +112,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         self._elixir_prepared: list[PreparedOptimizer] = []
         self._elixir_refuse_others()
         if self.mixed_precision != "no":
-            logger.info(
-                "mixed precision %s: weights are in it, with float32 masters; no autocast", self.mixed_precision
-            )
+            what = "weights are in it, with float32 masters; no autocast"
+            logger.info("mixed precision %s: %s", self.mixed_precision, what)
         # Only of this instance: the state that all Accelerators of a process share stays as it is.
         self.native_amp, self.scaler = False, None
 
@@ -127,10 +126,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             )
         if getattr(self, "parallelism_config", None) is not None and self.parallelism_config.total_size > 1:
             raise InputError("Elixir trains data-parallel ranks only; leave parallelism_config out")
-        if self.mixed_precision not in DTYPES:
-            raise InputError(
-                f"mixed_precision={self.mixed_precision!r} is not known here; choose one of {list(DTYPES)}"
-            )
+        if (given := self.mixed_precision) not in DTYPES:
+            raise InputError(f"mixed_precision={given!r} is not known here; choose one of {list(DTYPES)}")
         plugin = getattr(self.state, "dynamo_plugin", None)
         if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
             raise InputError("torch.compile is configured, but cannot run with weights that are streamed; leave it out")

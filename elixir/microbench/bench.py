@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,10 +103,8 @@ def median_seconds(
     """Returns the median seconds of one `run()` on `device`, and the number of runs. One run before that is not
     counted: it pays for page faults, compilation and library start-up. With several ranks a run takes as long as on the
     slowest of them."""
-    if device.type == "cuda":
-        (seconds,), repeats = repeat(lambda: (_event_seconds(run, device),), plan, ranks)
-    else:
-        (seconds,), repeats = repeat(lambda: (_clock_seconds(run),), plan, ranks)
+    timed = partial(_event_seconds, run, device) if device.type == "cuda" else partial(_clock_seconds, run)
+    (seconds,), repeats = repeat(lambda: (timed(),), plan, ranks)
     return seconds, repeats
 
 

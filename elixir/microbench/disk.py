@@ -19,7 +19,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.extents.extent_file import Extent, ExtentFile, Requests, fastest_requests
-from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
+from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, warn_if_in_memory
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.bench import Bench
 from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
@@ -56,8 +56,7 @@ def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
     if not path.is_dir():
         raise InputError(f"disk folder {os.fspath(folder)!r} is no folder; name one on the disk to be measured")
     try:
-        with unnamed_file(FILES, path):
-            pass
+        FILES.create_unnamed(path).close()
         free = FILES.free_bytes(path)
     except OSError as error:
         raise InputError(f"disk folder {os.fspath(folder)!r} cannot be written: {error.strerror}") from None

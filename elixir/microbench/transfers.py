@@ -133,12 +133,8 @@ def both_ways_series(bench: Bench) -> list[Series]:
     timed = _timed_on_streams if bench.device.type == "cuda" else _timed_on_threads
     with ThreadPoolExecutor(2) as pool:
         for size in sizes:
-            turns = itertools.cycle(
-                zip(
-                    *(zip(windows(source, size), windows(goal, size), strict=True) for source, goal in ways),
-                    strict=True,
-                )
-            )
+            copies = [zip(windows(source, size), windows(goal, size), strict=True) for source, goal in ways]
+            turns = itertools.cycle(zip(*copies, strict=True))
             once = timed(bench.device, pool, turns)
             seconds, repeats = repeat(once, plan, bench.ranks)
             for column, value in zip(points, seconds, strict=True):

@@ -13,7 +13,7 @@ import pytest
 
 from elixir import files as module
 from elixir.errors import ElixirError, FileError, InputError
-from elixir.files import BEGIN_BYTES, DIRECT_BYTES, FILES, Files, aligned_buffer, unnamed_file
+from elixir.files import BEGIN_BYTES, DIRECT_BYTES, FILES, Files, aligned_buffer
 from tests.common.file_faults import FailingFiles, Operation, RecordingFiles, ShortFiles
 
 
@@ -215,7 +215,7 @@ def test_direct_transfers_off_a_block_are_refused(tmp_path: Path) -> None:
 
 def test_an_unnamed_file_is_gone_whatever_happens(tmp_path: Path) -> None:
     def fail() -> None:
-        with unnamed_file(FILES, tmp_path) as file:
+        with FILES.create_unnamed(tmp_path) as file:
             file.write(b"x", 0)
             assert names(tmp_path) == []
             raise ZeroDivisionError
