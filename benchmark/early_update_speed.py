@@ -1,4 +1,4 @@
-"""Steps whose gradients are clipped, or may be, with new states that are made during backward and without.
+"""Steps whose gradients are clipped, or may be, with early updates and without.
 
     python benchmark/early_update_speed.py [--rounds 15] [--models opt] [--no-record]
 
@@ -71,7 +71,7 @@ class Way(NamedTuple):
     waits: bool = False
 
 
-KEPT, REDONE = Way("speculating", NEVER), Way("speculating", ALWAYS)
+KEPT, REDONE = Way("early", NEVER), Way("early", ALWAYS)
 TODAY, WAITING = Way("today", ALWAYS), Way("today", NEVER, waits=True)
 RATIOS = {
     "waiting over kept": (WAITING, KEPT, 1.25),
@@ -79,7 +79,7 @@ RATIOS = {
 }
 """Seconds of the first way over those of the second, and the bar."""
 PLANS: dict[str, dict[str, bool]] = {
-    "speculating": {"early_updates": True, "clipping": True},
+    "early": {"early_updates": True, "clipping": True},
     "today": {"clipping": True},
 }
 """Settings of plans."""
@@ -115,7 +115,7 @@ def turns(rounds: int) -> dict[str, Any]:
 def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
     """Whether the runs did what they are named after."""
     if not all(kept for _, _, kept in found[KEPT]) or any(kept for _, _, kept in found[REDONE]):
-        raise SystemExit("new states were not kept where nothing was clipped, or were where all was")
+        raise SystemExit("early updates were not kept where nothing was clipped, or were where all was")
 
 
 def simulated(model: str, rounds: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     hardware = measure(quick=True)
     shape, inp, trace = traced(model, hardware)
-    calibrating = ("resident", "streamed, not speculating")
+    calibrating = ("resident", "streamed, none early")
     plans = dict(zip(calibrating, mixed_plans(trace, hardware, ("resident", "streamed")), strict=True))
     plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, early_updates=True, clipping=True), strict=True))
     runs = {
@@ -149,7 +149,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
     for mix, speed in judged:
         steps = seen[mix, speed]
         if not all(step.report.early.kept for step in steps):
-            raise SystemExit("new states that were made in backward were not kept")
+            raise SystemExit("early updates were not kept")
         predicted = simulate_step(plans[mix], known.trace_for(plans[mix]), with_link_speed(known.machine, speed))
         p20, p50, p80 = percentiles([step.step_s for step in steps])
         case = {"homes": mix, "transfers_over_compute": shares[speed], "link_bytes_per_s": round(speed)}

@@ -90,7 +90,7 @@ class HardwareProfile(Artifact):
     device_kind: str
     """``cuda`` or ``cpu``."""
     device_name: str
-    """What the driver, or the operating system, calls the device."""
+    """The name of the device, as the driver or the operating system has it."""
     compute_capability: tuple[int, int] | None
     """(major, minor) of a CUDA device, else None."""
     devices_per_host: int
