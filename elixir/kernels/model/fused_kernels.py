@@ -82,7 +82,7 @@ class FusedKernels:
             return True
         if "forward" in vars(module):  # somebody else's, or another kind's
             return False
-        forward = _FORWARDS[choice.kind](module, kernel)
+        forward = _FORWARDS[choice.kind](module, kernel, choice)
         if forward is not None:
             self._set(module, forward)
         return forward is not None
@@ -92,7 +92,7 @@ class FusedKernels:
         self._replaced.append((module, forward))
 
 
-def _rms_norm_forward(module: nn.Module, kernel: Kernel) -> Any:
+def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if len(list(module.parameters())) != 1 or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return None
@@ -109,19 +109,42 @@ def _rms_norm_forward(module: nn.Module, kernel: Kernel) -> Any:
     return MethodType(forward, module)
 
 
-def _swiglu_forward(module: nn.Module, kernel: Kernel) -> Any:
+def _layer_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
+    if type(module) is not nn.LayerNorm or module.bias is None or len(module.normalized_shape) != 1:
+        return None
+    plain = nn.LayerNorm.forward
+
+    @wraps(plain)
+    def forward(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype != self.weight.dtype:
+            return plain(self, input)
+        output: torch.Tensor = kernel(input, self.weight, self.bias, self.eps)
+        return output
+
+    return MethodType(forward, module)
+
+
+def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(layer, nn.Module) for layer in projections) or not _is_swiglu(module):
         return None
+    if choice.whole_block:
+        # The projections are not called, so what is more than a linear layer, or is listened to, would be left out.
+        if any(type(p) is not nn.Linear or p._forward_hooks or p._forward_pre_hooks for p in projections):
+            return None
 
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(kernel(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up)
+        def forward(self: Any, x: torch.Tensor) -> Any:
+            return kernel(x, self.gate_proj, self.up_proj, self.down_proj)
+    else:
+
+        def forward(self: Any, x: torch.Tensor) -> Any:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            return self.down_proj(kernel(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up)
 
     return MethodType(wraps(type(module).forward)(forward), module)
 
 
-def _rotary_forward(module: nn.Module, kernel: Kernel) -> Any:
+def _rotary_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     """The class's forward with another `apply_rotary_pos_emb` among its global names, for this instance alone."""
     plain = type(module).forward
     name = "apply_rotary_pos_emb"
@@ -140,7 +163,8 @@ def _rotary_forward(module: nn.Module, kernel: Kernel) -> Any:
     return MethodType(wraps(plain)(forward), module)
 
 
-_FORWARDS: dict[str, Callable[[nn.Module, Kernel], Any]] = {
+_FORWARDS: dict[str, Callable[[nn.Module, Kernel, ChosenKernel], Any]] = {
+    "layer_norm": _layer_norm_forward,
     "rms_norm": _rms_norm_forward,
     "rotary": _rotary_forward,
     "swiglu": _swiglu_forward,

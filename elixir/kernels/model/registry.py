@@ -40,6 +40,8 @@ class Provider:
     load: Callable[[], Kernel] | None
     """Gives the kernel, None for `PLAIN`; raises `libraries.Unavailable` where it cannot be used here."""
     device_types: tuple[str, ...] = ("cpu", "cuda")
+    whole_block: bool = False
+    """It takes a block's weights and does all of it, rather than the part between the projections."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,21 @@ class ChosenKernel:
     name: str
     kernel: Kernel | None
     """None for `PLAIN`."""
+    whole_block: bool = False
 
 
 _CUDA = ("cuda",)
 _PLAIN = Provider(PLAIN, None)
 
-# Best first.
+# Best first. After `plain` come those that are only taken when asked for; docs/design/kernels.md says why for each.
 _PROVIDERS: dict[str, tuple[Provider, ...]] = {
+    "layer_norm": (
+        _PLAIN,
+        Provider("apex", libraries.apex_layer_norm, _CUDA),
+        Provider("liger", libraries.liger_layer_norm, _CUDA),
+    ),
     "rms_norm": (
+        Provider("apex", libraries.apex_rms_norm, _CUDA),
         Provider("liger", libraries.liger_rms_norm, _CUDA),
         Provider("torch", lambda: torch_rms_norm, _CUDA),
         Provider("elixir", lambda: rms_norm),
@@ -75,6 +84,7 @@ _PROVIDERS: dict[str, tuple[Provider, ...]] = {
         Provider("liger", libraries.liger_swiglu, _CUDA),
         Provider("elixir", lambda: silu_mul),
         _PLAIN,
+        Provider("xformers", libraries.xformers_swiglu, _CUDA, whole_block=True),
     ),
 }
 
@@ -82,8 +92,6 @@ KINDS = tuple(_PROVIDERS)
 """All kinds, in the order in which they are reported."""
 
 _loaded: dict[tuple[str, str], Kernel | None] = {}
-_reported: set[str] = set()
-"""Providers whose absence is in the log."""
 _lock = threading.Lock()
 
 
@@ -135,7 +143,7 @@ def choose(kind: str, device_type: str, prefer: str | None = None) -> ChosenKern
             break
         kernel = _kernel(kind, provider.name, provider.load) if device_type in provider.device_types else None
         if kernel is not None:
-            return ChosenKernel(kind, provider.name, kernel)
+            return ChosenKernel(kind, provider.name, kernel, provider.whole_block)
         if provider.name == prefer:
             logger.warning("%s cannot be run by %s on %s; the next best is taken", kind, prefer, device_type)
     return ChosenKernel(kind, PLAIN, None)
@@ -150,8 +158,7 @@ def _kernel(kind: str, name: str, load: Callable[[], Kernel]) -> Kernel | None:
                 _loaded[key] = load()
             except libraries.Unavailable as reason:
                 _loaded[key] = None
-                if name not in _reported:
-                    _reported.add(name)
+                if reason.first:
                     logger.info("%s is not used: %s", name, reason)
         return _loaded[key]
 

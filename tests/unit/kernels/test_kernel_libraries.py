@@ -30,10 +30,11 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
 def test_without_libraries_the_next_in_line_is_taken() -> None:
-    if "liger_kernel" in sys.modules:
-        pytest.skip("it is here")
+    absent = [name for name in ("apex", "liger_kernel", "xformers") if name in sys.modules]
+    if absent:
+        pytest.skip(f"{absent} are here")
     assert choose("rms_norm", "cpu").name == "elixir"
-    assert choose("rms_norm", "cuda").name == "torch"
+    assert choose("layer_norm", "cuda").name == "plain"
     assert choose("cross_entropy", "cuda").name == "elixir"
 
 
@@ -41,7 +42,7 @@ def test_without_libraries_the_next_in_line_is_taken() -> None:
     ("asked", "error", "text"),
     [
         ({"rmsnorm": "torch"}, InputError, "did you mean rms_norm"),
-        ({"rms_norm": "triton"}, InputError, "choose one of liger, torch, elixir, plain"),
+        ({"rms_norm": "triton"}, InputError, "choose one of apex, liger, torch, elixir, plain"),
         ({"rms_norm": 3}, InputTypeError, "maps names of kinds"),
         ("yes", InputTypeError, "True, False or a dict"),
     ],
@@ -61,6 +62,18 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError, match="kind=provider"):
         FusedKernels(tiny("llama"), True, "cpu")
     assert not FusedKernels(tiny("llama"), False, "cpu").counts
+
+
+def test_another_project_named_apex_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(tmp_path, monkeypatch, "apex/__init__.py", "raise KeyError('its code ran')")
+    with caplog.at_level(logging.INFO, "elixir"):
+        assert [choose("rms_norm", "cuda").name for _ in range(2)] != ["apex"] * 2
+        choose("layer_norm", "cuda", "apex")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert sum("apex is not used: the package named apex here is another project" in line for line in lines) == 1
+    assert sum("layer_norm cannot be run by apex" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,27 @@ def test_absent_broken_or_other_versions_cost_one_line(
     assert lines == [f"liger is not used: {reason}"]
 
 
+def test_apex_without_its_extension_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, "apex.normalization.fused_layer_norm", fused_rms_norm_affine=_rms_norm_of_apex)
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)  # importing it raises
+    assert choose("rms_norm", "cuda").name != "apex"
+    registry._loaded.clear()
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
+    assert choose("rms_norm", "cuda").name == "apex"
+
+
+def test_apex_as_nvidia_lays_it_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "fused_layer_norm_cuda.py": "",
+        "apex/__init__.py": "",
+        "apex/normalization/__init__.py": "",
+        "apex/normalization/fused_layer_norm.py": "def fused_rms_norm_affine(x, w, shape, eps): ...",
+    }.items():
+        _install(tmp_path, monkeypatch, name, text)
+    assert choose("rms_norm", "cuda").name == "apex"
+    assert choose("layer_norm", "cuda", "apex").name == "plain"  # this version has no such function
+
+
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     """A package on disk that is found before any other."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +150,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
 
 
 class _ForeignNorm(torch.autograd.Function):
-    """Reads weights as plain memory, in forward and from `saved_tensors`, as Liger's norm does."""
+    """Reads weights as plain memory, in forward and from `saved_tensors`, as Liger's and Apex' norms do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -140,12 +174,22 @@ def _rms_norm_of_liger(X: Any, W: Any, eps: float, offset: float = 0.0, casting_
     return _ForeignNorm.apply(X, W, eps)
 
 
+def _rms_norm_of_apex(input: Any, weight: Any, normalized_shape: Any, eps: float = 1e-6) -> Any:
+    assert normalized_shape == (input.shape[-1],)
+    return _ForeignNorm.apply(input, weight, eps)
+
+
 def _rope_of_liger(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int = 1) -> Any:
     def turned(x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         return x * cos.unsqueeze(1) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
 
     return turned(q), turned(k)
+
+
+def _swiglu_of_xformers(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any) -> Any:
+    assert all(type(w) is torch.Tensor for w in (w1, w2, w3))
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 
 @pytest.fixture
@@ -156,19 +200,33 @@ def libraries_present(monkeypatch: pytest.MonkeyPatch) -> None:
         liger_rms_norm=_rms_norm_of_liger,
         liger_swiglu=lambda a, b: F.silu(a) * b,
         liger_rope=_rope_of_liger,
+        liger_layer_norm=lambda X, W, B, eps: F.layer_norm(X, W.shape, W, B, eps),
     )
+    _fake(
+        monkeypatch,
+        "apex.normalization.fused_layer_norm",
+        fused_rms_norm_affine=_rms_norm_of_apex,
+        fused_layer_norm_affine=lambda x, w, b, shape, eps: F.layer_norm(x, shape, w, b, eps),
+    )
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
+    _fake(monkeypatch, "xformers.ops", swiglu=_swiglu_of_xformers)
 
 
 @pytest.mark.usefixtures("libraries_present")
 def test_libraries_go_before_our_own_on_cuda_only() -> None:
-    kinds = ("rms_norm", "swiglu", "rotary", "cross_entropy")
-    assert [choose(kind, "cuda").name for kind in kinds] == ["liger", "liger", "liger", "elixir"]
-    assert [choose(kind, "cpu").name for kind in kinds] == ["elixir", "elixir", "plain", "elixir"]
-    assert choose("rms_norm", "cuda", "torch").name == "torch"
+    assert [choose(kind, "cuda").name for kind in ("rms_norm", "swiglu", "rotary", "layer_norm", "cross_entropy")] == [
+        "apex", "liger", "liger", "plain", "elixir"
+    ]  # fmt: skip
+    assert [choose(kind, "cpu").name for kind in ("rms_norm", "swiglu", "rotary")] == ["elixir", "elixir", "plain"]
+    assert choose("rms_norm", "cuda", "liger").name == "liger"
+    assert choose("swiglu", "cuda", "xformers").whole_block
 
 
 LIBRARIES: list[tuple[str, dict[str, str]]] = [
     ("llama", {}),
+    ("llama", {"rms_norm": "liger", "swiglu": "xformers"}),
+    ("opt", {"layer_norm": "liger"}),
+    ("gpt2", {"layer_norm": "apex"}),
     ("t5", {"rms_norm": "liger"}),
 ]
 

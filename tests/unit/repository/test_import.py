@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-HEAVY = ("transformers", "scipy", "pandas", "matplotlib", "rich", "safetensors", "liger_kernel", "lightning")
+HEAVY = ("transformers", "scipy", "pandas", "matplotlib", "rich", "safetensors", "xformers", "lightning")
 
 
 @functools.cache

@@ -153,7 +153,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
 @pytest.mark.parametrize("kind", LOW)
 def test_fused_kernels_are_not_needed_and_change_nothing_here(kind: str) -> None:
     ends = []
-    unchanged = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), "plain")
+    unchanged = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy", "layer_norm"), "plain")
     for fused in (False, unchanged):
         it = case("opt")
         run = Run(it, make_plan(it, "mixed", moments=kind), use_fused_kernels=fused)
