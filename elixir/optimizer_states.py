@@ -35,10 +35,10 @@ LARGEST_PIECE_NUMEL = 2**23
 """A step that is not compiled works on so many elements at once, or fewer. 32 MiB of float32: fits the second-level
 cache of an A100 or H100, and hides the launches."""
 LARGEST_HOST_PIECE_NUMEL = 2**19
-"""On the host, whose plans do not count what such a step with moments in fewer bits holds: with this at most 15 or 30
-MB, however many threads there are. A thread's part of it stays in its core's cache."""
+"""The same on the host. Plans do not count the temporaries of such a step with moments in fewer bits: at most 15 or 30
+MB, for any number of threads. A thread's part stays in its core's cache."""
 STEP_TEMPORARY_BYTES: dict[MomentKind, int] = {"bfloat16": 28, "8bit": 58}
-"""Per element of a piece, the most that such a step holds apart from its arguments. Counted on the CPU, storage by
+"""Bytes per element of a piece that such a step holds at most, next to its arguments. Counted on the CPU, storage by
 storage."""
 
 
@@ -223,10 +223,10 @@ def _family(optimizer: str) -> str:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:
-    """How moments are to be kept: as asked for; else as the groups of a `HybridAdam` say; else in float32.
+    """The kind of moments: the argument, otherwise that of a `HybridAdam`'s groups, otherwise float32.
 
     Raises:
-        InputError: the groups say different things, or other than what is asked for.
+        InputError: the groups differ, or contradict the argument.
     """
     said = {str(group["moments"]): None for group in optimizer.param_groups if "moments" in group}
     own = list(said) if any(base.__name__ == "HybridAdam" for base in type(optimizer).__mro__) else []
@@ -251,7 +251,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
         InputError: it keeps more state per element than any family that is known.
     """
     names = [base.__name__ for base in type(optimizer).__mro__]
-    if "HybridAdam" in names:  # of whatever moments, which `moments_of` tells
+    if "HybridAdam" in names:  # `moments_of` gives their kind
         return "Adam"
     import copy
     import inspect
@@ -266,7 +266,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     made = type(optimizer)(
         [{**options, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in accepted}
     )
-    set_to_train = getattr(made, "train", None)  # of those that rewrite weights for evaluation
+    set_to_train = getattr(made, "train", None)  # schedule-free optimizers rewrite weights for evaluation
     try:
         if callable(set_to_train):
             set_to_train()

@@ -6,7 +6,7 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
@@ -101,15 +101,7 @@ class CurveSample:
     @property
     def total(self) -> int:
         """Sums over the kinds."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.buffers
-            + self.inputs
-            + self.activations
-            + self.workspace
-        )
+        return sum(getattr(self, kind) for kind in get_args(Kind))
 
 
 @dataclass(frozen=True)

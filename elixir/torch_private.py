@@ -134,7 +134,7 @@ def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]] | None:
     try:
         config = torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
             torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
-            *(False, True, False, False, False),  # of shapes, memory, stacks, FLOPs, modules
+            *(False, True, False, False, False),  # profiles shapes, memory, stacks, FLOPs, modules
             torch._C._profiler._ExperimentalConfig(),
         )
         torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]

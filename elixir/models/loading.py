@@ -146,7 +146,7 @@ def build_config(
         except Exception as error:  # transformers raises what it likes on values that do not go together
             raise InputError(f"transformers cannot build {model_class.__name__} from this config: {error}") from error
     if model_class.__name__.endswith("LMHeadModel") and getattr(built, "loss_type", "") is None:
-        built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning, where the name says less
+        built.loss_type = "ForCausalLM"  # transformers takes this loss anyway, after a warning
     enable_checkpointing(built, checkpoint)
     return cast(nn.Module, built.train())
 
@@ -200,7 +200,7 @@ def _make_config(family: str, values: Mapping[str, Any]) -> Any:
 
 
 def _model_class(family: str, config: Any) -> Any:
-    """The transformers class to train: what the config names, if it has a loss; else the usual one."""
+    """The transformers class to train: the one that the config names if it has a loss, otherwise the usual one."""
     architectures = getattr(config, "architectures", None) or [None]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
         raise InputError(

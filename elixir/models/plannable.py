@@ -29,7 +29,7 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
             error says its name and what to do.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    with DisableTorchFunctionSubclass():  # what a parameter is made of is asked, not its values, which may be elsewhere
+    with DisableTorchFunctionSubclass():  # only the form of a parameter is read, not its values, which may be elsewhere
         for name, tensor in tensors:
             found, way = _of_another_kind(tensor) or _not_dense(tensor) or _packed(tensor, dtype) or ("", "")
             if found:
@@ -38,7 +38,7 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
 
 
 def refuse_compiled(model: nn.Module, plan: Plan) -> None:
-    """Compiled code would trace into what brings weights in, so weights of compiled modules must stay put.
+    """Refuses plans that move weights of compiled modules: compiled code would trace into the code that fetches them.
 
     Raises:
         InputError: the plan moves weights of a module that was given to torch.compile.

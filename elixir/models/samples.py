@@ -43,7 +43,7 @@ def planning_batch(loader: Any, *, batch_size: int | None = None) -> Any:
         samples = _largest(loader.dataset, size or 1)
         if not samples:
             raise InputError("the dataset to plan for is empty; give the options inp=, a batch")
-        # Without a batch size, what a stream gives is collated one by one, as the loader does it.
+        # Without a batch size, samples of a stream are collated one by one, as the loader does it.
         return loader.collate_fn(samples if size else samples[0])
 
 
@@ -69,6 +69,6 @@ def elements(sample: Any) -> int:
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return int(np.prod(sample.shape))
     if isinstance(sample, Sequence) and not isinstance(sample, (str, bytes)):
-        # A list of numbers is as long as it is; what is nested is counted.
+        # A list of numbers counts by its length; nested items are counted.
         return len(sample) if sample and isinstance(sample[0], (int, float)) else sum(map(elements, sample))
     return len(sample) if isinstance(sample, (str, bytes)) else 1

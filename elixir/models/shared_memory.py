@@ -1,8 +1,8 @@
 """Tensors of a model that share memory without being one: ``head.weight.data = embedding.weight.data``, a view of a
 weight that is registered as a buffer.
 
-Plain PyTorch changes both where it changes one. A plan moves every parameter, so what lies in the memory of a weight
-has to be known by name.
+Plain PyTorch changes both where it changes one. A plan moves every parameter, so tensors in the memory of a weight
+have to be known by name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Extent:
 
 
 def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
-    """Finds what lies in the memory of a weight that is trained, under another name.
+    """Finds tensors under other names in the memory of trained weights.
 
     Args:
         model: real or on meta, before it is wrapped.

@@ -22,7 +22,7 @@ MOST_REAL_NUMEL = 1 << 24
 """Elements up to which the input of a traced step is made of real values: 128 MiB of token ids."""
 _MOST = 1 << 40  # samples or tokens per sample; beyond, sizes in bytes are no numbers that torch can count with
 
-_SEED = 0  # of the generator that draws the batch: the same batch every time
+_SEED = 0  # seed of the generator that draws the batch: the same batch every time
 
 
 def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def _token_batch(
     padding = getattr(text, "pad_token_id", None)
 
     def tokens() -> torch.Tensor:
-        # Drawn from all but the padding token, which would change positions and masks.
+        # The padding token is left out, since it would change positions and masks.
         if not isinstance(padding, int) or not 0 <= padding < vocabulary or vocabulary < 2:
             return torch.randint(vocabulary, (batch, length), generator=generator)
         drawn = torch.randint(vocabulary - 1, (batch, length), generator=generator)

@@ -1,6 +1,6 @@
-"""Code of the user's that is run on the way: it may print, change what is the whole process's, and try to end it.
+"""Runs code of the user's, which may print, change settings of the whole process, and try to end it.
 
-`os._exit` and signals that kill cannot be held up.
+Nothing can stop `os._exit` and signals that kill.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def imported(text: str) -> Callable[..., Any]:
         )
     folder = os.getcwd()
     with contained(f"{text}: the import of {module_name}"):
-        sys.path.insert(0, folder)  # a console script does not look there of itself
+        sys.path.insert(0, folder)  # a console script does not search there
         try:
             found: Any = importlib.import_module(module_name)
             for part in function_name.split("."):

@@ -30,7 +30,8 @@ class HostRandom:
 
     def __init__(self) -> None:
         self._generator: torch.Generator | None = None
-        self._state: torch.Tensor | None = None  # of the generator; until something draws, which most regions never do
+        # None until something draws, which most regions never do.
+        self._state: torch.Tensor | None = None
 
     @property
     def generator(self) -> torch.Generator:
@@ -110,11 +111,11 @@ def _with_generator(func: Any) -> Any:
 
 
 class CheckpointedRegions:
-    """Takes the process's generator out of what checkpoints do.
+    """Keeps checkpoints from the process's generator.
 
     Args:
         random: where a step draws from instead.
-        count_state: is told of each state that a checkpoint keeps, which no dispatch shows.
+        count_state: is called for each state that a checkpoint keeps, which no dispatch shows.
     """
 
     def __init__(self, random: HostRandom, count_state: Callable[[torch.Tensor], None]) -> None:

@@ -134,7 +134,7 @@ class _CopiedFunctions:
     def _object(self, item: Any) -> Any:
         try:
             made = copy.copy(item)
-        except Exception:  # it stays the model's, and is refused once it runs a weight
+        except Exception:  # the object stays the model's, and is refused once it runs a weight
             return item
         self._copies[id(item)] = made
         if isinstance(made, dict):

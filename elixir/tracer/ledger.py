@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,7 @@ import torch
 
 from elixir.step_trace import Kind
 
-KINDS: tuple[Kind, ...] = (
-    "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "workspace",
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 Int64Array = npt.NDArray[np.int64]

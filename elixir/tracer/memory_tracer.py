@@ -55,7 +55,8 @@ def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
         InputError, InputTypeError, TraceError: as `trace_step`.
 
     Example:
-        >>> from elixir.models.loading import build, default_input, default_step
+        >>> from elixir.models.loading import build
+        >>> from elixir.models.step import default_input, default_step
         >>> model = build("opt-125m")
         >>> occ = cuda_memory_profiling(model, default_input(model, seq=128), default_step, torch.bfloat16)
         >>> occ["param_occ"]

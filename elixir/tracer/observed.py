@@ -122,7 +122,7 @@ def _parameters(twin: MetaCopy, order: UseOrder) -> tuple[ParamInfo, ...]:
 
 def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) -> tuple[Access, ...]:
     starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
-    starts[0] = 0  # what comes before the first use belongs to it
+    starts[0] = 0  # work before the first use belongs to it
     # A use begins with what the one before left alive, hence one entry earlier.
     begins = np.maximum(starts - 1, 0)
     ends = np.append(starts[1:], len(other))

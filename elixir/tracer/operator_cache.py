@@ -45,18 +45,11 @@ _VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outp
 
 DATA_DEPENDENT = frozenset(
     {
-        aten.nonzero.default,
-        aten.masked_select.default,
-        aten.unique_consecutive.default,
-        aten._unique2.default,
-        aten.unique_dim.default,
-        aten.repeat_interleave.Tensor,
-        aten.bincount.default,
-        aten.equal.default,
-        aten.is_nonzero.default,
-        aten.allclose.default,
+        aten.nonzero.default, aten.masked_select.default, aten.unique_consecutive.default, aten._unique2.default,
+        aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default, aten.equal.default,
+        aten.is_nonzero.default, aten.allclose.default,
     }
-)
+)  # fmt: skip
 """Operators whose result's shape, or whose very result, follows from values."""
 
 _DETOURS = frozenset({aten.add.Tensor, aten._local_scalar_dense.default, aten._to_copy.default})

@@ -52,8 +52,8 @@ def run_optimizer(
 ) -> OptimizerPhase:
     """One `step()` of torch's optimizer on the meta gradients, booked by `recorder`.
 
-    A foreach or fused optimizer treats all parameters at once, so one of each shape stands for the others: what it
-    allocates counts as many times as there are. A loop takes them one after the other, and is run on all of them.
+    A foreach or fused optimizer treats all parameters at once, so one of each shape represents the others: its
+    allocations count as many times as there are. A loop takes them one after the other, and is run on all of them.
     """
     if name is None:
         return OptimizerPhase("none", 0, has_temporaries=False)
@@ -89,7 +89,7 @@ def run_optimizer(
 
 
 def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | None, target: Target) -> OptimizerKernel:
-    """How the optimizer runs: as told, or as `torch.optim` does by default on the target."""
+    """The kernel of the optimizer: the argument, or the default of `torch.optim` on the target."""
     options = inspect.signature(cls).parameters
     if kernel is None:
         return target.optimizer_kernel() if target.optimizer_kernel() in (*options, "for-loop") else "for-loop"

@@ -77,7 +77,7 @@ def samples(curve: Curve, order: UseOrder, step_begin: int, step_end: int, state
     """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
     total = curve.total
     entries = len(total)
-    begin = max(step_begin - 1, 0)  # before it, what rests in memory is only being listed
+    begin = max(step_begin - 1, 0)  # earlier entries only list resting memory
     end = min(step_end, entries)
     bounds = np.union1d(_stretches(begin, end, MAX_STEP_SAMPLES), _stretches(end, entries, MAX_OPTIMIZER_SAMPLES))
     operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1

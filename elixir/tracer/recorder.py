@@ -104,13 +104,13 @@ class Recorder(TorchDispatchMode):
         return self._operators.signatures
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # In backward, where nothing has switched the mode of functions off, it would see all that is asked here.
+        # In backward the mode of functions is on, and would see every call here.
         with DisableTorchFunction():
             if self._regions.beginning:
                 self._regions.settle()
             self._starts.append(len(self._log))
             op = KNOWN_TRAITS.get(id(func)) or traits(func)
-            if op.views:  # three of four
+            if op.views:  # three of four operators are views
                 return func(*args, **kwargs) if kwargs else op.call(*args)
             return self._book(op, func, args, kwargs or {})
 
@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
         if func in SELECTIONS and self._shadows.real(args[0]) is None:
             counts_first = func is aten.masked_select.default and self._target.kind == "cpu"
             args, taken = picked(self._shadows, func, args)
-            if counts_first:  # it sums the mask up, which casts it to int64 (`IndexingUtils.cpp`); no positions
+            if counts_first:  # the CPU sums the mask, cast to int64 (`IndexingUtils.cpp`), and makes no positions
                 self._ledger.touch(args[0].numel() * 8, self._order.module(self._order.phase()), func)
                 taken = 0
             result = self._compute(traits(aten.index.Tensor), args, {}, Arguments(args, {}))

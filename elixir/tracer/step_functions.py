@@ -37,8 +37,8 @@ class StepFunctions(PreDispatchTorchFunctionMode):
 
     Args:
         kind: of the target device, ``cuda`` or ``cpu``.
-        autocast: is told when autocast is entered and left.
-        regions: is told when a checkpointed region begins.
+        autocast: is called when autocast is entered and left.
+        regions: is called when a checkpointed region begins.
     """
 
     def __init__(self, kind: str, autocast: Autocast, regions: CheckpointedRegions) -> None:
@@ -74,7 +74,7 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             entering.leave()
 
     def device(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``x.device`` is meta, but who asks for its type because of autocast is told the target's."""
+        """``x.device`` is meta, but code that asks for its type because of autocast gets the target's."""
         caller = sys._getframe(2)
         device = func(*args, **kwargs)
         if device.type != "meta" or not _asks_type_for_autocast(caller.f_code, caller.f_lasti):

@@ -157,7 +157,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 def _run_step(
     twin: MetaCopy, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
-    unheard = _gradients_heard(twin.parameters, order)  # before the parameters announce what they are asked
+    unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
     access = Interception(twin.model, order, scripts=False)
     try:
         with recorder:
@@ -252,7 +252,7 @@ def _explained(error: Exception) -> TraceError:
 @contextlib.contextmanager
 def _compiled_regions_run_eagerly() -> Iterator[None]:
     """Runs compiled regions uncompiled: compiled code cannot run on meta, and its fusions are not known here."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes a second
+    if "torch._dynamo" not in sys.modules:  # without this import nothing is compiled, and it takes a second
         yield
         return
     with torch.compiler.set_stance("force_eager"):

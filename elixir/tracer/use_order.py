@@ -79,7 +79,7 @@ class UseOrder:
         self._finished = False
         self.uses: list[Use] = []
         self.ran: dict[str, None] = {}
-        self._recomputed: dict[int, list[str]] = {}  # by the node that asked for it
+        self._recomputed: dict[int, list[str]] = {}  # names by the node that asked for them
         self.grad_use: dict[int, int] = {}
         self.grad_arrivals: dict[int, int] = {}
         self.backward_position = sys.maxsize
@@ -193,7 +193,7 @@ class UseOrder:
         """Whether a module that is running, or else the node that is, has read the parameter."""
         index = self._index[parameter]
         if self.phase() == "forward" and not self._scopes:
-            return False  # nothing bounds how long it is there
+            return False  # nothing bounds its lifetime
         return self._is_announced(index)
 
     def renew(self, view: TrackedView) -> None:
@@ -297,7 +297,7 @@ class UseOrder:
         """Whether the running module or node has announced a parameter."""
         phase = self.phase()
         if self._in_module(phase):
-            innermost = self._scopes[-1].parameters  # nearly always the one
+            innermost = self._scopes[-1].parameters  # nearly always the module that announced it
             return index in innermost or any(index in scope.parameters for scope in self._scopes)
         if phase == "forward":
             return index in self._outside

@@ -84,7 +84,7 @@ def user_objects_restored(
         model: of the user's; its attributes are out of reach unless it is its own twin.
         twin: the model that the step is given.
         roots: the step function, and whatever else the step is given.
-        writes_unseen: nothing will say what is written to, so all tensors but parameters are copied now.
+        writes_unseen: no operator is observed, so all tensors but parameters are copied now.
 
     Yields:
         What was found; it has to know of each tensor with values before something writes to it.
@@ -140,7 +140,7 @@ class UserObjects:
         self._seen: dict[int, Any] = {}
         self._ahead: list[tuple[int, int, Any]] = []
         self._numbers = itertools.count()
-        self._width = 0  # of the widest container on the way to what is looked at
+        self._width = 0  # entries of the widest container on the way to the current object
         self._entries = 0
         self._restores: list[Callable[[], None]] = []
 
@@ -188,7 +188,7 @@ class UserObjects:
         for restore in self._restores:
             try:
                 restore()
-            except Exception as error:  # such as of a class that is closed to changes; the others are put back
+            except Exception as error:  # a class may be closed to changes; the others are put back
                 logger.warning("something that the trace has changed could not be put back: %s", error)
 
     def refusal_of(self, weight: torch.Tensor) -> str:
@@ -212,7 +212,7 @@ class UserObjects:
         )
 
     def _holders_of(self, weight: torch.Tensor) -> Iterator[str]:
-        """Who holds the module of a weight; an attribute of an object comes before the module itself."""
+        """Names of the holders of a weight's module; an attribute of an object comes before the module itself."""
         for named in (True, False):
             for item in self._seen.values():
                 if named and not isinstance(item, (type, nn.Module)):
@@ -254,7 +254,7 @@ class UserObjects:
             if type(item) not in _VALUES or type(item) is torch.Tensor:
                 self.push(item, entries)
                 if self._entries > MOST_ENTRIES:
-                    return  # nothing more is looked at, and of one that is not the warning tells
+                    return  # nothing more is visited; the warning names the object
 
     def _container(self, held: Any) -> None:
         kind, refill = next(found for found in _CONTAINERS.items() if isinstance(held, found[0]))

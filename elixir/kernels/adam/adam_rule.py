@@ -1,7 +1,7 @@
 """Adam, written once, as a plain function over flat tensors.
 
-`adam_rule` is the arithmetic; whatever keeps its moments in float32, bfloat16 or 8 bits reads them, calls it and
-writes them back. It has no branch and takes all numbers from one small tensor, so that one compilation serves every
+`adam_rule` is the arithmetic; steps with moments in float32, bfloat16 or 8 bits read them, call it and write
+them back. It has no branch and takes all numbers from one small tensor, so that one compilation serves every
 learning rate, step, decay and length.
 """
 
@@ -50,8 +50,8 @@ def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
 
     Args:
         group: of an optimizer.
-        decoupled: AdamW's decay, where the group does not say. One that says both was loaded by torch's from a
-            `HybridAdam`, which has the second name alone.
+        decoupled: AdamW's decay, if the group does not say. A group with both names was loaded by torch's Adam from a
+            `HybridAdam`, which has the second name only.
 
     Raises:
         InputError, InputTypeError: a value is absent, outside of its range, or no number.

@@ -39,7 +39,7 @@ class DiskStates:
     def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
         """Goes on from other states: those of the parameters here are in memory now, and then on the disk only."""
         self._states = states
-        file = ExtentFile([self._folder])  # the one before is closed with its last reference, below
+        file = ExtentFile([self._folder])  # the file before is closed with its last reference, below
         self._file = TensorFile(lambda: file)
         self._stored: dict[nn.Parameter, StoredTensors] = {}
         self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
@@ -97,10 +97,11 @@ class DiskStates:
             if list(map(id, tensors.values())) == list(map(id, before.tensors)):
                 return
             for value in tensors.values():
-                value.data = value.clone()  # those that were there lie where others will
+                value.data = value.clone()  # the tensors lie in a buffer that other states will fill
             self._stored.pop(parameter).give_back()
         if tensors:
-            nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())  # each begins at its itemsize
+            # Each tensor begins at a multiple of its itemsize.
+            nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())
             self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
             stored.bind(self._room(slot, stored.nbytes))
             for name, value in tensors.items():

@@ -98,7 +98,7 @@ class HybridAdam(torch.optim.Optimizer):
             "maximize": maximize,
             "amsgrad": amsgrad,
         }
-        self._versions: dict[nn.Parameter, int] = {}  # of weights that have masters, after their last step
+        self._versions: dict[nn.Parameter, int] = {}  # versions of weights with masters, after their last step
         self._on_disk: DiskStates | None = None
         super().__init__(params, defaults)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

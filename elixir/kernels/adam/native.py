@@ -106,7 +106,7 @@ def _library(combination: Combination, contracted: str, run: Run) -> ctypes.CDLL
         run([*command, "-o", str(made)])
         loaded = ctypes.CDLL(str(made))
         if kept:
-            made.chmod(0o700)  # whatever the user's umask: `_is_private` refuses others
+            made.chmod(0o700)  # the user's umask may give others rights, which `_is_private` refuses
             made.replace(library)  # another process may make the same at the same time
     return loaded
 
@@ -213,7 +213,8 @@ def _has_same_bits(combination: Combination, kernel: Kernel) -> bool:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, _CHECKED_NUMEL, generator=generator, device="cpu")
     start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL, device="cpu")
-    start[1] *= torch.logspace(-6, 0, _CHECKED_NUMEL, device="cpu")  # next to small weights every bit of a step shows
+    # Next to small weights, every bit of a step is visible.
+    start[1] *= torch.logspace(-6, 0, _CHECKED_NUMEL, device="cpu")
     for row in start:
         row[::97] = 0.0
     blocks = combination.moments == "8bit"

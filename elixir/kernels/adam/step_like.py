@@ -74,7 +74,7 @@ def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bo
             return False
         try:
             group_options(group, decoupled=decoupled)
-        except InputError:  # such as a negative rate at the end of a schedule, with which the class steps
+        except InputError:  # the class steps with values such as a negative rate, too
             return False
     # Before its first step a class has no moments, and loaded ones may be of any dtype.
     return all(

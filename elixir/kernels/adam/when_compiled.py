@@ -41,7 +41,7 @@ GAIN_S_PER_NUMEL = {
     ("cpu", "float32"): 0.3e-9,
     ("cpu", "bfloat16"): 3e-9,
     ("cpu", "8bit"): 20e-9,
-    # Not measured: by traffic at 4 TB/s, of a float32 gradient written and read, or of some 50 and 100 passes.
+    # Not measured: computed for 4 TB/s, from a float32 gradient written and read, or from some 50 and 100 passes.
     ("cuda", "float32"): 2e-12,
     ("cuda", "bfloat16"): 50e-12,
     ("cuda", "8bit"): 100e-12,

@@ -62,7 +62,7 @@ class FusedKernels:
         """Gives every module its own forward back."""
         while self._replaced:
             module, forward = self._replaced.pop()
-            if vars(module).get("forward") is forward:  # somebody may have put another over it
+            if vars(module).get("forward") is forward:  # another forward may have replaced this one
                 del module.forward
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class FusedKernels:
             self._set(layer, deferring_layer(layer, kernel))
             self._set(module, deferring_forward(module))
             return True
-        if "forward" in vars(module):  # somebody else's, or another kind's
+        if "forward" in vars(module):  # another library, or another kind, has replaced it
             return False
         forward = _FORWARDS[choice.kind](module, kernel, choice)
         if forward is not None:
@@ -102,7 +102,7 @@ def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -
 
     @wraps(plain)
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if hidden_states.dtype != self.weight.dtype:  # what comes out is then of either dtype, by family
+        if hidden_states.dtype != self.weight.dtype:  # families differ in the dtype of the result
             return plain(self, hidden_states)
         return kernel(hidden_states, self.weight, self.variance_epsilon)
 

@@ -88,7 +88,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, factor = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: composed of others, as on the device
+        if torch.is_grad_enabled():  # a second derivative is composed of other operators, as on the device
             factor = (input.square().mean(ctx.axes, keepdim=True) + 1).rsqrt()
             normed, scaled = input * factor, gradient if weight is None else gradient * weight
             of_input = factor * (scaled - normed * (scaled * normed).mean(ctx.axes, keepdim=True))

@@ -56,7 +56,7 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
         return None
     scores, given = args[0], {**dict(zip(_names(func), args, strict=False)), **kwargs}
     axis = given.get("dim", -1)
-    if axis is None:  # the largest of all: no choice for each token
+    if axis is None:  # the largest of all entries is no choice for each token
         return None
     axis %= scores.dim()
     if func is aten.multinomial.default:
@@ -70,16 +70,10 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
 
 CHOOSES = frozenset(
     {
-        aten.topk.default,
-        aten.argmax.default,
-        aten.argmin.default,
-        aten.max.dim,
-        aten.min.dim,
-        aten.sort.default,
-        aten.sort.stable,
-        aten.multinomial.default,
+        aten.topk.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.sort.default,
+        aten.sort.stable, aten.multinomial.default,
     }
-)
+)  # fmt: skip
 
 
 def _names(func: Any) -> list[str]:

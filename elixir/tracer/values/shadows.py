@@ -28,14 +28,10 @@ aten = torch.ops.aten
 
 CONSTANTS_LIKE = frozenset(
     {
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
+        aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+        aten.new_ones.default, aten.new_full.default,
     }
-)
+)  # fmt: skip
 """Operators whose result is known even where the values of their argument are not."""
 
 
@@ -169,7 +165,7 @@ class Shadows:
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, meta or not, as a CPU tensor; None where they are unknown.
 
-        Who asks decides by them, so what was supposed to have them counts from now on.
+        The caller decides by them, so their assumption counts from now on.
         """
         if tensor.device.type != "meta":
             return tensor
@@ -230,7 +226,7 @@ class Shadows:
             for record in followed:
                 record.shadow = None
             return
-        # Whatever was derived from the old values must be worked out before they change.
+        # Values derived from the old ones are computed before those change.
         for shadow in self._pending:
             shadow.value()
         self._pending.clear()
@@ -267,7 +263,7 @@ class Shadows:
         args, kwargs = tree_map(concrete, args), tree_map(concrete, kwargs)
         with torch.no_grad(), DisableTorchDispatch():
             if func is aten.histc.default and not args[0].is_floating_point():
-                # counts of integers: only other devices than the CPU have a kernel for them
+                # the CPU has no kernel that counts integers
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             return func(*args, **kwargs)
 

@@ -44,17 +44,11 @@ class UnknownNumber:
         """Always: there is no value."""
         return True
 
-    def is_constant(self) -> bool:
-        """Never."""
-        return False
-
-    def is_nested_int(self) -> bool:
-        """Never."""
-        return False
-
     def has_hint(self) -> bool:
         """Never."""
         return False
+
+    is_constant = is_nested_int = has_hint
 
     def maybe_as_int(self) -> None:
         """No integer is known."""
@@ -64,17 +58,11 @@ class UnknownNumber:
 
     __str__ = __repr__ = _graph_repr
 
-    def wrap_int(self, value: int) -> UnknownNumber:
-        """A known operand next to this one."""
-        return UnknownNumber(int, repr(value))
+    def wrap_int(self, value: float) -> UnknownNumber:
+        """A known operand next to this one, of any kind."""
+        return UnknownNumber(type(value), repr(value))
 
-    def wrap_float(self, value: float) -> UnknownNumber:
-        """A known operand next to this one."""
-        return UnknownNumber(float, repr(value))
-
-    def wrap_bool(self, value: bool) -> UnknownNumber:
-        """A known operand next to this one."""
-        return UnknownNumber(bool, repr(value))
+    wrap_float = wrap_bool = wrap_int
 
     def sym_float(self) -> UnknownNumber:
         """The same number as a float."""

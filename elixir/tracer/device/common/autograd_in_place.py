@@ -43,18 +43,11 @@ def accumulates_in_place(args: Any, depth: int) -> bool:
 
 _INTO_ZEROS = frozenset(
     {
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.index_add.default,
-        aten.put.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.scatter_add.default,
-        aten.masked_scatter.default,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
+        aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default, aten.put.default,
+        aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.masked_scatter.default,
+        aten.masked_fill.Scalar, aten.masked_fill.Tensor,
     }
-)
+)  # fmt: skip
 _ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default, aten.full.default})
 
 _IN_PLACE_IN_NODE = {

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def kernels(kind: str) -> dict[str, Callable[..., Any]]:
     """Name in `aten` -> what a device of a kind (``cuda`` or ``cpu``) does for it."""
     found: dict[str, Callable[..., Any]] = {"cumprod": _cumprod, "prod": _prod, "prod.dim_int": _prod_dim}
-    if kind == "cpu":  # on CUDA the derivative does not look
+    if kind == "cpu":  # on CUDA the derivative reads no values
         found |= {name: _extreme(getattr(aten, name).default) for name in ("max", "min", "median")}
     return found
 
@@ -53,14 +53,14 @@ class _Cumprod(torch.autograd.Function):
         weighted = output * gradient
         is_zero = input == 0
         of_input = _reversed_cumsum(weighted, ctx.dim).div(input)
-        del is_zero, weighted  # not before: they are there while the gradient is computed
+        del is_zero, weighted  # they are alive while the gradient is computed
         return of_input, None
 
 
 def _reversed_cumsum(weighted: torch.Tensor, dim: int) -> torch.Tensor:
     flipped = weighted.flip(dim)
     summed = flipped.cumsum(dim)
-    return summed.flip(dim)  # with both before it in memory, as temporaries of one expression in C++
+    return summed.flip(dim)  # both operands are alive, as temporaries of one expression in C++
 
 
 class _Prod(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _Prod(torch.autograd.Function):
         is_zero = input == 0
         counts = is_zero.sum(() if ctx.dim is None else ctx.dim, keepdim=True)
         of_input = gradient * (output / input)
-        del is_zero, counts  # not before: they are there while the gradient is computed
+        del is_zero, counts  # they are alive while the gradient is computed
         return of_input, None, None
 
 

@@ -73,9 +73,8 @@ class Allocated:
 def is_plain(func: Any, args: Any) -> bool:
     """Whether an operator allocates its results only, or a rule of `CpuTarget` gives the rest."""
     if func in _PRODUCTS:
-        return (
-            args[-1].dtype not in _HALF
-        )  # oneDNN has a scratchpad for half precision, PyTorch's BLAS for others has none
+        # oneDNN has a scratchpad for half precision; PyTorch's BLAS has none for other dtypes.
+        return args[-1].dtype not in _HALF
     if func in PLAIN or func.namespace != "aten" or func._schema.is_mutable:
         return True
     if torch.Tag.pointwise in func.tags:
@@ -172,7 +171,7 @@ def _observe(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
             if not any(argument.name == "generator" for argument in func._schema.arguments):
                 return None  # it would draw from PyTorch's generator, which a trace leaves alone
             kwargs["generator"] = generator
-        func(*args, **kwargs)  # a first call may set up what stays
+        func(*args, **kwargs)  # a first call may allocate memory that stays
         found = allocations(lambda: func(*args, **kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
