@@ -48,7 +48,7 @@ from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.files import Files
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.search import optimal_search
@@ -87,12 +87,12 @@ class Training:
 
     def __init__(self, shape: ModelShape, world_size: int, **options: Any) -> None:
         torch.manual_seed(0)
-        inp = default_input(build_shape(shape, device="meta"), batch=BATCH, seq=SEQUENCE)
+        inp = default_input(build(shape, device="meta"), batch=BATCH, seq=SEQUENCE)
         plan = optimal_search(
-            build_shape(shape, device="meta"), world_size, inp=inp, step_fn=default_step, hardware="cpu",
+            build(shape, device="meta"), world_size, inp=inp, step_fn=default_step, hardware="cpu",
             device_memory="64GiB", host_memory="64GiB", placement="cpu", **options,
         ).plan  # fmt: skip
-        self.module, self.inp = ElixirModule(build_shape(shape), plan, device="cpu"), inp
+        self.module, self.inp = ElixirModule(build(shape), plan, device="cpu"), inp
         self.optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-4))
         self.state = {"model": self.module, "optimizer": self.optimizer}
         self.forward_and_backward()

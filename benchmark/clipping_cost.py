@@ -54,12 +54,12 @@ def work(rounds: int) -> list[tuple[float, float, float]]:
     """Seconds of a step with clipping, of one without, and of the norm alone, per round."""
     from benchmark.emulated_runs import SHAPES, Run, mixed_plans
     from elixir.hardware.profile import preset
-    from elixir.models.loading import build_shape
+    from elixir.models.loading import build
     from elixir.models.step import default_input
     from elixir.tracer.trace import trace_step
 
     shape = SHAPES["opt"][0].changed(name="opt 13x768", layers=13, vocabulary=8192)
-    meta = build_shape(shape, device="meta")
+    meta = build(shape, device="meta")
     inp = default_input(meta, batch=BATCH, seq=SEQUENCE)
     machine = preset("cpu")
     trace = trace_step(meta, inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)

@@ -30,7 +30,7 @@ from torch import nn
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
 from benchmark.observe import ObservedMemory, observe, observe_step
 from elixir.hardware.profile import preset
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
@@ -100,7 +100,7 @@ def build_case(
     """A real model with random weights, and its batch."""
     torch.manual_seed(0)
     options = dict.fromkeys(_DROPOUTS[family], dropout)
-    model = build_shape(shape_of(family), dtype=dtype, checkpoint=checkpoint, device="cpu", **options)
+    model = build(shape_of(family).changed(**options), dtype=dtype, checkpoint=checkpoint, device="cpu")
     seq = None if family == "vit" else SEQUENCE
     return model, default_input(model, batch=BATCH, seq=seq)
 

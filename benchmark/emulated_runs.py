@@ -23,7 +23,7 @@ import torch
 from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware.profile import HardwareProfile
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import MomentKind, state_size
@@ -151,7 +151,7 @@ class Run:
     ) -> None:
         torch.manual_seed(0)
         self.plan, self._inp = plan, inp
-        model = build_shape(shape, dtype=torch.float32, device="cpu")
+        model = build(shape, dtype=torch.float32, device="cpu")
         self.module = ElixirModule(model, plan, device="cpu", disk_folder=disk_folder)
         self.optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True), **options)
 
@@ -204,7 +204,7 @@ Case = tuple[str, float | None]
 def traced(model: str, hardware: HardwareProfile) -> tuple[ModelShape, dict[str, Any], StepTrace]:
     """The shape of a model of `SHAPES`, its batch, and its step."""
     shape, batch, sequence = SHAPES[model]
-    meta = build_shape(shape, dtype=torch.float32)
+    meta = build(shape, dtype=torch.float32)
     inp = default_input(meta, batch=batch, seq=sequence)
     return shape, inp, trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
@@ -95,7 +95,7 @@ def build_case(case: Case, device: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model and its batch on a device."""
     torch.manual_seed(0)
     shape = describe(case.model).changed(layers=case.layers)
-    model = build_shape(shape, dtype=case.dtype, checkpoint=case.checkpoint, device=device)
+    model = build(shape, dtype=case.dtype, checkpoint=case.checkpoint, device=device)
     inp = default_input(model, batch=case.batch, seq=case.seq)
     return model, {key: value.to(device) for key, value in inp.items()} if device == "cuda" else inp
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from benchmark.common import append_rows, conditions, print_table
 from benchmark.emulated_runs import MIXES, mixed_plans, run_apart
 from elixir.hardware.profile import preset
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
@@ -55,7 +55,7 @@ MAPPED_FROM_BYTES = 1 << 16
 def plan_of(shape: ModelShape, mix: str, world_size: int) -> Plan:
     """The plan of a mix, from a trace on meta."""
     hardware = preset("cpu")
-    model = build_shape(shape, dtype=torch.float32)
+    model = build(shape, dtype=torch.float32)
     inp = default_input(model, batch=BATCH, seq=SEQUENCE)
     trace = trace_step(model, inp, default_step, hardware=hardware, optimizer=None)
     return mixed_plans(trace, hardware, (mix,), world_size)[0]
@@ -63,7 +63,7 @@ def plan_of(shape: ModelShape, mix: str, world_size: int) -> Plan:
 
 def train(shape: ModelShape, plan: Plan, steps: int) -> None:
     """Some steps, from a model on meta."""
-    model = build_shape(shape, dtype=torch.float32)
+    model = build(shape, dtype=torch.float32)
     inp = default_input(model, batch=BATCH, seq=SEQUENCE)
     module = ElixirModule(model, plan, device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True))

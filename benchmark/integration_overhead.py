@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
 
 from benchmark.common import append_rows, conditions, percentiles  # noqa: E402
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments  # noqa: E402
-from elixir.models.loading import build_shape  # noqa: E402
+from elixir.models.loading import build  # noqa: E402
 from elixir.models.model_shape import ModelShape, describe  # noqa: E402
 from elixir.wrapper import ElixirModule, ElixirOptimizer  # noqa: E402
 
@@ -116,7 +116,7 @@ def outside(
             report_to=[], disable_tqdm=True, logging_strategy="no", elixir={"replan": False},
         )  # fmt: skip
         data = [{"input_ids": ids, "labels": ids}] * given.max_steps
-        trainer = kind(build_shape(shape, device="cpu"), given, train_dataset=data, callbacks=[watch])
+        trainer = kind(build(shape, device="cpu"), given, train_dataset=data, callbacks=[watch])
         trainer.train()
         if kind is ElixirTrainer:
             trainer.elixir.module.close()

@@ -69,11 +69,11 @@ CASES = {
 def made(batch: int, **setting: bool) -> Run:
     """The model under a plan for so many sequences; `setting` as of `Setting`."""
     from elixir.hardware.profile import preset
-    from elixir.models.loading import build_shape
+    from elixir.models.loading import build
     from elixir.models.step import default_input
     from elixir.tracer.trace import trace_step
 
-    meta = build_shape(SHAPE, device="meta")
+    meta = build(SHAPE, device="meta")
     inp = default_input(meta, batch=batch, seq=SEQUENCE)
     machine = preset("cpu")
     trace = trace_step(meta, inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)

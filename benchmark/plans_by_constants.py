@@ -54,7 +54,7 @@ from benchmark.emulated_runs import (
     run_apart,
 )
 from elixir.hardware.profile import HardwareProfile
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
@@ -129,7 +129,7 @@ def calibrated(rounds: int) -> tuple[Emulated, dict[str, Any], Plan]:
 
     shape, batch, sequence = SHAPES[MODEL]
     hardware = measure(quick=True)
-    model = build_shape(shape, dtype=torch.float32)
+    model = build(shape, dtype=torch.float32)
     inp = default_input(model, batch=batch, seq=sequence)
     trace = trace_step(model, inp, default_step, hardware=hardware, optimizer=None)
     plans = mixed_plans(trace, hardware, ("resident", "streamed"))

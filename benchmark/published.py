@@ -153,7 +153,7 @@ def traced(point: dict[str, Any], hardware: HardwareProfile) -> StepTrace:
         values = dict(point["model"])
         if "attention" in point:
             values["attn_implementation"] = point["attention"]
-        model = build_config(values.pop("model_type"), values, dtype=dtype, checkpoint=point["checkpoint"])
+        model = build_config(values, dtype=dtype, checkpoint=point["checkpoint"])
     inp = input_to_trace(model, batch=point["batch"], seq=point["seq"])
     fused = bool(point.get("fused"))
     return trace_step(model, inp, default_step, dtype=dtype, hardware=hardware, use_fused_kernels=fused)

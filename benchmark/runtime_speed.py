@@ -69,7 +69,7 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
 
     import torch
 
-    from elixir.models.loading import build_shape
+    from elixir.models.loading import build
     from elixir.models.model_shape import describe
     from elixir.models.step import default_input
 
@@ -77,7 +77,7 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
     shape = describe(MODEL)
     if vocabulary is not None:
         shape = shape.changed(vocabulary=vocabulary)
-    model = build_shape(shape, dtype=torch.float32, device="cpu")
+    model = build(shape, dtype=torch.float32, device="cpu")
     return model, default_input(model, batch=batch, seq=SEQUENCE)
 
 

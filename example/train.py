@@ -22,7 +22,7 @@ import torch.distributed as dist
 import elixir
 from elixir.microbench import measure_briefly
 from elixir.microbench.disk import with_disk
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
@@ -109,7 +109,7 @@ def main() -> None:
     if args.layers:
         shape = shape.changed(layers=args.layers)
     checkpoint = "non-reentrant" if args.activation_checkpointing else "none"
-    model = build_shape(shape, checkpoint=checkpoint, device="meta" if args.weights_on_meta else "cpu")
+    model = build(shape, checkpoint=checkpoint, device="meta" if args.weights_on_meta else "cpu")
     dtype = parse_dtype(args.dtype)
     text = library_text()
     folder = args.checkpoint_folder

@@ -14,7 +14,7 @@ from benchmark.gpu_peaks import CASES, Case, seeded_step
 from benchmark.observe import observe
 from benchmark.proof.jobs import Row
 from benchmark.proof.place import Place
-from elixir.models.loading import build_shape
+from elixir.models import loading
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
 from elixir.step_trace import StepTrace
@@ -123,7 +123,7 @@ def build(case: MemoryCase, device: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     shape = case.shape
     off = {} if case.dropout is None else dict.fromkeys(_DROPOUTS[shape.family], case.dropout)
-    model = build_shape(shape, dtype=case.dtype, checkpoint=case.checkpoint, device=device, **off)
+    model = loading.build(shape.changed(**off), dtype=case.dtype, checkpoint=case.checkpoint, device=device)
     inp = default_input(model, batch=case.batch, seq=case.seq)
     if case.mask:
         mask = torch.ones_like(inp["input_ids"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models.loading import build_config, build_shape
+from elixir.models.loading import build, build_config
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
@@ -40,13 +40,12 @@ def numel_of(shape: ModelShape) -> int:
 
 @functools.cache
 def _built_numel(config: str) -> int:
-    values = json.loads(config)
-    return sum(parameter.numel() for parameter in build_config(values.pop("model_type"), values).parameters())
+    return sum(parameter.numel() for parameter in build_config(json.loads(config)).parameters())
 
 
 def on_meta(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of a job, without memory."""
-    return build_shape(shape_of(options), dtype=dtype, checkpoint=options.get("checkpoint", "none"))
+    return build(shape_of(options), dtype=dtype, checkpoint=options.get("checkpoint", "none"))
 
 
 def micro_batches(model: nn.Module, options: dict[str, Any], micro: int, device: torch.device | str) -> list[Batch]:

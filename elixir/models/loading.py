@@ -37,7 +37,7 @@ _FACTORY = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_][\w.]*
 
 
 def build(
-    model: str,
+    model: str | ModelShape,
     *,
     dtype: torch.dtype | None = None,
     checkpoint: str = "none",
@@ -47,8 +47,9 @@ def build(
     """The model, in train mode, its cache for generation off.
 
     Args:
-        model: one of `model_names()`; or a Hugging Face ``config.json``, or a folder with one; or
-            ``module:function``, a function without arguments that returns an `nn.Module`. A name wins over a file.
+        model: one of `model_names()`, or a shape such as ``describe("opt-13b").changed(layers=2)``; or a Hugging Face
+            ``config.json``, or a folder with one; or ``module:function``, a function without arguments that returns an
+            `nn.Module`. A name wins over a file.
         dtype: of the parameters at construction. None: the dtype in ``config.json`` if it has one, else torch's
             default. A ``module:function`` that chooses a dtype itself keeps it.
         checkpoint: activation checkpointing by the model's own `gradient_checkpointing_enable`: ``none``,
@@ -63,54 +64,31 @@ def build(
         >>> build("opt-125m", dtype=torch.bfloat16).config.num_hidden_layers
         12
     """
-    if not isinstance(model, str):
+    config: Mapping[str, Any] | None = None
+    if isinstance(model, ModelShape):
+        config, name = model.config, model.name
+    elif isinstance(model, str):
+        name, path, shape = model, Path(model).expanduser(), find(model)
+        if shape is not None:
+            config = shape.config
+        elif (name and path.exists()) or path.suffix == ".json" or os.sep in name:
+            config = read_config(path)
+    else:
         raise InputTypeError(f"model must be a name, a path or 'module:function', found {type(model).__name__}")
-    shape = find(model)
-    if shape is not None:
-        return build_shape(shape, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
-    path = Path(model).expanduser()
-    if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
-        values = read_config(path)
-        family = values.pop("model_type")
-        return build_config(
-            family, values, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions
-        )
-    if _FACTORY.fullmatch(model):
+    if config is not None:
+        return build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
+    if _FACTORY.fullmatch(name):
         if max_positions is not None:
-            raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
+            raise InputError(f"max_positions cannot be set for {name}; set it inside the function")
         _check_options(dtype, checkpoint, max_positions)
-        built = _call_factory(model, dtype, device)
+        built = _call_factory(name, dtype, device)
         enable_checkpointing(built, checkpoint)
         return built.train()
-    unknown = unknown_name("model", model, model_names())
+    unknown = unknown_name("model", name, model_names())
     raise InputError(f"{unknown}; or give a config.json, or module:function")
 
 
-def build_shape(
-    shape: ModelShape,
-    *,
-    dtype: torch.dtype | None = None,
-    checkpoint: str = "none",
-    device: str = "meta",
-    max_positions: int | None = None,
-    **overrides: Any,
-) -> nn.Module:
-    """The model of a shape, such as ``describe("opt-13b").changed(layers=2)``; see `build`.
-
-    `overrides` go to the transformers config class, such as ``dropout=0.0`` for OPT.
-    """
-    return build_config(
-        shape.family,
-        {**shape.config, **overrides},
-        dtype=dtype,
-        checkpoint=checkpoint,
-        device=device,
-        max_positions=max_positions,
-    )
-
-
 def build_config(
-    family: str,
     values: Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
@@ -118,12 +96,13 @@ def build_config(
     device: str = "meta",
     max_positions: int | None = None,
 ) -> nn.Module:
-    """The model of a transformers model type and the values of its config; see `build`.
+    """The model of the values of a ``config.json``; see `build`.
 
     The class is the first of ``architectures`` if that one computes a loss, else the family's language model or
     image classifier.
     """
     _check_options(dtype, checkpoint, max_positions)
+    family = values["model_type"]
     config = _make_config(family, values)
     if max_positions is not None:
         if getattr(config, "max_position_embeddings", None) is None:

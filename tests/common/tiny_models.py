@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 
 _NAMED = {
@@ -59,7 +59,7 @@ def tiny(
     options: dict[str, Any] = dict.fromkeys(_DROPOUTS[family], dropout) | overrides
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build_shape(shape, dtype=dtype, checkpoint=checkpoint, device=device, **options)
+        return build(shape.changed(**options), dtype=dtype, checkpoint=checkpoint, device=device)
 
 
 def tiny_shape(

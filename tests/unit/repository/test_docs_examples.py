@@ -12,7 +12,7 @@ import torch
 
 from benchmark.quoted import documents
 from elixir.hardware.profile import preset
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
@@ -32,7 +32,7 @@ def examples(document: Path) -> list[str]:
 def make_model() -> torch.nn.Module:
     """An OPT of two layers, on the device that is the default."""
     shape = describe("opt-125m").changed(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocabulary=96, positions=64)
-    return build_shape(shape, device=str(torch.get_default_device()))
+    return build(shape, device=str(torch.get_default_device()))
 
 
 @functools.cache

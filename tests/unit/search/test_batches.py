@@ -14,7 +14,7 @@ import torch
 from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.models.activation_checkpointing import checkpointable_layers
-from elixir.models.loading import build_shape
+from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
@@ -229,19 +229,19 @@ SHALLOW = describe("opt-125m").changed(layers=LAYERS, hidden=256, heads=4, ffn=1
 
 @cache
 def shallow(batch: int, checkpoint: str) -> StepTrace:
-    model = build_shape(SHALLOW, dtype=torch.bfloat16, checkpoint=checkpoint)
+    model = build(SHALLOW, dtype=torch.bfloat16, checkpoint=checkpoint)
     inp = default_input(model, batch=batch, seq=256)
     return trace_step(model, inp, default_step, hardware=HARDWARE, optimizer=None)
 
 
 def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
-    assert len(checkpointable_layers(build_shape(SHALLOW))) == LAYERS
+    assert len(checkpointable_layers(build(SHALLOW))) == LAYERS
     assert shallow(1, "non-reentrant:2").checkpointed_modules == ("model.decoder.layers.0", "model.decoder.layers.1")
     with pytest.raises(InputError, match="has 6 layers .* 7 are asked for"):
-        build_shape(SHALLOW, checkpoint="reentrant:7")
+        build(SHALLOW, checkpoint="reentrant:7")
     for wrong in ("none:2", "non-reentrant:", "non-reentrant:x", "reentrant:-1"):
         with pytest.raises(InputError, match="non-reentrant:12"):
-            build_shape(SHALLOW, checkpoint=wrong)
+            build(SHALLOW, checkpoint=wrong)
 
 
 @pytest.mark.slow
