@@ -66,6 +66,9 @@ class Answer:
     def of(cls, plan: Plan | HasPlan, trace: StepTrace, hardware: HardwareProfile) -> Answer:
         """The answer that a plan from a file is, asked for this machine."""
         plan = plan_of(plan)
+        judged = [each.scenario.clipped for each in plan.predicted.judgements]
+        # Every plan in float16 reads the norm, for overflow; only its scenarios tell whether the run clips.
+        overflow_only = trace.dtype == "float16" and judged and not any(judged)
         request = SearchRequest(
             world_size=plan.world_size,
             optimizer_type=plan.optimizer,
@@ -77,7 +80,7 @@ class Answer:
             accumulation=plan.accumulation,
             moments=plan.moments,
             early_updates=plan.may_update_early,
-            clipping=plan.clipping,
+            clipping=plan.clipping and not overflow_only,
             assume=plan.assume,
         )
         return cls(plan, Question(trace, hardware, request))
