@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,9 +20,9 @@ from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.best import Outcome, find_best
-from elixir.search.propose.candidate import Candidate, as_it_runs, everything_resident, settled, weigh
+from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
 from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.regret import find_surest
+from elixir.search.propose.regret import find_surest, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
@@ -108,6 +109,12 @@ def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 
+def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Plan | None:
+    """The plan of a space that was prepared by the caller; None where nothing fits."""
+    found, _ = _search(space, budgets, request)
+    return None if found is None else _plan_of(found, budgets, request)
+
+
 def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: SearchRequest) -> Plan:
     space, outcome = found
     if outcome.best is None:
@@ -162,8 +169,8 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    candidate = as_it_runs(candidate, budgets)
-    made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
+    outcome = judge_updates(candidate, space, budgets, _scenarios(space, request))
+    made = _plan_of((space, outcome), budgets, request)
     taken = made.predicted
     return replace(
         made,
@@ -200,23 +207,23 @@ def _search(
     placement, optimal = request.placement, request.search == "optimal"
     possible = _scenarios(space, request)
     least_host_bytes = LARGEST_BYTES
-    settings = [space.setting]
+    spaces = [space]
     if space.setting.overlap and not briefly:
-        settings.append(replace(space.setting, overlap=False))
-    for setting in settings:
-        here = space if setting is space.setting else SearchSpace(space.trace, space.hardware, setting)
-        depth = PREFETCH_DEPTH if setting.overlap else 0
-        for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
+        without = replace(space.setting, overlap=False)
+        spaces.append(SearchSpace(space.trace, space.hardware, without, space.compute_scale))
+    for here in spaces:
+        depth = PREFETCH_DEPTH if here.setting.overlap else 0
+        for tier, sizes in enumerate(here.tiers(request)):
             if placement == "auto":
-                classic = optimal and tier == 0 and not briefly
+                classic = optimal and tier == 0 and not briefly and request.chunks_of is None
                 if request.assume == "nominal":
                     nominal = here.on(possible[0])
                     outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)
                 else:
                     outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
-                logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
+                logger.debug("overlap %s, tier %d: %d candidates", here.setting.overlap, tier, outcome.candidates)
             else:
-                outcome = _forced(here.on(possible[0]), budgets, placement, sizes(), depth)
+                outcome = _forced(here, budgets, placement, sizes(), depth, possible)
             if outcome.best is not None:
                 return (here, outcome), least_host_bytes
             if outcome.least_host is not None:
@@ -234,19 +241,26 @@ def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ..
     return found[:1] if request.assume == "nominal" else found
 
 
-def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int) -> Outcome:
-    found: list[Candidate] = []
+def _forced(
+    space: SearchSpace,
+    budgets: Budgets,
+    placement: HomeChoice,
+    sizes: tuple[int, ...],
+    depth: int,
+    possible: Sequence[Scenario],
+) -> Outcome:
+    found, cost = [], space.on(possible[0]).cost
     for model in (space.model(size) for size in sizes):
         choice = settled(model, _everything(model, placement), depth, budgets.device_bytes)
         if choice is not None:
-            found.append(weigh(model, *choice, depth, space.cost))
-        whole = everything_resident(model, budgets.device_bytes, space.cost) if placement == "cuda" else None
+            found.append(weigh(model, *choice, depth, cost))
+        whole = everything_resident(model, budgets.device_bytes, cost) if placement == "cuda" else None
         if whole is not None:
             found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    best = None if best is None else as_it_runs(best, budgets)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
-    return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
+    judged = Outcome(None, 0, None) if best is None else judge_updates(best, space, budgets, possible)
+    return replace(judged, candidates=len(found) + judged.candidates, least_host=least_host)
 
 
 def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
@@ -390,7 +404,8 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
     total_s = []
     for scenario, compute_scale in extremes(space.hardware):
         machine = scenario.machine(space.hardware)
-        cost = SimulatedCost(space.trace, machine, space.setting, compute_scale=compute_scale, like=space.cost)
+        scale = compute_scale * space.compute_scale
+        cost = SimulatedCost(space.trace, machine, space.setting, compute_scale=scale, like=space.cost)
         total_s.append(best.seconds_by(cost)["total"])
     fastest, slowest = total_s
     return fastest, slowest

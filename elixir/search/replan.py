@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
-from elixir.plan.plan import HasPlan, Plan, plan_of, same_packing
-from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.search.planner import plan_in
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import out_of_place_share
 from elixir.search.simulator.rates import adam_share
-from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
@@ -113,7 +112,10 @@ def calibrated(
         rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments)
     measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
     fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
-    machine = replace(hardware, fits=fits, **rates)  # type: ignore[arg-type]
+    # What was seen is no longer uncertain; scenarios differ in the rest.
+    least = {"host_adam": "host_adam_least", "host_to_device": "link_least", "device_to_host": "link_least"}
+    known: dict[str, float] = {least[name]: 1.0 for name in sorted(measured)}
+    machine = replace(hardware, fits=fits, early_kept=seen.early.kept, **rates, **known)  # type: ignore[arg-type]
     return machine, _compute_scale(trace, machine, plan, seen)
 
 
@@ -192,8 +194,7 @@ def correct(
     keeps = seen.early.kept >= LEAST_KEPT
     if not keeps:
         setting = replace(setting, early_updates=False)
-    space = SearchSpace(trace, machine, setting, SimulatedCost(trace, machine, setting, compute_scale=scale))
-    found = _best_with_packing(space, budgets, plan, optimizer)
+    found = _best_with_packing(SearchSpace(trace, machine, setting, scale), budgets, plan, optimizer)
     if found is None:
         return Correction(None, "no other plan of the same chunks fits what was observed")
     now_s, then_s = (simulated_s(each, trace, machine, seen, compute_scale=scale) for each in (plan, found))
@@ -232,16 +233,20 @@ def _too_full(seen: int, predicted: int, budget: int) -> bool:
 
 
 def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimizer: str) -> Plan | None:
-    capacity = plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks)
-    depth = PREFETCH_DEPTH if plan.overlap else 0
+    """The plan of the same chunks that answers the question of `plan`, scenarios included."""
+    request = SearchRequest(
+        world_size=plan.world_size,
+        optimizer_type=optimizer,
+        overlap=plan.overlap,
+        placement=plan.placement,
+        clipping=plan.clipping,
+        assume=plan.assume,
+        chunks_of=plan,
+    )
     try:
-        found = find_best(space, budgets, (capacity,), depth).best
+        return plan_in(space, budgets, request)
     except PlanError:
         return None
-    if found is None:
-        return None
-    made = to_plan(space, found, budgets, optimizer, plan.placement)
-    return made if same_packing(made, plan) else None
 
 
 def _compute_scale(trace: StepTrace, hardware: HardwareProfile, plan: Plan, seen: Observation) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.optimizer_states import state_size
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
@@ -77,6 +78,10 @@ class SearchRequest:
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
+    chunks_of: Plan | HasPlan | None = None
+    """A plan whose chunks are kept, so that `ElixirModule.rehome` can move a model that runs under it; None: the search
+    packs the step anew."""
+
     def __post_init__(self) -> None:
         check_count("world_size", self.world_size)
         if self.world_size > MOST_RANKS:
@@ -99,6 +104,10 @@ class SearchRequest:
                     f"{which}_reserve="
                     f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
                 )
+        if self.chunks_of is not None:
+            ranks = plan_of(self.chunks_of).world_size
+            if ranks != self.world_size:
+                raise InputError(f"chunks_of is a plan for {ranks} ranks, so world_size must be {ranks}, too")
         for name in ("clipping", "early_updates"):
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):

@@ -6,7 +6,7 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elixir.plan.prediction import Judgement
 from elixir.search.propose.candidate import Candidate, Found, updated_early
@@ -58,6 +58,7 @@ def find_best(
     *,
     classic: bool = False,
     briefly: bool = False,
+    known: Iterable[Candidate] = (),
 ) -> Outcome:
     """Searches `sizes` with every placement.
 
@@ -68,8 +69,10 @@ def find_best(
         prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
         classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
         briefly: a first look at all sizes, and a closer one at the best: for questions that ask for many plans.
+        known: candidates of the same sizes that are good in other scenarios. With some, homes are changed from the best
+            of all alone.
     """
-    search = _Search(space, budgets, tuple(sizes), prefetch_depth, classic=classic, briefly=briefly)
+    search = _Search(space, budgets, tuple(sizes), prefetch_depth, classic=classic, briefly=briefly, known=known)
     for look in ROUNDS:
         look(search)
     found = search.found
@@ -92,11 +95,13 @@ class _Search:
         *,
         classic: bool,
         briefly: bool,
+        known: Iterable[Candidate] = (),
     ) -> None:
         self.space, self.budgets, self.depth, self.briefly = space, budgets, prefetch_depth, briefly
         theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
         models = [*(space.model(size) for size in sizes), *(candidate.model for candidate in theirs)]
-        self.found = Found(budgets, theirs)
+        self.known = [replace(candidate, cost=space.cost) for candidate in known]
+        self.found = Found(budgets, [*theirs, *self.known])
         # Capacities that pack alike share a model, which the first of them names.
         self.trials = [Trials(model, budgets, space.cost, self.found) for model in dict.fromkeys(models)]
         self.early: list[Trials] = []
@@ -150,6 +155,9 @@ def place(search: _Search) -> None:
             trials.spare_host(search.depths[0])
     if search.early_suffices or (search.briefly and not search.trials[0].few_chunks):
         return
+    if search.known:
+        _change_homes(search, early=False)
+        return
     for place, trials in enumerate(search.trials):
         trials.place(search.depths, closely=place < SIZES_PLACED)
 
@@ -175,9 +183,19 @@ def place_early(search: _Search) -> None:
     best, setting = search.found.best, search.space.setting
     if best is None or not best.placement.early or setting.spill or len(best.work.chunks) > FEW_CHUNKS:
         return
-    gathered = setting.world_size > 1 and all(best.placement.resident)
-    local = LocalSearch(best.model, search.budgets, search.space.cost, gathered=gathered, early=True)
-    better = local.better([best], (search.depth,))
+    _change_homes(search, early=True)
+
+
+def _change_homes(search: _Search, *, early: bool) -> None:
+    """Changes homes chunk by chunk, from the best of all; updates all chunks after the norm unless `early`."""
+    best, several = search.found.best, search.space.setting.world_size > 1
+    if best is None:
+        return
+    gathered = several and all(best.placement.resident)
+    local = LocalSearch(
+        best.model, search.budgets, search.space.cost, gathered=gathered, early=early, briefly=bool(search.known)
+    )
+    better = local.better([best if early else best.after_norm], (search.depth,) if early else search.depths)
     search.found.take([] if better is None else [better])
 
 

@@ -14,7 +14,7 @@ from elixir.search.problem.bytes_moved import BytesMoved, traffic
 from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.placement import Placement
-from elixir.search.propose.climb import DECIMALS, NEAR, Key
+from elixir.search.propose.climb import DECIMALS, Key
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets
@@ -81,6 +81,11 @@ class Candidate:
             self.schedule.blocks,
         )
 
+    @property
+    def after_norm(self) -> Candidate:
+        """The same, with all chunks updated after the norm."""
+        return replace(self, placement=self.placement.updated_early(()))
+
     def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
         """Seconds of the same step by another cost, as of a machine with other rates."""
         return cost.estimate(self.work, self.placement, self.schedule, overlap=self.overlap)
@@ -125,16 +130,6 @@ def updated_early(plain: Candidate, budgets: Budgets) -> Candidate | None:
     )
     found = (replace(plain, placement=choice) for choice in choices)
     return min(found, key=lambda candidate: candidate.seconds["total"], default=None)
-
-
-def as_it_runs(plain: Candidate, budgets: Budgets) -> Candidate:
-    """`plain`, or the same with chunks updated early if that makes the step shorter.
-
-    Without a wish of the user, it must be shorter by `NEAR`: rates are not known well enough to give memory for less.
-    """
-    early = updated_early(plain, budgets)
-    least_gain = 1.0 if plain.model.setting.early_updates else NEAR
-    return plain if early is None or plain.seconds["total"] <= early.seconds["total"] * least_gain else early
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:

@@ -34,8 +34,9 @@ LOOKS = 300_000
 SIMULATED_CHUNKS = 5_000
 """Simulations times chunks per packing; a tenth of a second, more where chunks are used often."""
 MOST_SIMULATIONS = 1000
-MOST_EARLY = 100
-"""Placements that are simulated at most where chunks are updated early: for each, several choices of these chunks."""
+FEW_SIMULATIONS = 100
+"""Simulations at most of a brief search, and where chunks are updated early: there each placement has several choices
+of these chunks."""
 MOST_AT_ONCE = 3
 """Chunks that change their homes in one step."""
 
@@ -49,6 +50,7 @@ class LocalSearch:
         cost: the time model.
         gathered: with several ranks, all chunks are resident, else none.
         early: some chunks are updated early; otherwise none is.
+        briefly: change fewer chunks at once, ignore gains that no run could measure, and simulate less.
     """
 
     def __init__(
@@ -59,12 +61,16 @@ class LocalSearch:
         *,
         gathered: bool = False,
         early: bool = False,
+        briefly: bool = False,
     ) -> None:
         self.model, self.budgets, self.cost, self._early = model, budgets, cost, early
+        self._at_once = MOST_AT_ONCE - early - briefly
+        self._bound = LITTLE_LESS if early or briefly else EXACTLY
         self.variants = Variants(model, cost, gathered=gathered)
         self.simulations = 0
         count = len(model.work.chunks)
-        self._most_simulations = MOST_EARLY if early else min(SIMULATED_CHUNKS // count, MOST_SIMULATIONS)
+        most = FEW_SIMULATIONS if early or briefly else MOST_SIMULATIONS
+        self._most_simulations = most if early else min(SIMULATED_CHUNKS // count, most)
         self._most_looks = LOOKS // count
         self._known: dict[tuple[Placement, int], Candidate | None] = {}
 
@@ -122,33 +128,30 @@ class LocalSearch:
         """
         on_host = np.array([[homes[0] for homes in self.variants.homes]], dtype=np.int8)
         some = [*starts, *(self._allowed(on_host, math.inf, depths) if all_on_host else ())]
-        bound = LITTLE_LESS if self._early else EXACTLY
-        found = [climb(start, partial(self._neighbours, depths=depths), _by_seconds, bound) for start in some]
+        found = [climb(start, partial(self.neighbours, depths=depths), _by_seconds, self._bound) for start in some]
         return min(found, key=_by_seconds, default=None)
 
-    def _neighbours(self, here: Candidate, most_s: float, *, depths: Sequence[int]) -> Iterator[Candidate]:
-        """Better ones come from other early updates, then from other homes for one chunk, for more at once.
-
-        Where chunks are updated early, one changes its home at a time.
-        """
+    def neighbours(self, here: Candidate, most_s: float, *, depths: Sequence[int]) -> Iterator[Candidate]:
+        """Candidates near `here` that may take no more than `most_s`: with other early updates, then with another home
+        for one chunk, then for more at once."""
         depth = depths[0] if self._early and not here.schedule.blocks else here.schedule.prefetch_depth
         if self._early:
             yield from self._updated_otherwise(here, most_s)
         codes = self.variants.codes(here.placement.updated_early(()))
         if codes is None:
             return
-        for at_once in range(1, 2 if self._early else MOST_AT_ONCE + 1):
+        for at_once in range(1, self._at_once + 1):
             yield from self._allowed(self._moved(codes, at_once), most_s, (depth,))
             if at_once == 1 and not self._early:
                 yield from self._allowed(codes[None], most_s, [other for other in depths if other != depth])
 
     def _updated_otherwise(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
-        """One chunk more that is updated early, one fewer, or its neighbour instead."""
+        """One chunk more that is updated early, one fewer, or one or two neighbours instead."""
         placement, now, blocks = here.placement, here.placement.early, here.schedule.blocks
         if self.cost.lower_bound_of(here.work, placement, blocks, early=True) > most_s:
             return
         able = sorted(can_step(here.work, placement) - placement.state_on_disk)
-        for change in [*((chunk,) for chunk in able), *pairwise(able)]:
+        for change in [*((chunk,) for chunk in able), *pairwise(able), *zip(able, able[1:], able[2:], strict=False)]:
             early = now.symmetric_difference(change)
             changed = placement.updated_early(early)
             fits = sum(self.model.host_parts(changed).values()) <= early_host_bytes(self.model, self.budgets)

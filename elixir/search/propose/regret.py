@@ -6,6 +6,7 @@ of the scenario in which the plan loses most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
@@ -14,9 +15,11 @@ from elixir.plan.prediction import Judgement
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, updated_early, weigh
-from elixir.search.propose.climb import DECIMALS, NEAR, TIE
+from elixir.search.propose.climb import DECIMALS, NEAR, TIE, climb
 from elixir.search.propose.fillings import Fillings
+from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.trials import FEW_CHUNKS
 from elixir.search.simulator.simulated_cost import SimulatedCost
 
 ENOUGH = 0.03
@@ -50,11 +53,13 @@ def find_surest(
         return found
     judged.add(found.best, found.resident)
     count, sizes = found.candidates, found.packings[:PACKINGS]
+    few = len(found.best.work.chunks) <= FEW_CHUNKS
     for scenario in scenarios[1:]:
         if judged.best_s(scenario) > judged.least_s(scenario) * NEAR:
             # Slow links alone make few plans others.
             short = briefly or scenario.link < 1
-            here = find_best(judged.spaces[scenario], budgets, sizes, prefetch_depth, briefly=short)
+            known = judged.candidates if few else ()
+            here = find_best(judged.spaces[scenario], budgets, sizes, prefetch_depth, briefly=short, known=known)
             judged.add(here.best)
             judged.searched.append(scenario)
             count += here.candidates
@@ -62,15 +67,22 @@ def find_surest(
         count += _with_less(judged, found.best, budgets)
     if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
         count += _between(judged, budgets, sizes, prefetch_depth)
-    best = judged.surest()
-    return replace(
-        found,
-        best=replace(best, cost=judged.spaces[scenarios[0]].cost),
-        candidates=count,
-        fastest_s=judged.best_s(scenarios[0]),
-        judgements=judged.judgements(best) if len(scenarios) > 1 else (),
-        regret_if_known=judged.regret_if_known(),
-    )
+    return judged.outcome(replace(found, candidates=count))
+
+
+def judge_updates(plain: Candidate, space: SearchSpace, budgets: Budgets, scenarios: Sequence[Scenario]) -> Outcome:
+    """Judges homes that are given: `plain`, and the same with the early updates that each scenario suggests.
+
+    If the user asked for early updates, any that are faster at the nominal rates rule out `plain`.
+    """
+    judged = Judged(space, scenarios)
+    plain = replace(plain, cost=judged.spaces[scenarios[0]].cost)
+    costs = [here.cost for here in judged.spaces.values() if not here.cost.clipped]
+    suggested = [updated_early(replace(plain, cost=cost), budgets) for cost in costs]
+    early = [replace(each, cost=plain.cost) for each in suggested if each is not None]
+    faster = [each for each in early if each.seconds["total"] < plain.seconds["total"]]
+    judged.add(*(faster if space.setting.early_updates and faster else (plain, *early)))
+    return judged.outcome(Outcome(plain, len(early) + 1, None))
 
 
 def _with_less(judged: Judged, fastest: Candidate, budgets: Budgets) -> int:
@@ -94,13 +106,16 @@ def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_de
     costs = [judged.space.on(scenario).cost for scenario in (rates[0], middle, slowest)]
 
     def tried() -> Iterator[Candidate]:
-        after_norm = {_identity(plain): plain for plain in map(_after_norm, judged.candidates)}
+        after_norm = {_identity(it.after_norm): it.after_norm for it in judged.candidates}
         yield from after_norm.values()
         for scenario in dict.fromkeys((middle, replace(middle, clipped=True))):
-            found = find_best(judged.space.on(scenario), budgets, sizes, prefetch_depth, briefly=True).best
+            here = judged.space.on(scenario)
+            few = all(len(each.work.chunks) <= FEW_CHUNKS for each in judged.candidates)
+            known = judged.candidates if few else ()
+            found = find_best(here, budgets, sizes, prefetch_depth, briefly=True, known=known).best
             if found is not None:
                 judged.add(found)
-                yield after_norm.setdefault(_identity(_after_norm(found)), _after_norm(found))
+                yield after_norm.setdefault(_identity(found.after_norm), found.after_norm)
         first, *others = after_norm.values()
         for other in sorted(others, key=judged.worst):
             yield from _blended(first, other, budgets, judged.space.cost)
@@ -113,8 +128,28 @@ def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_de
                 judged.add(candidate)
                 most = min(most, judged.worst(candidate))
         if most <= ENOUGH:
-            break
-    return count
+            return count
+    return count + _around(judged, budgets)
+
+
+def _around(judged: Judged, budgets: Budgets) -> int:
+    """Adds plans near the surest, if it has few chunks: one chunk changes at a time; how many were looked at."""
+    start = min(judged.candidates, key=judged.worst)
+    setting = judged.space.setting
+    if setting.spill or setting.early_updates is False or len(start.work.chunks) > FEW_CHUNKS:
+        return 0
+    gathered = setting.world_size > 1 and all(start.placement.resident)
+    local = LocalSearch(start.model, budgets, judged.space.cost, gathered=gathered, early=True, briefly=True)
+    depths = (start.schedule.prefetch_depth,)
+
+    def better(here: Candidate, _most_s: float) -> Iterator[Candidate]:
+        for other in local.neighbours(here, math.inf, depths=depths):
+            if judged.is_within(other, judged.worst(here)):
+                judged.add(other)
+                yield other
+
+    climb(start, better, lambda candidate: (judged.worst(candidate),))
+    return local.simulations
 
 
 def _blended(one: Candidate, other: Candidate, budgets: Budgets, cost: SimulatedCost) -> Iterator[Candidate]:
@@ -151,6 +186,7 @@ class Judged:
         self.candidates: list[Candidate] = []
         self.searched: list[Scenario] = [scenarios[0]]
         """Scenarios whose best plan is known."""
+        self._order = list(scenarios)
         self._looked_at: list[Candidate] = []
         self._seconds: dict[tuple[int, Scenario], float] = {}
 
@@ -189,7 +225,12 @@ class Judged:
     def is_within(self, candidate: Candidate, most: float) -> bool:
         """Whether its worst regret is at most `most`; the first scenario in which it is not ends the look."""
         self._looked_at.append(candidate)  # its seconds are known by its id
-        return all(self.seconds(candidate, each) <= self.best_s(each) * (1 + most) for each in self.spaces)
+        for each in self._order:
+            if self.seconds(candidate, each) > self.best_s(each) * (1 + most):
+                self._order.remove(each)
+                self._order.insert(0, each)
+                return False
+        return True
 
     def surest(self) -> Candidate:
         """The candidate with the least worst regret; of those less than `TIE` apart the one that needs least of the
@@ -201,6 +242,17 @@ class Judged:
             if regret < min(worst) + TIE
         ]
         return self.candidates[min(near)[-1]]
+
+    def outcome(self, found: Outcome) -> Outcome:
+        """The surest candidate as the best of what was found, with its seconds in every scenario."""
+        nominal, best = self.searched[0], self.surest()
+        return replace(
+            found,
+            best=replace(best, cost=self.spaces[nominal].cost),
+            fastest_s=self.best_s(nominal),
+            judgements=self.judgements(best) if len(self.spaces) > 1 else (),
+            regret_if_known=self.regret_if_known(),
+        )
 
     def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
         """The seconds of a candidate in each scenario, with the least that are known there."""
@@ -217,10 +269,6 @@ class Judged:
                 parts = ([s for s in self.spaces if getattr(s, name) == value] for value in values)
                 found[name] = max(min(self.worst(it, part) for it in self.candidates) for part in parts)
         return found
-
-
-def _after_norm(candidate: Candidate) -> Candidate:
-    return replace(candidate, placement=candidate.placement.updated_early(()))
 
 
 def _identity(candidate: Candidate) -> tuple[int, Placement, int, int]:

@@ -104,8 +104,7 @@ def _fewer_bits(unmet: Unmet) -> Iterator[tuple[MomentKind, Unmet]]:
 def _models(unmet: Unmet) -> Iterator[MemoryModel]:
     """The memory models of the sizes that the search tries."""
     space = unmet.space
-    tiers = space.tiers(unmet.question.request.placement, all_sizes=unmet.question.request.search == "optimal")
-    sizes = [size for tier in tiers for size in tier()]
+    sizes = [size for tier in space.tiers(unmet.question.request) for size in tier()]
     for size in dict.fromkeys(sizes):
         yield space.model(size)
 

@@ -10,12 +10,15 @@ from typing import Literal
 
 import numpy as np
 
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario
+from elixir.plan.plan import Plan, plan_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
 from elixir.search.problem.placement import Setting
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 
@@ -50,16 +53,17 @@ class SearchSpace:
         trace: the step.
         hardware: the machine.
         setting: world size, states, overlap.
-        cost: the time model; `SimulatedCost` by default.
+        compute_scale: factor on the seconds of compute.
     """
 
     def __init__(
-        self, trace: StepTrace, hardware: HardwareProfile, setting: Setting, cost: SimulatedCost | None = None
+        self, trace: StepTrace, hardware: HardwareProfile, setting: Setting, compute_scale: float = 1.0
     ) -> None:
         self.trace = trace
         self.hardware = hardware
         self.setting = setting
-        self.cost: SimulatedCost = cost or SimulatedCost(trace, hardware, setting)
+        self.compute_scale = compute_scale
+        self.cost = SimulatedCost(trace, hardware, setting, compute_scale=compute_scale)
         self.table = ParamTable(trace, setting.world_size, setting.moments)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}
@@ -82,8 +86,14 @@ class SearchSpace:
         if scenario == Scenario():
             return self
         other = copy.copy(self)
-        machine = scenario.machine(self.hardware)
-        other.cost = SimulatedCost(self.trace, machine, self.setting, like=self.cost, clipped=scenario.clipped)
+        other.cost = SimulatedCost(
+            self.trace,
+            scenario.machine(self.hardware),
+            self.setting,
+            compute_scale=self.compute_scale,
+            like=self.cost,
+            clipped=scenario.clipped,
+        )
         return other
 
     @cached_property
@@ -112,20 +122,36 @@ class SearchSpace:
             tried += self._param_sizes()[1 : MAX_OUTSIZED + 1]
         return self._kept(tried, self.smallest_size, outsized=outsized)
 
-    def tiers(self, placement: str, *, all_sizes: bool) -> tuple[Callable[[], tuple[int, ...]], ...]:
-        """Groups of capacities, each to be tried only where nothing fits with those before it.
-
-        Args:
-            placement: only ``auto`` allows outsized parameters.
-            all_sizes: False gives the size of least waste alone.
-        """
-        if not all_sizes:
+    def tiers(self, request: SearchRequest) -> tuple[Callable[[], tuple[int, ...]], ...]:
+        """Groups of capacities, each to be tried only where nothing fits with those before it."""
+        if request.chunks_of is not None:
+            plan = plan_of(request.chunks_of)
+            return (lambda: (self.size_of(plan),),)
+        outsized = request.placement == "auto"
+        if request.search != "optimal":
             return (lambda: (self.waste_size,),)
-        outsized = placement == "auto"
         return (
             lambda: self.sizes(outsized=outsized),
             lambda: self.tiny_sizes(outsized=outsized),
             self.grid_sizes,
+        )
+
+    def size_of(self, plan: Plan) -> int:
+        """The capacity that packs the step into the chunks of a plan.
+
+        Raises:
+            InputError: none does.
+        """
+        parameters = self.trace.parameters
+        names = [tuple(slot.name for slot in chunk.parameters) for chunk in plan.chunks]
+        weights = sorted((chunk.weight_bytes for chunk in plan.chunks), reverse=True)
+        for size in dict.fromkeys((plan.block_bytes, *weights)):
+            packed = self.table.pack(size).chunks if size else ()
+            if [tuple(parameters[member].name for member in chunk.parameters) for chunk in packed] == names:
+                return size
+        raise InputError(
+            f"no chunk size packs the step of {self.trace.model_name} into the chunks of the plan in chunks_of; leave "
+            "chunks_of out, or trace the step that the plan was made for"
         )
 
     def grid_sizes(self) -> tuple[int, ...]:

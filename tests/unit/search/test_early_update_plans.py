@@ -18,7 +18,8 @@ from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem.from_plan import setting_of
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import find_best
-from elixir.search.propose.candidate import NEAR, Candidate, updated_early, weigh
+from elixir.search.propose.candidate import Candidate, updated_early, weigh
+from elixir.search.propose.climb import NEAR
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
@@ -49,7 +50,7 @@ def planned(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SL
 
 
 def answered(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Answer:
-    given = {"device_memory": 1 << 40, "host_memory": 64 * GIB, "placement": "cpu"}
+    given = {"device_memory": 1 << 40, "host_memory": 64 * GIB, "placement": "cpu", "assume": "nominal"}
     return plan_from_trace(trace, machine, world_size, **(given | options))
 
 
@@ -87,7 +88,7 @@ def test_a_plan_has_the_seconds_that_its_simulation_has(
 
 def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
     device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
-    given: dict[str, Any] = {"placement": "auto", "device_memory": device}
+    given: dict[str, Any] = {"placement": "auto", "device_memory": device, "assume": "scenarios"}
     levers = {lever.options: lever.plan for lever in answered(stack, **given).levers()}
     for name, value in (("accumulation", 4), ("moments", "8bit")):
         (promised,) = (plan for options, plan in levers.items() if dict(options) == {name: str(value)})

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.plan.plan import Plan
+from elixir.plan.plan import Plan, same_packing
 from elixir.search import plan_from_trace
 from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s, worst
+from elixir.search.request import Assumption
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from tests.common.observed import steady
@@ -85,6 +86,17 @@ def test_a_plan_without_gets_early_states_only_if_they_would_be_kept(planned: Pl
     found = correct(trace, machine, now, [seen], plan.optimizer).plan
     assert found is not None
     assert any(chunk.home.early for chunk in found.chunks) == bool(kept)
+
+
+@pytest.mark.parametrize("assume", ["scenarios", "nominal"])
+def test_a_second_plan_answers_the_question_of_the_first(planned: Planned, assume: Assumption) -> None:
+    trace, machine, plan = planned
+    asked = replace(plan, assume=assume)
+    found = correct(trace, machine, asked, [run_of(planned, DISCARDED)], plan.optimizer).plan
+    assert found is not None
+    assert found.assume == assume
+    assert bool(found.predicted.judgements) == (assume == "scenarios")
+    assert same_packing(found, plan)
 
 
 def test_a_run_that_keeps_all_stays(planned: Planned) -> None:

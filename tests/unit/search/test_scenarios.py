@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from benchmark import regret
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, Learned, preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
-from elixir.plan.plan import Plan
-from elixir.search import plan_from_trace
+from elixir.plan.plan import Plan, same_packing
+from elixir.search import plan_from_trace, simple_search
 from elixir.search.advise.answer import Answer
+from elixir.search.propose.trials import FEW_CHUNKS
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
@@ -176,6 +178,84 @@ def test_forced_homes_are_not_updated_early_where_every_step_is_clipped(stack: S
         assert forced(kept, assume=assume).has_early_updates
         assert not forced(clipped, assume=assume).has_early_updates
         assert forced(clipped, assume=assume, early_updates=True).has_early_updates
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_given_homes_are_judged_in_all_scenarios(stack: StepTrace, by_hand: bool) -> None:
+    """At the nominal rates early updates gain; where every step is clipped and CPU Adam is slow they lose more."""
+
+    def forced(machine: HardwareProfile, **options: Any) -> Plan:
+        if not by_hand:
+            return planned(stack, 1 << 40, machine, placement="cpu", **options)
+        return simple_search(stack, 1, hardware=machine, shard_device="cpu", **options).plan
+
+    machine = replace(MACHINE, host_adam_numel_per_s=2.6e9)
+    wish = {"early_updates": True} if by_hand else {}
+    plan, plain = forced(machine, **wish), forced(machine, early_updates=False)
+    assert [each.scenario for each in plan.predicted.judgements] == list(scenarios(machine, clips=not by_hand))
+    best_s = {each.scenario: each.best_s for each in plan.predicted.judgements}
+    for other in (plan, plain):
+        taken = {
+            each: simulate_step(other, stack, each.machine(machine), clipped=each.clipped).step_s for each in best_s
+        }
+        assert all(best_s[each] <= step_s * (1 + 1e-9) for each, step_s in taken.items())
+        if not by_hand:
+            stated = max(each.regret for each in plan.predicted.judgements)
+            assert stated <= max(step_s / best_s[each] - 1 for each, step_s in taken.items()) + 0.011
+    assert plan.assume == "scenarios"
+
+
+def test_what_others_find_does_not_beat_the_nominal_search(stack: StepTrace, short_bytes: int) -> None:
+    for share in (0.7, 0.85, 1.0, 1.15):
+        chosen, nominal = (
+            planned(stack, int(share * short_bytes), assume=assume).predicted for assume in ("scenarios", "nominal")
+        )
+        assert chosen.fastest_s is not None
+        assert nominal.step_s <= chosen.fastest_s * 1.003
+
+
+def test_few_chunks_are_searched_briefly_in_other_scenarios(
+    stack: StepTrace, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = simple_search(stack, 1, hardware=MACHINE, split_number=12)
+    calls: list[str] = []
+    estimate = SimulatedCost.estimate
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(assume)
+        return estimate(*args, **options)
+
+    monkeypatch.setattr(SimulatedCost, "estimate", counted)
+    for assume in ("nominal", "scenarios"):
+        assert len(planned(stack, short_bytes, assume=assume, chunks_of=few).chunks) <= FEW_CHUNKS
+    assert calls.count("scenarios") <= 2 * calls.count("nominal")
+
+
+def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Plan) -> None:
+    for device_memory in (short_bytes, 1 << 40):
+        again = planned(stack, device_memory, chunks_of=plan)
+        assert same_packing(again, plan)
+    assert plan.counts["states_on_host_chunks"] > again.counts["states_on_host_chunks"] == 0
+    assert planned(stack, short_bytes, chunks_of=plan, placement="cpu").placement == "cpu"
+    with pytest.raises(InputError, match="chunks_of is a plan for 1 ranks"):
+        plan_from_trace(stack, MACHINE, 2, host_memory=64 * GIB, chunks_of=plan)
+    other = stack_trace(replace(STACK, layers=3), batch=2, seq=256)
+    with pytest.raises(InputError, match="no chunk size packs the step"):
+        planned(other, short_bytes, chunks_of=plan)
+    with pytest.raises(InputTypeError, match="plan must be a Plan"):
+        planned(stack, short_bytes, chunks_of="plan.json")
+
+
+@pytest.mark.parametrize("clipping", [None, False])
+def test_a_plan_from_a_file_asks_for_the_same_scenarios(clipping: bool | None) -> None:
+    """In float16 the norm is read for overflow, whether the run clips or not."""
+    half = stack_trace(replace(STACK, layers=3), batch=2, seq=256, dtype="float16")
+    plan = planned(half, 1 << 40, placement="cpu", clipping=clipping)
+    again = plan_from_trace(*Answer.of(plan, half, MACHINE).question)
+    assert plan.clipping
+    assert [each.scenario for each in again.predicted.judgements] == [
+        each.scenario for each in plan.predicted.judgements
+    ]
 
 
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:

@@ -16,7 +16,8 @@ from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.best import find_best
-from elixir.search.propose.candidate import NEAR, weigh
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.climb import NEAR
 from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import Budgets, SearchSpace

@@ -278,7 +278,7 @@ def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: 
     """Both agree to the last bit, so that a plan's prediction is that of its candidate."""
     setting = Setting(world_size, world_size, StateSize(8), True)
     cost = SimulatedCost(stack, HARDWARE, setting)
-    space = SearchSpace(stack, HARDWARE, setting, cost=cost)
+    space = SearchSpace(stack, HARDWARE, setting)
     model = space.model(space.table.largest_bytes)
     count = len(model.work.chunks)
     for on_device in (0, 1, count // 2):
