@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
 from elixir.access.placeholders import is_absent
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool

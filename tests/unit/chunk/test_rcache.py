@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
