@@ -32,6 +32,8 @@ from typing import Any
 
 import pandas as pd
 
+from benchmark import predictions
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 SOURCES = ROOT / "docs" / "src"
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "onednn_scratchpads": ("dtype", "rows", "inner", "columns", "left_transposed"),
     "overlap_speed": ("figure",),
     "peer_estimates": ("model", "dtype"),
+    "predictions": ("card", "model"),
     "plans_by_constants": ("model", "machine", "device_share", "other"),
     "runtime_speed": ("figure",),
     "search_optimality": ("part", "case", "world_size", "device_bytes", "host_bytes"),
@@ -79,6 +82,9 @@ AGGREGATES: dict[str, Callable[[Any], float]] = {
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 STEPS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
+TABLES = {"predictions": predictions.table}
+"""Results that a source takes as a table, ``{{table:predictions}}``, and what makes one of the newest rows."""
+TABLE = re.compile(r"\{\{table:(?P<name>\w+)\}\}")
 PLACE = re.compile(r"\{\{(?P<name>\w+):(?P<format>,?\.\d+f)\}\}")
 _BRACES = re.compile(r"\{\{[^}]*\}\}")
 
@@ -179,10 +185,11 @@ def filled_in(source: Path) -> str:
 
     text = source.read_text(encoding="utf-8")
     for braces in _BRACES.findall(text):
-        if not PLACE.fullmatch(braces):
+        if not (PLACE.fullmatch(braces) or TABLE.fullmatch(braces)):
             raise QuoteError(f"{source.name}: expected a name and a format such as {{{{name:.2f}}}}, found {braces}")
     made = MADE.format(source=source.relative_to(ROOT).as_posix()) if source.is_relative_to(ROOT) else ""
-    return f"{PLACE.sub(figure, text).rstrip()}\n\n{made}\n"
+    text = TABLE.sub(lambda place: TABLES[place["name"]](newest_rows(place["name"])), PLACE.sub(figure, text))
+    return f"{text.rstrip()}\n\n{made}\n"
 
 
 def main() -> int:
