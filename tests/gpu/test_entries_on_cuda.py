@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import elixir
+from elixir.models.step import default_input
 from elixir.wrapper.engine import engine_of
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import hf_loss
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_wrap_takes_the_device_that_is_here() -> None:
     model = tiny("opt")
-    inp = elixir.models.loading.default_input(model, batch=2, seq=16)
+    inp = default_input(model, batch=2, seq=16)
     module, optimizer = elixir.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), inp=inp)
     assert module.device.type == "cuda"
     there = {name: value.cuda() for name, value in inp.items()}
