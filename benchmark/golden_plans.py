@@ -26,7 +26,7 @@ from elixir.tracer.device.cpu import kernel_memory
 
 GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
 
-LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s", "read_budgets")
+LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s", "read_budgets", "units")
 """A field whose name contains one of these says who made the file, when, from what and how quickly, not what was
 planned."""
 

@@ -26,6 +26,7 @@ from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
+from elixir.models.compiled_layers import layers_compiled
 from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
@@ -104,6 +105,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     initial_scale: float = 2.0**16,
     host_threads: int | None = None,
     replan: bool = True,
+    compile: bool | Mapping[str, Any] = False,
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
     """Traces, searches and wraps; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32
@@ -125,6 +127,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
+        compile: give each layer that the model repeats to torch.compile, with these arguments if it is a dict. Layers
+            compiled before stay so without it. The layers stay compiled after `ElixirModule.close`.
         options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
             says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given. With
@@ -141,24 +145,25 @@ def wrap(  # noqa: PLR0913 - a public entry point
         RankError: another rank could not plan.
     """
     _check_numbers(host_threads, initial_scale)
-    how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
-    question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
-    made, trace = question.answered(group)
-    for_module = dict(question.for_module)
-    if question.profile.device_kind == "cpu":
-        for_module.setdefault("device", "cpu")
-    module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
-    try:
-        wrapped = [
-            ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
-            for each in question.optimizers
-        ]
-    except BaseException:
+    with layers_compiled(model, compile, keep=True):
+        how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
+        question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
+        made, trace = question.answered(group)
+        for_module = dict(question.for_module)
+        if question.profile.device_kind == "cpu":
+            for_module.setdefault("device", "cpu")
+        module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
         try:
-            module.close()  # nobody else has it, and the model could not be wrapped again
-        except ElixirError as error:
-            logger.error("the model is given back after an error: %s", error)
-        raise
+            wrapped = [
+                ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
+                for each in question.optimizers
+            ]
+        except BaseException:
+            try:
+                module.close()  # nobody else has it, and the model could not be wrapped again
+            except ElixirError as error:
+                logger.error("the model is given back after an error: %s", error)
+            raise
     if engine_of(module).group.rank == 0:
         logger.info("%s", made.summary())
     if replan and plan is None and made.placement == "auto":
@@ -179,14 +184,15 @@ def dry_run(
     _check_numbers(given["host_threads"], given["initial_scale"])
     how = {name: given[name] for name in ("dtype", "inp", "step_fn")}
     options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
-    question = _Question.of(model, optimizer, given["plan"], given["hardware"], how, options)
-    plan, _ = question.answered(given["group"])
-    ranks = Group(given["group"])
-    try:
-        dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
-        return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
-    finally:
-        ranks.close()
+    with layers_compiled(model, given["compile"], keep=False):
+        question = _Question.of(model, optimizer, given["plan"], given["hardware"], how, options)
+        plan, _ = question.answered(given["group"])
+        ranks = Group(given["group"])
+        try:
+            dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
+            return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
+        finally:
+            ranks.close()
 
 
 def _check_numbers(host_threads: object, initial_scale: float) -> None:

@@ -6,7 +6,7 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
@@ -129,6 +129,9 @@ class StepShape:
     """Activation checkpointing, as `elixir.models.build` takes it, of a step that follows from it and the model's name.
     None if the input or the step is a function of the user's, or the model was given as an object: such a step cannot
     be traced again by name."""
+    units: tuple[str, ...] = ()
+    """Names of compiled modules, outermost ones. One access of each call has all parameters of such a module, and their
+    gradients are complete together."""
 
     @property
     def seq(self) -> int | None:
@@ -141,7 +144,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -202,6 +206,12 @@ class StepTrace(Artifact):
     trace_s: float = field(compare=False)
     """Seconds that tracing took."""
     step: StepShape = field(default_factory=StepShape)
+
+    @classmethod
+    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
+        """Traces of version 4 knew no compiled modules."""
+        step = data.get("step")
+        return data | {"step": {"units": []} | step} if isinstance(step, dict) else data
 
     def __post_init__(self) -> None:
         for number, access in enumerate(self.accesses):

@@ -7,7 +7,9 @@ what each name is used for against the installed version, so that a version that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +51,16 @@ functorch_level: Callable[[], int | None] = getattr(
 compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 """True-valued while code runs that was given to `torch.compile`, compiled or, after a graph break, as it is. Where
 PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
+
+
+def while_nothing_compiles() -> Any:
+    """A context in which no other thread compiles: torch's optimizers take other code, with other bits, meanwhile.
+
+    The compiler's flag is one for all threads. Empty where the compiler is not loaded, or PyTorch has no such lock.
+    """
+    loaded = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(loaded, "compile_lock", None) or nullcontext()
+
 
 _transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
 

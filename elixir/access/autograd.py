@@ -42,13 +42,20 @@ def hooks_were_refused(error: BaseException) -> InputError | None:
     return None
 
 
-def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[Any, AccessListener], Any]) -> Any:
+def hooks_over(
+    listener: AccessListener,
+    outer: Hooks | None,
+    track: Callable[[Any, AccessListener], Any],
+    *,
+    around_compiled: bool = False,
+) -> Any:
     """Creates hooks that let the listener claim a tensor first, and pass all others to `outer`.
 
     Args:
         listener: claims weights.
         outer: the hooks that were active before.
         track: ``track(items, listener)`` makes weights among some tensors announce their uses.
+        around_compiled: whether compiled code runs inside, whose compiler would otherwise compile these functions too.
     """
     if not saved_tensors_hooks_are_enabled():
         raise InputError(f"a weight is used where saved-tensor hooks are switched off, {_TRANSFORMS}")
@@ -72,6 +79,8 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
                 return listener.unpack(packed.handle)
         return give(packed)
 
+    if around_compiled:
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
     pack.elixir_listener = listener  # type: ignore[attr-defined]
     pack.elixir_outer = outer  # type: ignore[attr-defined]
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

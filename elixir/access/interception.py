@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
+from elixir.access.compiled_units import CompiledUnit
 from elixir.access.differentiate import differentiate
 from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
@@ -166,6 +167,7 @@ class Interception:
         parameters: the parameters to track, by default all; modules without any are left alone.
         scripts: whether to announce calls of TorchScript functions, by replacing a method of PyTorch's class for all
             threads. A trace does not need it, since its dispatch mode sees their operators.
+        units: compiled modules. All their parameters are announced when one starts, and nothing inside of it.
     """
 
     def __init__(
@@ -175,12 +177,14 @@ class Interception:
         parameters: Collection[nn.Parameter] | None = None,
         *,
         scripts: bool = True,
+        units: Collection[nn.Module] = (),
     ) -> None:
         self._listener = listener
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[nn.Module, Any]] = []
         self._scripts = _script_functions_announce() if scripts else None
+        compiled = {module for unit in units for module in unit.modules()}
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter is None:
@@ -192,11 +196,17 @@ class Interception:
                     parameter.elixir_listener = listener  # type: ignore[attr-defined]
             if parameters is not None and next(module.parameters(), None) is None:
                 continue  # it may belong to several running models, as an activation function may
+            if module in compiled:
+                continue  # hooks would break its graph
             # Called on the class, since a TorchScript module refuses to register hooks, yet calls them.
             self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
             self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
+        self._units = [
+            CompiledUnit(unit, self._enter, self._leave, partial(listener.used, function="a compiled module"))
+            for unit in units
+        ]
         ours = {handle.id for handle in self._handles}
-        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS)]
+        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in compiled]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
 
@@ -217,6 +227,8 @@ class Interception:
             handle.remove()
         for path in self._fast:
             path.remove()
+        for unit in self._units:
+            unit.remove()
         while self._open:
             hooks = self._open.pop()[1]
             if hooks is not None:
@@ -226,7 +238,7 @@ class Interception:
         outer, hooks = innermost_saved_tensors_hooks(), None
         # Hooks of a module around this one serve this one, too.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
-            hooks = hooks_over(self._listener, outer, _track)
+            hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
             hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)

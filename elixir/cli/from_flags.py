@@ -16,7 +16,18 @@ from elixir.search.request import OPTIONS, SearchRequest
 from elixir.show.tables import flag_of
 from elixir.step_trace import StepTrace
 
-STEP_FLAGS = ("batch", "seq", "dtype", "checkpoint", "optimizer", "optimizer_kernel", "inp", "step", "fused_kernels")
+STEP_FLAGS = (
+    "batch",
+    "seq",
+    "dtype",
+    "checkpoint",
+    "optimizer",
+    "optimizer_kernel",
+    "inp",
+    "step",
+    "fused_kernels",
+    "compile",
+)
 """Flags of the step, which a trace has settled; None where they are not given."""
 _OF_PROFILE = " (of `elixir profile`: the trace has settled it)"
 _OF_THE_STEP = {
@@ -60,6 +71,7 @@ def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
         dtype=None if args.dtype == "as-built" else args.dtype or "bf16",
         checkpoint=args.checkpoint or "none",
         use_fused_kernels=bool(args.fused_kernels),
+        compile=bool(args.compile),
         inp=partial(user_code.called, inp, user_code.imported(inp)) if inp else None,
         step_fn=partial(_run, step, user_code.imported(step)) if step else None,
         **fields,

@@ -197,6 +197,11 @@ FLAGS: dict[str, Flag] = {
         "const": True,
         "help": "with fused norms, SwiGLU and loss, as a run with use_fused_kernels=True",
     },
+    "--compile": {
+        "action": "store_const",
+        "const": True,
+        "help": "with the layers that the model repeats compiled, as elixir.wrap(compile=True) runs them",
+    },
     "--inp": _flag("for other than Hugging Face models: returns the dict a step is fed with", "MODULE:FUNCTION"),
     "--step": _flag("function(model, inp) that runs forward, loss and backward", "MODULE:FUNCTION"),
     # The search.
@@ -287,9 +292,12 @@ FLAGS: dict[str, Flag] = {
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
 _SEARCH = "--accumulation --moments --early-updates --no-clipping --assume"
-_ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
+_ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
-_AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}
+_AGAIN = {
+    "": "plan trace --hardware --network",
+    RETRACED: "--batch --seq --activation-checkpointing --fused-kernels --compile",
+}
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "try": (
         "Ten steps of a model on this machine, measured briefly: memory, seconds and transfers as predicted, or not.",
@@ -330,7 +338,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --prices --tokens "
             "--csv --plot --json",
-            STEP: f"--seq --dtype --activation-checkpointing --optimizer --fused-kernels {_SEARCH}",
+            STEP: f"--seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile {_SEARCH}",
         },
     ),
     "fit": (

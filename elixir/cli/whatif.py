@@ -185,7 +185,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
     if args.trace is None:
         trace = _retrace(plan, args, _planned_hardware(plan) or hardware)
     else:
-        from_flags.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels"))
+        from_flags.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels", "compile"))
         found = files.load(args.trace)
         if not isinstance(found, StepTrace):
             raise ArtifactError(f"{args.trace}: expected a trace, found a {found.artifact.replace('_', ' ')}")
@@ -239,7 +239,7 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
         )
 
     asked = {name: getattr(args, name) for name in ("batch", "seq", "checkpoint")}
-    asked["use_fused_kernels"] = args.fused_kernels
+    asked |= {"use_fused_kernels": args.fused_kernels, "compile": args.compile}
     given = {name: value for name, value in asked.items() if value is not None}
     return replace(StepQuestion.again(plan), **given).trace(hardware)
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elixir.access.compiled_units import compiled_units, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.shared_memory import find_shared_memory
@@ -38,10 +39,11 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
 
 
 def refuse_compiled(model: nn.Module, plan: Plan) -> None:
-    """Refuses plans that move weights of compiled modules: compiled code would trace into the code that fetches them.
+    """Refuses plans for other compiled layers than the model has: such a layer runs with all its weights at hand.
 
     Raises:
-        InputError: the plan moves weights of a module that was given to torch.compile.
+        InputError: the plan moves weights, and the whole model was given to torch.compile, or other modules of it than
+            those that the plan has as units.
     """
     moving = {
         slot.name
@@ -49,18 +51,26 @@ def refuse_compiled(model: nn.Module, plan: Plan) -> None:
         if plan.world_size > 1 or not chunk.resident or chunk.state_home != "device"
         for slot in chunk.parameters
     }
-    for prefix, part in model.named_modules():
-        compiled = "_orig_mod" in part._modules or part._compiled_call_impl is not None
-        names = (f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters())
-        if compiled and not moving.isdisjoint(names):
-            raise compiled_over_moving_weights(prefix or "the model")
+    if not moving:
+        return
+    if is_compiled(model):
+        raise compiled_over_moving_weights("the model")
+    found, planned = set(compiled_units(model).values()), set(plan.step.units)
+    for unit in sorted(found ^ planned):
+        if any(name.startswith(f"{unit}.") for name in moving):
+            was, now = ("not", "is") if unit in found else ("was", "is not")
+            raise InputError(
+                f"{unit} {now} given to torch.compile, and {was} when the plan was made; compile layers before "
+                "planning and before wrapping alike (elixir.wrap with compile=True does both)"
+            )
 
 
 def compiled_over_moving_weights(what: str) -> InputError:
     """The error for compiled code that reads weights of chunks that come and go."""
     return InputError(
-        f"{what} was given to torch.compile, which cannot run with weights that are streamed or partitioned; give the "
-        "module without compile(), or plan with memory enough that everything stays on one device"
+        f"{what} was given to torch.compile, which cannot run with weights that are streamed or partitioned; compile "
+        "its layers instead (elixir.wrap with compile=True), or plan with memory enough that everything stays on one "
+        "device"
     )
 
 

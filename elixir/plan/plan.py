@@ -36,11 +36,12 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 20
+    schema_version: ClassVar[int] = 21
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
         19: {},
+        20: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -124,7 +125,10 @@ class Plan(Artifact):
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
-        is updated early. Until 18 no plan was judged in scenarios, and until 19 early updates had other names."""
+        is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, and until
+        20 no plan knew compiled modules."""
+        if isinstance(data.get("step"), dict):
+            data = data | {"step": {"units": []} | data["step"]}
         data = data.copy()
         if "may_speculate" in data:
             data["may_update_early"] = data.pop("may_speculate")
@@ -341,6 +345,7 @@ class Plan(Artifact):
             f"{self.optimizer}{' with float32 master weights' if masters else ''}{size}{tokens}"
             + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
             + (", fused kernels" if step.fused_kernels else "")
+            + (f", {len(step.units)} compiled layers" if step.units else "")
         )
 
     @property

@@ -41,6 +41,8 @@ class StepQuestion:
     """Activation checkpointing of a model by name, as `elixir.models.build` takes it."""
     use_fused_kernels: bool | Mapping[str, str] = False
     """As `ElixirModule` will be given it, so that the plan knows their memory."""
+    compile: bool = False
+    """Whether the layers that the model repeats run as compiled ones; those compiled already always do."""
     optimizer: str | None = None
     """Class in `torch.optim` whose states and step are traced; None: none, since for a plan both follow from the
     placement."""
@@ -75,6 +77,7 @@ class StepQuestion:
             dtype=None if made.dtype == "as built" else made.dtype,
             checkpoint=step.checkpoint,
             use_fused_kernels=step.fused_kernels,
+            compile=bool(step.units),
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
 
@@ -141,6 +144,7 @@ class StepQuestion:
                 optimizer_kernel=self.optimizer_kernel,
                 model_name=name if shape is None else shape.name,
                 use_fused_kernels=self.use_fused_kernels,
+                compile=self.compile,
                 checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
             )
 

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
+from elixir.access.compiled_units import compiled_units
 from elixir.access.interception import Interception
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
+from elixir.models.compiled_layers import repeated_layers
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.step_trace import StepShape, StepTrace
@@ -69,6 +71,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     routing: Routing | None = None,
     cache: bool = True,
     use_fused_kernels: bool | Mapping[str, str] = False,
+    compile: bool = False,
     checkpoint: str | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
@@ -87,6 +90,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         routing: which experts tokens go to where that follows from weights; balanced by default.
         cache: remember shape propagation; the result is the same without, only later.
         use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
+        compile: whether the layers that the model repeats will be compiled; those compiled already count anyway.
         checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
             from a name; written down as `StepShape.checkpoint`.
 
@@ -98,6 +102,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
+    units = _unit_names(model, compile)
     twin = meta_copy(model, dtype)
     batch, inputs = meta_input(inp, dtype)
     parameters = twin.parameters
@@ -128,6 +133,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         ):
             _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
+        order.join_units(units)
         step_end, operators = len(ledger), ledger.operators
         trained = any(parameter.grad is not None for parameter in parameters)
         phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target)
@@ -143,9 +149,9 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             step_begin=step_begin,
             step_end=step_end,
             operators=operators,
-            assumptions=_assumptions(twin, target, shadows, fused),
+            assumptions=_assumptions(twin, target, shadows, fused, units),
             unverified=target.unverified,
-            step=_shape_of(inp, bool(fused.counts), checkpoint),
+            step=_shape_of(inp, bool(fused.counts), checkpoint, units),
         )
         return assemble(observed, ledger, order, started)
     finally:
@@ -203,12 +209,18 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
     return unheard
 
 
-def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None) -> StepShape:
+def _unit_names(model: nn.Module, compile: bool) -> tuple[str, ...]:
+    """Names of the outermost modules that are compiled, or will be."""
+    names = {**(repeated_layers(model) if compile else {}), **compiled_units(model)}.values()
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None, units: tuple[str, ...]) -> StepShape:
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
     first = ids if tokens is not None else next(iter(_tensors(inp)), None)
     samples = None if first is None else len(first)
-    return StepShape(samples=samples, tokens=tokens, fused_kernels=fused_kernels, checkpoint=checkpoint)
+    return StepShape(samples=samples, tokens=tokens, fused_kernels=fused_kernels, checkpoint=checkpoint, units=units)
 
 
 def _tensors(inp: Any) -> list[torch.Tensor]:
@@ -216,11 +228,15 @@ def _tensors(inp: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(inp) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
-def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
+def _assumptions(
+    twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels, units: tuple[str, ...]
+) -> tuple[str, ...]:
     """Assumptions of the numbers, said so that nobody takes them for measured."""
     found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
+    if units:
+        found.append(f"{len(units)} compiled modules with the memory and time that they take uncompiled")
     if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in twin.modules):
         found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
     return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class UseOrder:
     def __init__(self, twin: MetaCopy, log: Sized) -> None:
         self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
         self._parameters = twin.parameters
+        self._parameter_names = list(twin.names.values())
         self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
         self._log = log
@@ -282,6 +283,44 @@ class UseOrder:
         self._node_uses = []
         self._finished = True
 
+    def join_units(self, units: Iterable[str]) -> None:
+        """Joins the uses of each call of a compiled module into one, of all its parameters; after `finish`.
+
+        Eager code stands for compiled code in a trace. At run time weights of such a module come before it starts, or
+        with the first of them that its backward asks for, and its gradients arrive when its backward is over.
+
+        Args:
+            units: names of the compiled modules.
+        """
+        units = tuple(units)
+        if not units:
+            return
+        members = {
+            unit: [i for i, names in enumerate(self._parameter_names) if any(_is_inside(name, unit) for name in names)]
+            for unit in units
+        }
+        unit_of = {
+            name: next((u for u in units if _is_inside(name, u)), None) for name in {u.module for u in self.uses}
+        }
+        runs: list[tuple[Phase, str | None, list[int]]] = []
+        for position, use in enumerate(self.uses):
+            unit = unit_of[use.module] if use.parameters else None
+            if runs and unit is not None and runs[-1][:2] == (use.phase, unit):
+                runs[-1][2].append(position)
+            else:
+                runs.append((use.phase, unit, [position]))
+        for _, unit, positions in runs:
+            if unit is None:
+                continue
+            first, last = positions[0], positions[-1]
+            for position in positions[1:]:
+                self.uses[position].parameters = []
+            self.uses[first].parameters = list(members[unit])
+            self.uses[first].pin_until = max(last, *(self.uses[position].pin_until for position in positions))
+            for index in members[unit]:
+                if first <= self.grad_use.get(index, -1) <= last:
+                    self.grad_use[index] = last
+
     def checkpointed(self) -> tuple[str, ...]:
         """The modules that enclose each region that ran again in backward, in forward order."""
         forward = {name: position for position, name in enumerate(self.ran)}
@@ -328,6 +367,10 @@ class UseOrder:
         marks.append(sequence_number())
         modules.append(module)
         self._last_place = ("", -1)
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def _creates_graph() -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
+from elixir.access.compiled_units import compiled_units
 from elixir.access.interception import CountedParameter, Interception
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
@@ -180,11 +181,12 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
+        units = compiled_units(self.model)
         self.uses = WeightUses(
-            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
+            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs), units
         )
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
-        self._access = Interception(self.model, self.uses, parameters) if self.tracked else None
+        self._access = Interception(self.model, self.uses, parameters, units=units) if self.tracked else None
         arrived = _weakly(self._arrived)
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
@@ -220,7 +221,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         scale = self._engine.loss_scale
         for stepper in self._engine.steppers:  # all optimizers share the gradients
             stepper.gradients_scaled(scale.value)
-        (loss * scale.value if scale.used else loss).backward(**kwargs)
+        try:
+            (loss * scale.value if scale.used else loss).backward(**kwargs)
+        except CheckpointError as error:
+            if not self._engine.plan.step.units:
+                raise
+            raise InputError(
+                "a compiled layer checkpoints activations outside of its graph, where the compiler breaks it, and runs "
+                "again without its weights; leave out activation checkpointing or compile= for this model"
+            ) from error
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class WeightUses:
         gradients: knows which gradients have left for their home.
         device: the device of compute.
         backward_runs: called for every node of a backward, which need not have begun at an output of the model.
+        units: compiled modules: the backward of one reads any of its weights, so all are brought in with the first.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class WeightUses:
         gradients: GradientFlow,
         device: torch.device,
         backward_runs: Callable[[], None],
+        units: Iterable[nn.Module] = (),
     ) -> None:
         self._cache, self._gradients, self._device = cache, gradients, device
         self._backward_runs = backward_runs
@@ -105,6 +107,12 @@ class WeightUses:
         self._compute: torch.cuda.Stream | None = None  # the stream that last used memory here
         self._chunks = chunks
         self._places = places
+        self._together: dict[int, tuple[int, ...]] = {}
+        """By the `id` of a parameter of a compiled module, the streamed chunks of all its parameters."""
+        for unit in units:
+            members = [parameter for parameter in unit.parameters() if parameter in places]
+            streamed = dict.fromkeys(c.index for c, _ in map(places.__getitem__, members) if not c.plan.resident)
+            self._together.update({id(parameter): tuple(streamed) for parameter in members})
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
         notices."""
@@ -315,8 +323,9 @@ class WeightUses:
                 self._cache.unpin([part.chunk])
         state = self._state()
         self._enter_node(state)
-        self._cache.acquire([part.chunk])
-        state.at_node.pins.append(part.chunk)
+        chunks = self._together.get(id(part.parameter), (part.chunk,))
+        self._cache.acquire(list(chunks))
+        state.at_node.pins.extend(chunks)
         state.at_node.parameters.add(id(part.parameter))
         return part.of(self._cache.memory(part.chunk))
 

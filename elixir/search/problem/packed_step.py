@@ -54,7 +54,8 @@ class StepFacts:
             dtype=np.int64,
         ).reshape(-1, 3)
         """A row for each parameter that gets one: its index, the stretch in which the gradient arrives, its bytes."""
-        self.largest_grad_bytes = int(self.gradients[:, 2].max(initial=0))
+        self.largest_grad_bytes = _largest_arrival(trace)
+        """Bytes of gradients that autograd holds at once: one parameter's, or those of a compiled module."""
 
         # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
         sets: dict[tuple[int, ...], int] = {}
@@ -202,6 +203,18 @@ class PackedStep:
             grad_bytes=chunk.bytes if arrivals else 0,
             grad_stretches=(self.facts.stretch(arrivals[0]), self.facts.stretch(arrivals[1])) if arrivals else None,
         )
+
+
+def _largest_arrival(trace: StepTrace) -> int:
+    """Bytes of the largest gradient, or of all that a compiled module gives at once."""
+    arrivals: dict[tuple[bool, int], int] = {}
+    for index, param in enumerate(trace.parameters):
+        if param.grad_access is not None:
+            names = (param.name, *param.aliases)
+            together = any(name.startswith(f"{unit}.") for unit in trace.step.units for name in names)
+            key = (together, param.grad_access if together else index)
+            arrivals[key] = arrivals.get(key, 0) + param.numel * dtype_bytes(param.dtype)
+    return max(arrivals.values(), default=0)
 
 
 def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], list[int]]:

@@ -17,6 +17,7 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
+from elixir.torch_private import while_nothing_compiles
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options
 from elixir.wrapper.step.segments import Arrived, Segment
@@ -370,7 +371,7 @@ def _with_gradients(states: ClassStates, arrived: Arrived, factor: float | torch
 
 
 def _step_by_class(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor) -> None:
-    with _with_gradients(states, arrived, factor):
+    with _with_gradients(states, arrived, factor), while_nothing_compiles():
         states.optimizer.step()
 
 

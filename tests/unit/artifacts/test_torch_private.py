@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,17 @@ def compiled_code() -> None:
         call(torch.ones(2))
     assert not private.compiling()
     assert found == [True, False]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        """Looks from another thread whether it may go on while this one compiles."""
+        lock = private.while_nothing_compiles()
+        with ThreadPoolExecutor(1) as pool:
+            taken.append((torch.compiler.is_compiling(), pool.submit(lock.acquire, blocking=False).result()))
+        return graph
+
+    taken: list[tuple[bool, bool]] = []
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    assert taken == [(True, False)]
 
 
 def optimizers() -> None:

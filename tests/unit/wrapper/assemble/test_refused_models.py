@@ -13,7 +13,7 @@ import elixir
 from elixir.errors import InputError
 from elixir.search import simple_search
 from elixir.tracer.trace import trace_step
-from elixir.wrapper import ElixirModule
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.tracing import CPU
 
 X = {"x": torch.ones(4, 16)}
@@ -153,23 +153,46 @@ def planned(model: nn.Module, where: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
-def test_compiled_layers_whose_weights_are_streamed(compiled: Callable[[Any], None]) -> None:
+def test_a_compiled_model_whose_weights_are_streamed() -> None:
     model = Blocks()
-    compiled(model)
+    whole(model)
     with pytest.raises(InputError, match="given to torch.compile, which cannot run with weights that are streamed"):
         planned(model, "cpu")
     given = Blocks()
     plan = planned(given, "cpu")
-    if compiled is not replaced_layer:  # which has other names
-        compiled(given)
-        with pytest.raises(InputError, match="given to torch.compile"):
-            ElixirModule(given, plan, device="cpu")
-    later = ElixirModule(Blocks(), plan, device="cpu")
+    whole(given)
+    with pytest.raises(InputError, match="given to torch.compile"):
+        ElixirModule(given, plan, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
+def test_layers_compiled_after_wrapping(compiled: Callable[[Any], None]) -> None:
+    later = ElixirModule(Blocks(), planned(Blocks(), "cpu"), device="cpu")
     compiled(later.module if compiled is not whole else later)
     with pytest.raises(InputError, match=r"a weight of shape \[16, 16\] was given to torch\.compile"):
         step(later, X)
     later.close()
+
+
+@pytest.mark.parametrize("compiled", [compiled_layer, replaced_layer], ids=lambda each: each.__name__)
+def test_compiled_layers_whose_weights_are_streamed_have_the_same_bits(compiled: Callable[[Any], None]) -> None:
+    plain, model = Blocks(), Blocks()
+    compiled(model)
+    plan = planned(model, "cpu")
+    assert plan.step.units == ("blocks.1",)
+    module = ElixirModule(model, plan, device="cpu")
+    wanted, found = (each(X["x"]) for each in (plain, module))
+    assert torch.equal(wanted, found)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer.backward(found.square().mean())
+    wanted.square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    state = module.state_dict()
+    for (name, value), mine in zip(plain.state_dict().items(), state.values(), strict=True):
+        assert torch.equal(value, mine), name
+    module.close()
 
 
 @pytest.mark.parametrize("before", [True, False])

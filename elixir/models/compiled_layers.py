@@ -1,0 +1,92 @@
+"""torch.compile by layer: which layers a model repeats, and compiling each of them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from elixir.access.compiled_units import is_compiled
+from elixir.errors import InputError, InputTypeError
+
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs, which replay fixed addresses; streamed weights have none."""
+
+
+def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers that a model repeats -> their names: members of one class of the outermost lists, with parameters.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    >>> list(repeated_layers(model).values())
+    ['1.0', '1.1', '1.2']
+    """
+    found: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        members = {key: child for key, child in module.named_children() if next(child.parameters(), None) is not None}
+        if len(members) > 1 and len({type(child) for child in members.values()}) == 1:
+            for key, child in members.items():
+                found[child] = f"{name}.{key}" if name else key
+                inside.update(child.modules())
+    return found
+
+
+def check_compile(compile: object) -> dict[str, Any] | None:
+    """Arguments of torch.compile for each layer; None if nothing is to be compiled.
+
+    Raises:
+        InputError, InputTypeError: it is no bool or dict, or asks for CUDA graphs.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return {}
+    if not isinstance(compile, Mapping) or not all(isinstance(key, str) for key in compile):
+        raise InputTypeError(f"compile must be True, False or a dict of torch.compile's arguments, got {compile!r}")
+    options = compile.get("options") or {}
+    if compile.get("mode") in _WITH_CUDA_GRAPHS or options.get("triton.cudagraphs"):
+        raise InputError(
+            f"compile={dict(compile)!r} asks for CUDA graphs, which replay fixed addresses, and streamed weights have "
+            "none; use mode='default' or 'max-autotune-no-cudagraphs'"
+        )
+    return dict(compile)
+
+
+@contextmanager
+def layers_compiled(model: nn.Module, compile: object, *, keep: bool) -> Iterator[None]:
+    """Compiles the repeated layers of a model, apart from those that are compiled already.
+
+    Args:
+        model: changed in place.
+        compile: see `check_compile`.
+        keep: whether they stay compiled if nothing raises inside.
+
+    Raises:
+        InputError: the model repeats no layer.
+    """
+    arguments = check_compile(compile)
+    if arguments is None:
+        yield
+        return
+    layers = repeated_layers(model)
+    if not layers:
+        raise InputError(
+            f"compile= compiles the layers that a model repeats in an nn.ModuleList or nn.Sequential, and "
+            f"{type(model).__name__} has none; call compile() on the modules of your choice before wrapping"
+        )
+    compiled = [layer for layer in layers if not is_compiled(layer)]
+    for layer in compiled:
+        layer.compile(**arguments)
+    stays = False
+    try:
+        yield
+        stays = keep
+    finally:
+        if not stays:
+            for layer in compiled:
+                layer._compiled_call_impl = None

@@ -1,0 +1,290 @@
+"""Layers given to torch.compile run as units: bits, graphs and loads are those of plain compiled PyTorch and the plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.access.compiled_units import compiled_units
+from elixir.errors import InputError, InputTypeError
+from elixir.models.compiled_layers import repeated_layers
+from elixir.plan.plan import Plan
+from elixir.search import simple_search
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.run_options import Debug
+from tests.common.parity import MODES, Case, Pair, case, mixed
+
+LISTS = {
+    "opt": "model.decoder.layers", "gpt2": "transformer.h", "llama": "model.layers", "bert": "bert.encoder.layer",
+    "t5": "encoder.block", "vit": "vit.layers", "mixtral": "model.layers", "encoder": "layers",
+}  # fmt: skip
+"""Family -> the list of its layers (of two lists, the first)."""
+CHECKPOINTS = ("none", "non-reentrant", "reentrant")
+_EVERY = [
+    (name, checkpoint, mode)
+    for name in LISTS
+    for checkpoint in (CHECKPOINTS if name not in ("encoder", "t5") else ("none",))
+    for mode in MODES
+]
+_SAMPLE = [
+    (name, CHECKPOINTS[number % 3] if name not in ("encoder", "t5") else "none", MODES[number % 2])
+    for number, name in enumerate(LISTS)
+]
+
+
+COUNTED = ("loads", "host_to_device", "device_to_host")
+
+
+def fresh() -> None:
+    """Forgets compiled code and counts."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    fresh()
+    yield
+    fresh()
+
+
+def compiled(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
+    for layer in repeated_layers(model):
+        layer.compile(backend=backend)
+    return model
+
+
+def plan_of(it: Case, mode: str, **options: Any) -> Plan:
+    """A plan of one rank for a model as it is, compiled or not."""
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    options = {"split_number": 8, "allocate_factor": 0.01, "hardware": "cpu"} | options
+    where = "cuda" if mode == "resident" else "cpu"
+    plan = simple_search(it.model, 1, inp=it.inp, step_fn=step, shard_device=where, **options).plan
+    return mixed(plan) if mode == "mixed" else plan
+
+
+def counted() -> tuple[int, int]:
+    """Graphs compiled and breaks so far."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def train(it: Case, model: nn.Module, optimizer: Any, steps: int = 4) -> list[float]:
+    """Losses of some steps, in plain PyTorch or under a plan."""
+    losses = []
+    for _ in range(steps):
+        loss = it.loss(model, it.inp)
+        optimizer.backward(loss) if isinstance(model, ElixirModule) else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check(name: str, checkpoint: str, mode: str, backend: str = "aot_eager") -> None:
+    """Trains plainly, then anew under a plan, with an empty cache of compiled code each time."""
+    it = case(name, checkpoint)
+    plain = compiled(copy.deepcopy(it.model), backend)
+    compiled(it.model, backend)
+    plan = plan_of(it, mode)
+    assert plan.step.units == tuple(compiled_units(it.model).values())
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    expected = counted()
+    fresh()
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    found = train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
+    assert found == wanted
+    state, weights = model.state_dict(), plain.state_dict()
+    assert [key for key, value in weights.items() if not torch.equal(state[key], value)] == []
+    graphs, breaks = counted()
+    assert graphs <= expected[0]
+    assert breaks <= expected[1]
+    report = model.last_report
+    assert report is not None
+    assert report.demand_loads == 0
+    if mode == "streamed":  # the other modes change homes, and what they predict is of the plan before
+        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+    model.close()
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
+def test_same_bits_as_plain_compiled_pytorch(name: str, checkpoint: str, mode: str) -> None:
+    check(name, checkpoint, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpoint", "mode"), [each for each in _EVERY if each not in _SAMPLE])
+def test_same_bits_of_every_family(name: str, checkpoint: str, mode: str) -> None:
+    check(name, checkpoint, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+def test_same_bits_under_inductor(name: str, checkpoint: str, mode: str) -> None:
+    check(name, checkpoint, mode, backend="inductor")
+
+
+def test_a_checkpoint_outside_of_the_graph_is_refused() -> None:
+    """The compiler breaks the graph of T5's layers before their checkpoint, which then runs again as eager code."""
+    it = case("t5", "non-reentrant")
+    compiled(it.model)
+    model = ElixirModule(it.model, plan_of(it, "streamed"), device="cpu")
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InputError, match="checkpoints activations outside of its graph"):
+        train(it, model, optimizer, 1)
+    model.close()
+
+
+def test_layers_are_those_of_the_outermost_lists() -> None:
+    for name, where in LISTS.items():
+        model = case(name).model
+        names = list(repeated_layers(model).values())
+        layers = model.get_submodule(where)
+        assert [f"{where}.{number}" for number in range(len(layers))] == [n for n in names if n.startswith(f"{where}.")]
+        assert all("." not in n.removeprefix(f"{where}.") for n in names if n.startswith(f"{where}."))
+
+
+def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
+    it = case("llama", "non-reentrant")
+    plain = compiled(copy.deepcopy(it.model))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    wanted = []
+    for _ in range(3):
+        loss = it.loss(plain, it.inp)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    torch._dynamo.reset()
+    model, wrapped = elixir.wrap(
+        it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=it.inp, compile={"backend": "aot_eager"},
+        device_memory="1.3MiB", host_memory="1GiB", replan=False, assume="nominal",
+    )  # fmt: skip
+    assert model.plan.step.units == ("model.layers.0", "model.layers.1")
+    assert not all(chunk.resident for chunk in model.plan.chunks)
+    found = []
+    for _ in range(3):
+        loss = it.loss(model, it.inp)
+        wrapped.backward(loss)
+        wrapped.step()
+        wrapped.zero_grad()
+        found.append(loss.item())
+    assert found == wanted
+    with torch.no_grad():
+        model.eval()
+        plain.eval()
+        assert torch.equal(model(**it.inp).logits, plain(**it.inp).logits)
+    state, weights = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    model.close()
+    assert torch.equal(it.model(**it.inp).logits, plain(**it.inp).logits)
+
+
+def test_a_wrap_that_fails_compiles_nothing() -> None:
+    it = case("llama")
+    with pytest.raises(elixir.PlanError):
+        elixir.wrap(it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile=True, device_memory="8KiB")
+    assert not compiled_units(it.model)
+    assert all(layer._compiled_call_impl is None for layer in repeated_layers(it.model))
+
+
+def test_a_layer_whose_code_breaks_and_raises_leaves_the_model_usable() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            if self.fails:
+                raise ValueError("on purpose")
+            return self.second(x).relu()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    it = Case(compiled(model), {"x": torch.randn(4, 8)}, lambda m, inp: m(**inp).square().mean())
+    plain = compiled(copy.deepcopy(model))
+    with Pair(it, plan_of(it, "streamed", split_number=4), plain=plain) as pair:
+        pair.train(2)
+        model.layers[1].fails = True
+        with pytest.raises(ValueError, match="on purpose"):
+            pair.module(**it.inp)
+        assert all(isinstance(p, nn.Parameter) for p in pair.module.module.parameters())
+        model.layers[1].fails = False
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_gradients_of_a_unit_are_counted_together() -> None:
+    it = case("llama", "non-reentrant")
+    before = plan_of(it, "streamed", split_number=4)
+    after = plan_of(replace(it, model=compiled(it.model)), "streamed", split_number=4)
+    layer = sum(p.nbytes for p in it.model.model.layers[0].parameters())
+    largest = max(p.nbytes for p in it.model.parameters())
+    assert layer > largest
+    assert after.predicted.device_peak_bytes >= before.predicted.device_peak_bytes
+
+
+def test_the_plan_must_have_been_made_for_the_same_compiled_layers() -> None:
+    it = case("llama")
+    plain_plan = plan_of(it, "streamed")
+    compiled(it.model)
+    with pytest.raises(InputError, match=r"model.layers.0 is given to torch.compile, and not when the plan was made"):
+        ElixirModule(it.model, plain_plan, device="cpu")
+    compiled_plan = plan_of(it, "streamed")
+    for layer in it.model.model.layers:
+        layer._compiled_call_impl = None
+    with pytest.raises(InputError, match=r"model.layers.0 is not given to torch.compile, and was when"):
+        ElixirModule(it.model, compiled_plan, device="cpu")
+
+
+def test_the_whole_model_is_refused() -> None:
+    it = case("llama")
+    plan = plan_of(it, "streamed")
+    it.model.compile(backend="aot_eager")
+    with pytest.raises(InputError, match=r"the model was given to torch.compile.*compile its layers instead"):
+        ElixirModule(it.model, plan, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("compile", "error", "says"),
+    [
+        ({"mode": "reduce-overhead"}, InputError, "CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, InputError, "CUDA graphs"),
+        ("inductor", InputTypeError, "True, False or a dict"),
+    ],
+)
+def test_what_compile_cannot_be(compile: Any, error: type[Exception], says: str) -> None:
+    it = case("llama")
+    with pytest.raises(error, match=says):
+        elixir.wrap(it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile=compile)
+
+
+def test_a_model_without_repeated_layers() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match="Linear has none; call compile"):
+        elixir.wrap(model, torch.optim.AdamW(model.parameters()), inp={"input": torch.randn(2, 4)}, compile=True)
