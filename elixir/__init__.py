@@ -76,7 +76,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 
 _SUMMARY = "A memory planner and offloading runtime for PyTorch"
-"""As pyproject.toml has it: an old installation of this package under the name `elixir` is not another project's."""
+"""The summary in pyproject.toml, by which an old installation of this package, named `elixir`, is known."""
 
 
 def _warn_of_namesake() -> None:

@@ -349,7 +349,7 @@ def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | No
         try:
             plan, trace = make_plan(group.size)
             answer = (plan.to_json(), None)
-        except Exception as error:  # the others must hear of it, whatever it is
+        except Exception as error:  # the others must learn of it, whatever it is
             problem, answer = error, (None, str(error))
     text, refused = group.exchange("plan", answer)[0]
     if problem is not None:

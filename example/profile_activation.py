@@ -17,8 +17,7 @@ from rich.table import Table
 from elixir.artifact import check_writable
 from elixir.errors import ElixirError
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.models.loading import build
-from elixir.models.step import default_input, default_step
+from elixir.models import build, default_input, default_step
 from elixir.show.memory_curve import plot_activations
 from elixir.show.style import picture_format
 from elixir.step_trace import StepTrace

@@ -15,8 +15,7 @@ from torch import nn
 
 from elixir import Plan
 from elixir.hardware.profile import preset
-from elixir.models.loading import build
-from elixir.models.step import default_input
+from elixir.models import build, default_input
 from elixir.search import optimal_search
 from elixir.show.plan_map import plot_plan
 from elixir.units import GIB

@@ -22,9 +22,8 @@ import torch.distributed as dist
 import elixir
 from elixir.microbench import measure_briefly
 from elixir.microbench.disk import with_disk
-from elixir.models.loading import build
+from elixir.models import build, default_step
 from elixir.models.model_shape import describe
-from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.searches import profile_for

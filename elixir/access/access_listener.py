@@ -1,4 +1,4 @@
-"""`AccessListener`: the interface through which tracer and runtime hear of uses of parameters."""
+"""`AccessListener`: the interface through which tracer and runtime learn of uses of parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Place(Protocol):
 
 
 class AccessListener(Protocol):
-    """Hears of uses of parameters; tracer and runtime each implement it."""
+    """Learns of uses of parameters; tracer and runtime each implement it."""
 
     claims_saved: bool
     """Whether it may claim tensors that autograd saves. Otherwise `pack` and `unpack` are never called, and autograd

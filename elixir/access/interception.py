@@ -163,7 +163,7 @@ class Interception:
     Args:
         model: the model. Its parameters become `TrackedParameter`s in place; they keep identity, methods and
             attributes.
-        listener: hears of every use.
+        listener: learns of every use.
         parameters: the parameters to track, by default all; modules without any are left alone.
         scripts: whether to announce calls of TorchScript functions, by replacing a method of PyTorch's class for all
             threads. A trace does not need it, since its dispatch mode sees their operators.

@@ -167,7 +167,7 @@ class Lane(Protocol):
 
     waited_s: float
     """How long compute stood still for this lane; on CUDA how long the threads that submit compute have waited until
-    its work was issued, as where it brings weights that the host still updates."""
+    its work was issued, as when it brings weights that the host still updates."""
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """Runs `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
@@ -364,7 +364,7 @@ class _CudaTicket:
 
 
 _SPANS_KEPT = 4096
-"""How many spans of work are kept whose time nobody has asked for, as where a model only generates."""
+"""How many spans of work are kept whose time nobody has asked for, as when a model only generates."""
 
 
 def _own_modes() -> contextlib.AbstractContextManager[Any]:

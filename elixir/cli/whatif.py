@@ -123,7 +123,7 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Why every chunk of a plan is where it is."""
+    """Explains why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
 
     with output.progress() as progress:

@@ -110,7 +110,7 @@ class HardwareProfile(Artifact):
     host_to_device_bytes_per_s: float
     """One device alone, from pinned memory."""
     device_to_host_bytes_per_s: float
-    """Likewise, in the other direction."""
+    """The same in the other direction."""
     device_to_device_bytes_per_s: float
     """Bandwidth between devices of one machine, per device and direction."""
     host_adam_numel_per_s: float
@@ -150,7 +150,7 @@ class HardwareProfile(Artifact):
     runs them itself, it is added."""
     contention: float | None = None
     """Seconds that compute loses for each second in which a lane works next to it: on a CPU copies and Adam take cores,
-    caches and memory from it. None: nothing, as where copies have engines."""
+    caches and memory from it. None: nothing, as on devices with copy engines."""
     host_pin_bytes_per_s: float | None = None
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""

@@ -145,7 +145,7 @@ PROCESS: tuple[Setting, ...] = (
     (_default_device, torch.set_default_device),
     *COMPUTATION,
 )
-"""Everything that code called by name could leave behind in the process."""
+"""Everything that code called by name could change in the process."""
 
 
 def _same(one: Any, other: Any) -> bool:

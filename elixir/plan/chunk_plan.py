@@ -15,7 +15,7 @@ from elixir.units import dtype_bytes
 Memory = Literal["device", "host"]
 Phase = Literal["forward", "recompute", "backward"]
 Update = Literal["after_norm", "early"]
-"""When a chunk's states are updated: see `Home`."""
+"""The moment at which a chunk's states are updated: see `Home`."""
 UPDATES: dict[Update, str] = {"early": "updated early"}
 """How the text of a plan counts chunks that are not updated after the norm."""
 
@@ -149,8 +149,8 @@ class ChunkPlan:
     """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
     gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
     update: Update = "after_norm"
-    """When its states are updated. With ``early``, the host makes new states as soon as its gradients are there, next
-    to the old ones, of which `ElixirOptimizer.step` keeps those that are right. It takes the host memory of its states
+    """The moment at which its states are updated. With ``early``, the host makes new states once its gradients are
+    there, next to the old ones; `ElixirOptimizer.step` keeps the right ones. That takes the host memory of its states
     twice."""
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ class Prediction:
         worst = max(judged, key=lambda each: each.regret)
         if worst.regret < NOTICEABLE_REGRET:
             return f"less than 1 % slower than the best plan in all of {len(judged)} scenarios"
-        # The worst scenario, and those in which one thing is not as the profile says.
+        # The worst scenario, and each that differs from the profile in one thing.
         shown = dict.fromkeys([worst, *(it for it in judged if it.scenario.differences(judged[0].scenario) == 1)])
         first, *others = (f"{100 * each.regret:.0f} %|if {each.scenario}" for each in shown)
         text = "at most " + first.replace("|", " slower than the best plan ")

@@ -1,4 +1,4 @@
-"""From what a step needs and what a machine can do to what goes where, and when.
+"""Plans what goes where, and when, from what a step needs and what a machine can do.
 
 `question` and `request` say what is asked. From there up: `problem` (pure data and bytes) < `simulator` (seconds) <
 `propose` (candidates) < `planner` (candidate to plan) < `advise` (what to change) < `searches`, `batches`, `replan` and

@@ -23,7 +23,7 @@ from elixir.step_trace import StepTrace
 logger = logging.getLogger(__name__)
 
 BATCHES_REFINED = 2
-"""For which numbers of checkpointed layers are tried."""
+"""The number of batches for which numbers of checkpointed layers are tried."""
 TraceOf = Callable[[int, str], StepTrace]
 """Traces a batch of so many samples with so much checkpointing, such as ``trace_of(4, "non-reentrant")``."""
 
@@ -39,7 +39,7 @@ class BatchOption:
     checkpoint: str
     """Form of activation checkpointing, as the tracer gets it."""
     reason: str = ""
-    """Why it was not taken further, in one sentence; empty if there is a plan."""
+    """The reason why it was not taken further, in one sentence; empty if there is a plan."""
     step_s: float | None = None
     """Seconds of the optimizer step, all its batches together."""
     device_peak_bytes: int | None = None

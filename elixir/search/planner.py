@@ -1,4 +1,4 @@
-"""From a trace to a plan: checks what was asked, searches, and writes the outcome down."""
+"""Makes a plan from a trace: checks what was asked, searches, and writes the outcome down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREFETCH_DEPTH = 1
 
 
 def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
-    """As `elixir.search.plan_from_trace`, but the error says only what is missing: nothing else is planned for it."""
+    """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing."""
     question = Question(trace, hardware, request)
     setting, budgets = setting_for(*question), budgets_of(hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
@@ -400,7 +400,7 @@ def _for_checkpoints(model: MemoryModel, spare_bytes: int) -> dict[str, int]:
 
 
 def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
-    """Between what the step may take, as far as the machine's rates are uncertain."""
+    """The range of the step's seconds, as far as the machine's rates are uncertain."""
     total_s = []
     for scenario, compute_scale in extremes(space.hardware):
         machine = scenario.machine(space.hardware)

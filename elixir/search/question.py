@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepQuestion:
-    """Which step: the one description for the command line, `elixir.wrap`, `sweep`, `fit` and the searches.
+    """The step that is asked about: one description for command line, `elixir.wrap`, `sweep`, `fit` and searches.
 
     Raises:
         InputError: the dtype is unknown.
@@ -40,7 +40,7 @@ class StepQuestion:
     checkpoint: str = "none"
     """Activation checkpointing of a model by name, as `elixir.models.build` takes it."""
     use_fused_kernels: bool | Mapping[str, str] = False
-    """As `ElixirModule` will be given it, so that the plan knows their memory."""
+    """The argument of `ElixirModule`, so that the plan knows the memory of fused kernels."""
     compile: bool = False
     """Whether the layers that the model repeats run as compiled ones; those compiled already always do."""
     optimizer: str | None = None

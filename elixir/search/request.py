@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 MOST_RANKS = 1 << 20
 """More than any machine has; with more, the padding that makes shards equal would outgrow the models."""
 FREE_HERE = "free"
-"""As a size of host memory: what is free on the machine that plans."""
+"""The size of host memory that stands for what is free on the machine that plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class SearchRequest:
     """How much of one device is kept back where `device_memory` is None; None: enough for what a plan does not
     count."""
     host_reserve: Size = None
-    """Likewise of one machine, where `host_memory` is None."""
+    """The same of one machine, if `host_memory` is None."""
     assume: Assumption = "scenarios"
     """``scenarios``: the plan loses least in all that the hardware profile thinks possible, such as a host slower than
     it says, or steps that are all clipped. ``nominal``: the fastest plan at the profile's rates."""

@@ -159,7 +159,7 @@ def optimal_search(*given: Any, **options: Any) -> Answer:
 
 @takes(_parameters(without=("accumulation",)))
 def minimum_waste_search(*given: Any, **options: Any) -> Answer:
-    """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
+    """Searches as `optimal_search` does, but for the one chunk size that pads least."""
     return _searched(search="minimum_waste", **_bound(minimum_waste_search, given, options))
 
 

@@ -36,7 +36,7 @@ class Option:
     better_change_s: float | None
     """The same change, among those that no search would pass over."""
     passed_over: Judgement | None
-    """Why a search would pass over the first of these two."""
+    """The reason why a search would pass over the first of these two."""
     device_change_bytes: int
     """Largest change of any of the chunks; so are the next two."""
     host_change_bytes: int
@@ -61,11 +61,11 @@ class AlikeChunks:
     options: tuple[Option, ...]
     """The one that shortens the step most comes first."""
     summary: str
-    """Why the chunks are where they are, in one sentence."""
+    """The reason why the chunks are where they are, in one sentence."""
 
     @property
     def chunks(self) -> str:
-        """Their numbers, as people write them."""
+        """The numbers of the chunks, as people write them."""
         runs = [str(first) if first == last else f"{first} to {last}" for first, last in self.runs]
         return ", ".join(runs[:_MOST_RUNS]) + (f" and {len(runs) - _MOST_RUNS} runs more" if runs[_MOST_RUNS:] else "")
 

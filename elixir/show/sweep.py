@@ -116,7 +116,7 @@ def _range(row: SweepRow) -> tuple[float, float] | None:
 
 
 def reasons(rows: Sequence[SweepRow]) -> list[str]:
-    """Why combinations do not fit, each reason once, in order."""
+    """The reasons why combinations do not fit, each once, in order."""
     return list(dict.fromkeys(row.reason for row in rows if not row.fits))
 
 

@@ -86,7 +86,7 @@ class HostRandom:
 
 
 def _unseen(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """`function`, which asks each saved tensor for its metadata, unseen by the mode that hears of torch functions."""
+    """`function`, which asks each saved tensor for its metadata, unseen by the mode that sees torch functions."""
 
     def unseen(tensor: torch.Tensor) -> Any:
         with DisableTorchFunction():

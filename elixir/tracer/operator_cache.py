@@ -480,7 +480,7 @@ def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:
 
 
 def _memory_of(item: Any) -> Any:
-    """Where a tensor, or each of a list, lies and how: all that an operator could change of it apart from values."""
+    """The memory and layout of a tensor, or of each of a list: all that an operator could change but values."""
     if isinstance(item, (list, tuple)):
         return [_memory_of(tensor) for tensor in item]
     storage = item.untyped_storage()

@@ -47,7 +47,7 @@ class Peaks:
 
     @property
     def operator(self) -> str:
-        """Likewise the operator."""
+        """The same for the operator."""
         return operator_name(self.alive[-1].operator) if self.alive else ""
 
 

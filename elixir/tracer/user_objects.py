@@ -192,7 +192,7 @@ class UserObjects:
                 logger.warning("something that the trace has changed could not be put back: %s", error)
 
     def refusal_of(self, weight: torch.Tensor) -> str:
-        """Why a tensor that needs a gradient cannot take part in a trace, and what to do."""
+        """The reason why a tensor that needs a gradient cannot take part in a trace, and what to do."""
         for model in self._spared:
             for name, parameter in model.named_parameters():
                 if parameter is weight:

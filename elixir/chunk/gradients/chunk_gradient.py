@@ -19,7 +19,7 @@ class GradState(enum.Enum):
     """Holder of a chunk's gradient on this rank."""
 
     NONE = "nowhere"
-    """Nobody holds one. A shard on the host keeps its memory, whose values mean nothing, unless the plan foresees no
+    """No memory holds it. A shard on the host keeps its memory, whose values mean nothing, unless the plan foresees no
     gradient and none has come; one on the device has none, so that activations have room."""
     ARRIVING = "arriving"
     """A gradient block holds what has come in this backward. Nothing is at home."""

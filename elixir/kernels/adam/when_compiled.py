@@ -1,4 +1,4 @@
-"""When a step is compiled: once it pays, once per combination of dtypes."""
+"""The moment at which a step is compiled: once it pays, once per combination of dtypes."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def for_memory(question: Question) -> Iterator[Change]:
 
 
 def more_machine(question: Question, which: Literal["device", "host"], size: str, size_bytes: int) -> Iterator[Change]:
-    """So much of the memory that is short, as far as one can ask for it, and twice the ranks."""
+    """The lever of more of the memory that is short, as far as one can ask for it, and that of twice the ranks."""
     hardware, ranks = question.hardware, FACTOR * question.request.world_size
     there = hardware.device_memory_bytes - CUDA_CONTEXT_BYTES
     if which == "host" or size_bytes <= there or hardware.device_kind == "cpu":

@@ -1,4 +1,4 @@
-"""Where nothing fits: the changes that suffice, found by planning with each of them, and what others would save."""
+"""Advice if nothing fits: the changes that suffice, found by planning with each, and what others would save."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     levers += _estimated(error, question, budgets, settled, short_of_device=short_of_device, fewer_bits=fewer_bits)
     if short_of_device and not enough:
         lacking = lacks_room(question.trace, setting_for(*question), budgets)
-        if lacking:  # or one would cut the batch until the device does, and then hear of the host
+        if lacking:  # or one would cut the batch until the device does, and then learn of the host
             action = "give the host more memory as well, for weights and optimizer states"
             levers.append(Lever(action, lacking, "adds", argument="host_memory"))
     levers += _lora(question.trace, budgets)

@@ -51,7 +51,7 @@ class Placement:
 
     @cached_property
     def resident(self) -> tuple[bool, ...]:
-        """Which chunks are gathered on the device for the whole step."""
+        """Whether each chunk is gathered on the device for the whole step."""
         return tuple(RESIDENT[self.codes].tolist())
 
     @cached_property

@@ -1,1 +1,1 @@
-"""Where candidates come from, in the order in which they are tried."""
+"""The sources of candidates, in the order in which they are tried."""

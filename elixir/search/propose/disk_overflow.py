@@ -1,5 +1,4 @@
-"""Which states go to the disk: no more than the host lacks room for, those first whose updates are the last to be
-needed."""
+"""Chooses the states that go to the disk: no more than the host lacks room for, last needed first."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class LocalSearch:
     def better(
         self, starts: Iterable[Candidate], depths: Sequence[int], *, all_on_host: bool = False
     ) -> Candidate | None:
-        """From each start, chunks change homes a few at a time for as long as that helps and there is work left.
+        """Changes homes of chunks from each start, a few at a time for as long as that helps and there is work left.
 
         Args:
             starts: the most promising first.
@@ -226,7 +226,7 @@ class LocalSearch:
 
 
 def _may_be(look: Look, most_s: float, most_host_bytes: int) -> Bools:
-    """Which may be allowed, and take no longer."""
+    """The candidates that may be allowed, and take no longer."""
     good: Bools = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes) & (look.lower_bound_s <= most_s)
     return good
 

@@ -42,10 +42,9 @@ class Look:
     """An estimate of variants, an entry for each."""
 
     blocks: Ints
-    """As many rCache blocks as fit the device next to the rest, at most one per streamed chunk; -1: the rest does not.
-    """
+    """The rCache blocks that fit the device next to the rest, at most one per streamed chunk; -1: not even the rest."""
     host_bytes: Ints
-    """Where states may spill to a disk, what they need at least: without those on the host."""
+    """Bytes that states need at least: without those on the host, if they may spill to a disk."""
     lower_bound_s: Floats
     """No step is faster."""
 

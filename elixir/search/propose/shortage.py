@@ -128,7 +128,7 @@ def _emptiest(model: MemoryModel, unmet: Unmet) -> Iterator[tuple[Placement, int
 
 
 def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
-    """As the search begins with the fewest blocks: on the host, but for moves that lower the peak down to a budget."""
+    """The start of a search with the fewest blocks: on the host, but for moves that lower the peak to a budget."""
     builder = PlacementBuilder(
         model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
     )

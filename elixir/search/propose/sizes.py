@@ -37,7 +37,7 @@ class Budgets:
     host_bytes: int
     """Bytes of one machine, all its ranks together."""
     disk_bytes: int = 0
-    """Likewise; 0: no disk."""
+    """The same of the disk; 0: no disk."""
     device_reserve_bytes: int = 0
     """Bytes of one device, kept back for what no plan counts; not in `device_bytes`."""
     host_reserve_bytes: int = 0

@@ -10,7 +10,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, Found, everything_resident
 from elixir.search.propose.climb import EXACTLY, NEAR, ROUNDING_S, Key, climb, halved
-from elixir.search.propose.early_updates import EarlyUpdates
+from elixir.search.propose.early_update_search import EarlyUpdateSearch
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.sizes import Budgets
@@ -44,7 +44,7 @@ class Trials:
         """Least host need of those that fit the device so far."""
         self._tried: dict[Choice, Candidate | None] = {}
         self._fillings = Fillings(model, budgets.device_bytes, cost)
-        self.early = EarlyUpdates(model, self._fillings, budgets, cost, found)
+        self.early = EarlyUpdateSearch(model, self._fillings, budgets, cost, found)
 
     def least_s(self) -> float:
         """Seconds of its best step, with early updates or without."""
@@ -72,7 +72,7 @@ class Trials:
         self._tried = dict(sorted(self._tried.items(), key=lambda tried: tried[0][::-1]))
 
     def vary(self, depths: range) -> None:
-        """From the best so far, tries other depths and block counts in turn, in ever smaller steps."""
+        """Tries other depths and block counts in turn from the best so far, in ever smaller steps."""
         here = min((choice for choice, tried in self._tried.items() if tried), key=self._key, default=None)
         if here is None:
             return

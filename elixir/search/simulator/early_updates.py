@@ -1,4 +1,4 @@
-"""Which chunks the host updates while backward still runs.
+"""Chooses the chunks that the host updates while backward still runs.
 
 The host's Adam takes one chunk after the other. In backward gradients come in the reverse of the order in which the
 next forward asks for the weights: if it took each as it comes, and were too slow, what forward needs first would come

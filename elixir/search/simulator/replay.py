@@ -277,7 +277,7 @@ class Replay:
 
     @property
     def disk_idle_s(self) -> float:
-        """When the disk has done all that it was given."""
+        """The time at which the disk has done all that it was given."""
         return self._free_s[DISK]
 
     def drain(self) -> None:

@@ -39,7 +39,7 @@ class SharedCores(Replay):
         self._computed(self.now_s)
 
     def after_loss(self, now_s: float) -> float:
-        """When compute comes there, having lost what lanes were given since it was asked last."""
+        """The time at which compute comes there, having lost what lanes were given since the last question."""
         lost_s, self._lost_s = self._lost_s, 0.0
         self.busy_s[COMPUTE] += lost_s
         return now_s + lost_s

@@ -134,7 +134,7 @@ class WorkTimes:
 
     @cached_property
     def disk_write_s(self) -> list[float]:
-        """Likewise."""
+        """The same for writes."""
         found: list[float] = self.rates.disk_write(self.disk_bytes).tolist()
         return found
 

@@ -1,4 +1,4 @@
-"""Why every chunk of a plan is where it is: what the step would take if it lived elsewhere, and whether that would fit.
+"""Explains where every chunk of a plan is: what the step would take if it lived elsewhere, and whether that would fit.
 
 One chunk is moved at a time, all else staying as it is, and the changed plan is simulated by the same model as the
 search's. So a number here answers "what if only this were different", not "what if the search had begun elsewhere"; for
@@ -230,7 +230,7 @@ class _Variants:
         return Placement((*homes[:index], home, *homes[index + 1 :]))
 
     def change(self, placement: Placement, wanted_blocks: int) -> Difference:
-        """Against the plan as it is, with as near to so many blocks as the placement allows."""
+        """The difference from the plan as it is, with as near to so many blocks as the placement allows."""
         return self._against(self._weighed(placement, wanted_blocks))
 
     def after_norm(self) -> Difference | None:

@@ -1,4 +1,4 @@
-"""Which machines can train a model, and how fast: many plans, made and simulated without any of the machines.
+"""Asks which machines can train a model, and how fast: many plans, made and simulated without any of the machines.
 
 `sweep` tries every combination it is given; `fit` walks known machines from the smallest until one can do it. Both
 are pure: the same arguments give the same rows in every process, whatever machine they are asked on. Times are those of

@@ -41,7 +41,7 @@ class SweepRow:
     dtype: str
     fits: bool
     reason: str
-    """Why not, in one sentence; empty where it fits."""
+    """The reason why not, in one sentence; empty if it fits."""
     device_budget_bytes: int
     """Bytes of one device."""
     host_budget_bytes: int

@@ -69,7 +69,7 @@ class EarlyCounts:
     made: int = 0
     """Chunks with an early update when the optimizer's step began; 0 while the last steps were clipped."""
     kept: int = 0
-    """Those whose new states were kept; the others were updated after the norm, or not at all in a skipped step."""
+    """The chunks whose new states were kept; others were updated after the norm, or not in a skipped step."""
 
     def __add__(self, other: EarlyCounts) -> EarlyCounts:
         return EarlyCounts(self.planned + other.planned, self.made + other.made, self.kept + other.kept)

@@ -45,8 +45,8 @@ def build_chunks(
 ) -> Iterator[Chunk]:
     """Yields chunks with the model's weights at their homes, one by one; then places the model's buffers.
 
-    A rank reads one parameter at a time, and only those of which it keeps a part. Parameters keep their identity. If a
-    chunk holds a parameter's exact values in memory, the parameter's own memory is freed once the caller has the chunk.
+    A rank reads one parameter at a time, and only parameters of which it keeps a part. Parameters keep their identity.
+    If a chunk holds a parameter's exact values in memory, its memory is freed once the caller has the chunk.
     Other parameters keep theirs until `Chunk.attach`, so that `Origins.undo` finds all values whatever fails before.
 
     Args:

@@ -2,7 +2,7 @@
 
 For each parameter it initialises the owning module and the modules around it again, with memory for this parameter
 only; all others stay on meta. The generator is seeded by the parameter's name. So values depend neither on the plan nor
-on the number of ranks, and a rank computes only those of which it keeps a part. They have the distribution of a model
+on the number of ranks, and a rank computes only values of which it keeps a part. They have the distribution of a model
 built on the CPU, but not its bits, since there one generator serves all.
 
 It calls ``reset_parameters()`` of torch's modules, and ``_init_weights(module)`` of the nearest module that has it, as

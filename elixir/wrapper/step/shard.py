@@ -35,7 +35,7 @@ class ShardState(enum.Enum):
     STEADY = "steady"
     """`states` will hold the result of the last submitted update."""
     EARLY = "early"
-    """As `STEADY`, while an early update computes new states in `second`, which nothing else reads."""
+    """The state `STEADY` while an early update computes new states in `second`, which nothing else reads."""
     LEFT = "left"
     """The states belong to another shard of the chunk."""
 

@@ -25,11 +25,26 @@ PHRASES: dict[str, str] = {
     r"\bwhoever\b": "name the thread or function",
     r"(?<!left )(?<!fell )(?<!nothing )(?<!file )(?<!read )\bbehind\b": "after; otherwise, the thing that is there",
     r"\bin the place of\b": "instead of",
+    r"\bthose (?:with|in|of|by) which\b": "the noun, and what it does",
+    r"\bas where\b": "as if, as when",
+    r"\bof then\b": "name the time",
+    r"\bwho (?:asks|wants|needs|gets|calls)\b": "name the caller, thread or function",
+    r"\bthat of it\b": "the part that",
+    r"\bhears? of\b": "learns of, is notified of",
 }
 """Pattern -> what to write instead."""
 
-OPENINGS = re.compile(r"(?:Of|What|Whose)\b")
-"""No docstring begins with these: it has a subject, which is the thing that it describes."""
+OPENINGS = re.compile(
+    r"(?:Of|What|Whose|Who|Which|That|Those|They|Their|Have|Be|Let|As|Where|When|So|Why|Because|Likewise|With|Without|For"
+    r"|To|Against|Around|Instead|Between|From)\b"
+)
+"""No docstring begins with these: it begins with a verb in the third person, or with the noun that it describes."""
+
+IMPERATIVES = re.compile(
+    r"(?:Add|Begin|Build|Bring|Check|Clear|Close|Copy|Draw|Drop|Fill|Find|Finish|Follow|Forget|Get|Give|Go|Hand|Keep"
+    r"|Leave|Make|Move|Print|Put|Raise|Refuse|Remove|Return|Run|Say|Send|Stop|Take|Tell|Wait|Write)\b"
+)
+"""No docstring of a function begins with these: its subject is the function."""
 
 SCRIPT = re.compile(r"^(?:import|from) \w", re.MULTILINE)
 """A string that is a program has code in it, not text."""
@@ -87,7 +102,7 @@ def problems(path: Path) -> list[str]:
     return found + [
         f"{where}:{line}: a docstring begins with {piece.split()[0]!r}"
         for line, piece in docstrings(text)
-        if OPENINGS.match(piece)
+        if OPENINGS.match(piece) or IMPERATIVES.match(piece)
     ]
 
 

@@ -30,7 +30,7 @@ FIRST_STEP = 16
 """The first change of the number of chunks is one of so many parts of them."""
 
 
-class EarlyUpdates:
+class EarlyUpdateSearch:
     """Candidates of one packing whose host updates chunks early.
 
     Args:
@@ -110,7 +110,7 @@ class EarlyUpdates:
         return homes is not None and sum(self.model.host_parts(homes[0]).values()) <= self._budgets.host_bytes
 
     def vary(self, depths: Sequence[int]) -> None:
-        """From the best so far, tries other numbers of chunks in ever smaller steps; then the next depths, and more
+        """Tries other numbers of chunks from the best so far, in ever smaller steps; then the next depths, and more
         blocks.
 
         If its floor is above the seconds of the best of all, it begins at the nearest number that may take less.
@@ -142,7 +142,7 @@ class EarlyUpdates:
                 yield (self._hosted(found.placement), *choice[1:]), found
 
     def fill_less(self) -> None:
-        """From the best, tries `LESS_FULL` of the device if new weights return to some of what it holds; then fewer
+        """Tries `LESS_FULL` of the device, from the best, if new weights return to some of what it holds; then fewer
         states on the host for as long as that takes no longer."""
         if self.best is None:
             return
