@@ -102,8 +102,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
-    units = _unit_names(model, compile)
     twin = meta_copy(model, dtype)
+    units = _unit_names(model, compile)
     batch, inputs = meta_input(inp, dtype)
     parameters = twin.parameters
     ledger = Ledger(target.round_bytes)

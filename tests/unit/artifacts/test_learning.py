@@ -63,7 +63,7 @@ def test_a_run_narrows_the_range() -> None:
 
     plain = preset("rtx4090")
     measured = replace(plain, measured_at="2026-01-31")
-    used = {"busy_host_adam_s": 0.5, "busy_fetch_s": 0.5}
+    used = {"busy_host_adam_s": 0.5, "busy_fetch_s": 0.5, **counted(4)}
     after = learn(plain, [{"step_s": seconds, "predicted_step_s": 1.0, **used} for seconds in (1.02, 1.0)])
     assert 1.0 < width(after) <= 1.155 < width(measured) <= 1.25 < width(plain)
     for hardware in (plain, measured, after):
