@@ -17,6 +17,13 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def has_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a compiled module was asked to record CUDA graphs; False where its backend does not say."""
+    call = vars(module).get("forward" if "_orig_mod" in module._modules else "_compiled_call_impl")
+    config = getattr(call, "get_compiler_config", lambda: None)()
+    return bool(config and config.get("triton.cudagraphs"))
+
+
 def compiled_units(model: nn.Module) -> dict[nn.Module, str]:
     """The outermost compiled modules that have parameters -> their names in `model`, in the order of modules.
 

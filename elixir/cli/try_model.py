@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elixir.artifact import write_atomically
 from elixir.cli import files, output
 from elixir.show import tables
 from elixir.units import format_bytes, format_seconds, parse_dtype
@@ -43,7 +43,7 @@ def run_try(args: argparse.Namespace) -> int:
         **{name: value for name, value in budgets.items() if value is not None},
     )
     if args.out:
-        Path(args.out).write_text(json.dumps(trial.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_atomically(args.out, json.dumps(trial.to_dict(), indent=1, allow_nan=False) + "\n")
     if args.json:
         output.say_json(trial.to_dict())
         return 0

@@ -144,7 +144,7 @@ class HardwareProfile(Artifact):
     """The multiples of the predicted seconds between which steps fell on machines like this one; None if no run is
     known."""
     learned: Learned | None = None
-    """The runs that its rates agree with; see `elixir.hardware.learn`."""
+    """The runs that its rates agree with; see `elixir.hardware.learning.learn`."""
     launch_s: float | None = None
     """Seconds that the host needs per operator. Where kernels are shorter than that, it is what counts; on a CPU, which
     runs them itself, it is added."""
@@ -157,7 +157,7 @@ class HardwareProfile(Artifact):
 
     host_adam_least: float | None = None
     """Part of its rate that CPU Adam may turn out to have, at most 1; None: as little as is known of such a profile
-    (`elixir.hardware.slowest_rates`)."""
+    (`elixir.hardware.scenario.slowest_rates`)."""
     link_least: float | None = None
     """The same part for the links between host and device."""
     early_kept: float | None = None

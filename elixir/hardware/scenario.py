@@ -99,7 +99,7 @@ def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
     """The parts of its rates that CPU Adam, and links, may turn out to have.
 
     Of a preset little is known, and a machine that was measured is as uncertain as its own fits are. Runs leave nothing
-    to be learned of what they used: see `elixir.hardware.learn`.
+    to be learned of what they used: see `elixir.hardware.learning.learn`.
     """
     slow_adam, slow_link = hardware.host_adam_least, hardware.link_least
     if hardware.measured_at is not None:

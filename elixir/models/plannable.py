@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elixir.access.compiled_units import compiled_units, is_compiled
+from elixir.access.compiled_units import compiled_units, has_cuda_graphs, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.shared_memory import find_shared_memory
@@ -55,6 +55,12 @@ def refuse_compiled(model: nn.Module, plan: Plan) -> None:
         return
     if is_compiled(model):
         raise compiled_over_moving_weights("the model")
+    for compiled, name in compiled_units(model).items():
+        if has_cuda_graphs(compiled) and any(each.startswith(f"{name}.") for each in moving):
+            raise InputError(
+                f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have none; "
+                "compile it with mode='default' or 'max-autotune-no-cudagraphs'"
+            )
     found, planned = set(compiled_units(model).values()), set(plan.step.units)
     for unit in sorted(found ^ planned):
         if any(name.startswith(f"{unit}.") for name in moving):

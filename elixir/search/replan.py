@@ -245,7 +245,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
     )
     try:
         return plan_in(space, budgets, request)
-    except PlanError:
+    except (PlanError, InputError):  # nothing fits, or no chunk size makes these chunks, which were made by hand
         return None
 
 

@@ -284,7 +284,7 @@ class UseOrder:
         self._finished = True
 
     def join_units(self, units: Iterable[str]) -> None:
-        """Joins the uses of each call of a compiled module into one, of all its parameters; after `finish`.
+        """Joins successive uses inside a compiled module into one, of all its parameters; after `finish`.
 
         Eager code stands for compiled code in a trace. At run time weights of such a module come before it starts, or
         with the first of them that its backward asks for, and its gradients arrive when its backward is over.
@@ -313,9 +313,10 @@ class UseOrder:
             if unit is None:
                 continue
             first, last = positions[0], positions[-1]
+            read = {index: None for position in positions for index in self.uses[position].parameters}
             for position in positions[1:]:
                 self.uses[position].parameters = []
-            self.uses[first].parameters = list(members[unit])
+            self.uses[first].parameters = list(dict.fromkeys([*members[unit], *read]))  # weights of others may be given
             self.uses[first].pin_until = max(last, *(self.uses[position].pin_until for position in positions))
             for index in members[unit]:
                 if first <= self.grad_use.get(index, -1) <= last:

@@ -143,15 +143,22 @@ class SearchSpace:
             InputError: none does.
         """
         parameters = self.trace.parameters
-        names = [tuple(slot.name for slot in chunk.parameters) for chunk in plan.chunks]
+        wanted = [
+            (tuple(slot.name for slot in chunk.parameters), chunk.dtype, chunk.trainable, chunk.weight_bytes)
+            for chunk in plan.chunks
+        ]
         weights = sorted((chunk.weight_bytes for chunk in plan.chunks), reverse=True)
         for size in dict.fromkeys((plan.block_bytes, *weights)):
             packed = self.table.pack(size).chunks if size else ()
-            if [tuple(parameters[member].name for member in chunk.parameters) for chunk in packed] == names:
+            found = [
+                (tuple(parameters[member].name for member in each.parameters), each.dtype, each.trainable, each.bytes)
+                for each in packed
+            ]
+            if found == wanted:
                 return size
         raise InputError(
-            f"no chunk size packs the step of {self.trace.model_name} into the chunks of the plan in chunks_of; leave "
-            "chunks_of out, or trace the step that the plan was made for"
+            f"no chunk size packs the step of {self.trace.model_name} into the chunks of the plan in chunks_of; ask "
+            "with the plan's model, dtype, frozen parameters and moments, or leave chunks_of out"
         )
 
     def grid_sizes(self) -> tuple[int, ...]:

@@ -70,12 +70,12 @@ class Prices:
         """
         raw = FILES.read_whole(path, limit_bytes=LARGEST_FILE_BYTES)
         try:
-            text = raw.decode("utf-8")
+            text = raw.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise InputError(f"{path}: not a text file in UTF-8") from None
         numbered = [(at, line) for at, line in enumerate(io.StringIO(text), 1) if line.strip() and line[0] != "#"]
         rows = csv.DictReader(line for _, line in numbered)
-        if set(rows.fieldnames or ()) != set(COLUMNS):
+        if sorted(rows.fieldnames or ()) != sorted(COLUMNS):
             found = ",".join(rows.fieldnames or ()) or "nothing"
             raise InputError(f"{path}: expected the columns {','.join(COLUMNS)}, found {found}")
         offers = []

@@ -394,7 +394,9 @@ def test_fields_come_from_fits_and_failed_fits_are_named_and_left_out(
     threads = thread_counts()[-1]
     assert not any(key.startswith(("host_adam", "device_adam")) for key in profile.fits)
     logged = [record.getMessage() for record in caplog.get_records("setup")]
-    assert f"no fit for 1 of the rates, left out of the profile: host_adam.{threads}; made to fail" in logged
+    (said,) = [text for text in logged if text.startswith("no fit for")]
+    assert f" host_adam.{threads}" in said
+    assert said.endswith("; made to fail")
     # The field is there all the same: a profile cannot do without.
     assert profile.host_adam_numel_per_s > 0
     if torch.get_num_threads() == threads:  # then both are the same kernel on the same threads

@@ -270,6 +270,15 @@ def test_the_whole_model_is_refused() -> None:
         ElixirModule(it.model, plan, device="cpu")
 
 
+def test_layers_compiled_with_cuda_graphs_before_are_refused() -> None:
+    it = case("llama")
+    for layer in it.model.model.layers:
+        layer.compile(mode="reduce-overhead")
+    with pytest.raises(InputError, match="model.layers.0 is compiled with CUDA graphs"):
+        plan_of(it, "streamed")
+    assert plan_of(it, "resident").step.units
+
+
 @pytest.mark.parametrize(
     ("compile", "error", "says"),
     [
