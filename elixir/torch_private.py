@@ -54,9 +54,10 @@ PyTorch cannot say, compiled layers over streamed weights are not refused after 
 
 
 def while_nothing_compiles() -> Any:
-    """A context in which no other thread compiles: torch's optimizers take other code, with other bits, meanwhile.
+    """A context in which no other thread has `torch.compiler.is_compiling`, which is one flag for all threads.
 
-    The compiler's flag is one for all threads. Empty where the compiler is not loaded, or PyTorch has no such lock.
+    While it is set, torch's optimizers take other code, with other bits. The compiler sets it under this lock, for
+    graphs of forward. The context is empty if the compiler is not loaded, or PyTorch has no such lock.
     """
     loaded = sys.modules.get("torch._dynamo.convert_frame")
     return getattr(loaded, "compile_lock", None) or nullcontext()
