@@ -96,9 +96,11 @@ def _cost_cell(cost: RunCost | None) -> str:
 def cost_text(row: SweepRow, cost: RunCost, currency: str, amount: float | None) -> str:
     """One sentence on what a row costs, with the offer it rests on; of a run of `amount` tokens or samples if given."""
     offer = cost.offer
+    several = f"{-(-row.world_size // offer.devices)} offers of {offer.devices}: see that one machine has them all; "
     text = (
-        f"{row.world_size} x {row.machine}: {cost.per_hour:.2f} {currency} an hour ({offer.source}, read on "
-        f"{offer.read_on}), {cost.per_million:.3g} {currency} a million {cost.unit}"
+        f"{row.world_size} x {row.machine}: {cost.per_hour:.2f} {currency} an hour "
+        f"({several if offer.devices < row.world_size else ''}{offer.source}, read on {offer.read_on}), "
+        f"{cost.per_million:.3g} {currency} a million {cost.unit}"
     )
     if amount is None:
         return text
