@@ -62,7 +62,7 @@ def of_texts(wanted: str) -> Iterator[str]:
 
 
 def of_archives(wanted: str) -> Iterator[str]:
-    """What is uploaded: names, metadata, licence files, and a description whose links lead somewhere."""
+    """Checks the archives to upload: names, metadata, licence files, and links of the description that lead somewhere."""
     wheel = ROOT / "dist" / f"torch_elixir-{wanted}-py3-none-any.whl"
     source = ROOT / "dist" / f"torch_elixir-{wanted}.tar.gz"
     for path in (wheel, source):

@@ -20,6 +20,11 @@ Kind = Literal["parameters", "gradients", "optimizer", "buffers", "inputs", "act
 """The purpose of live bytes. `workspace` is memory that libraries and the optimizer hold while they work."""
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Whether `name` is that of a module, or of a module or parameter inside it: ``h.1.bias`` inside ``h.1``."""
+    return name == module or name.startswith(f"{module}.")
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """One parameter tensor; tied names share one entry."""

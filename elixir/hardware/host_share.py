@@ -1,6 +1,6 @@
 """How many threads the host's Adam has, and on which cores: the one rule, for the runtime and for the time model.
 
-`torchrun` gives every rank a single OpenMP thread unless it is told otherwise. That is right for operators between
+`torchrun` gives every rank a single OpenMP thread unless the user sets the number. That is right for operators between
 kernels of a device and wrong for Adam over gigabytes of host memory, which then crawls on one core. So the worker
 thread that updates on the host has a separate number: this rank's part of the cores, less the threads of compute, less
 those for the threads that submit work. On a measured machine, no more than reach nearly all that memory gives.
@@ -165,7 +165,7 @@ def check_host_threads(value: object) -> int | None:
 
 
 def binds(share: HostShare, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the host's Adam is bound to this rank's own cores: where ranks share them, unless told otherwise.
+    """Whether the host's Adam is bound to this rank's own cores: if ranks share them and the user sets nothing else.
 
     Raises:
         InputError: ``ELIXIR_BIND`` has another value than 0 and 1.

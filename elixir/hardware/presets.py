@@ -1,6 +1,6 @@
 """Common machines by published sources: every number is next to its source.
 
-Data only; `elixir.hardware.profile.preset` turns an entry into a `HardwareProfile`. Three kinds of numbers are told
+Data only; `elixir.hardware.profile.preset` turns an entry into a `HardwareProfile`. Three kinds of numbers are kept
 apart in the text: *published* (a datasheet: memory bandwidth and FLOP/s are peaks, dense, never with sparsity),
 *measured* (by someone else, named), and *assumption* (no source found; the text says on what basis). Rates are decimal
 (1 GB = 1e9 bytes), memory sizes binary.

@@ -91,8 +91,8 @@ def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]
 
 def unmeasured(hardware: HardwareProfile) -> frozenset[str]:
     """Fields of `Scenario` of which a measurement or a run would tell more than the profile knows."""
-    told = {"host_adam": hardware.host_adam_least, "link": hardware.link_least, "clipped": hardware.early_kept}
-    return frozenset(name for name, known in told.items() if known is None)
+    measured = {"host_adam": hardware.host_adam_least, "link": hardware.link_least, "clipped": hardware.early_kept}
+    return frozenset(name for name, known in measured.items() if known is None)
 
 
 def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:

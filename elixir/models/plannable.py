@@ -11,6 +11,7 @@ from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import Plan
+from elixir.step_trace import is_inside
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
 from elixir.units import dtype_name
 
@@ -56,14 +57,14 @@ def refuse_compiled(model: nn.Module, plan: Plan) -> None:
     if is_compiled(model):
         raise compiled_over_moving_weights("the model")
     for compiled, name in compiled_units(model).items():
-        if has_cuda_graphs(compiled) and any(each.startswith(f"{name}.") for each in moving):
+        if has_cuda_graphs(compiled) and any(is_inside(each, name) for each in moving):
             raise InputError(
                 f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have none; "
                 "compile it with mode='default' or 'max-autotune-no-cudagraphs'"
             )
     found, planned = set(compiled_units(model).values()), set(plan.step.units)
     for unit in sorted(found ^ planned):
-        if any(name.startswith(f"{unit}.") for name in moving):
+        if any(is_inside(name, unit) for name in moving):
             was, now = ("not", "is") if unit in found else ("was", "is not")
             raise InputError(
                 f"{unit} {now} given to torch.compile, and {was} when the plan was made; compile layers before "

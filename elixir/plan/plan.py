@@ -115,7 +115,7 @@ class Plan(Artifact):
     """Seconds until the host memory that the plan takes is ready, once; 0 if the machine was not measured."""
     host_threads: int | None = None
     """Threads of one rank's Adam on the host with which its time was predicted, where the machine was measured: the
-    fewest that reach nearly its best rate. A run takes no more, unless told to; None: as many as
+    fewest that reach nearly its best rate. A run takes no more, unless the user asks for more; None: as many as
     `elixir.hardware.host_share` gives."""
     device_name: str = ""
     """Name of the device it was made for, as its hardware profile has it."""

@@ -95,7 +95,7 @@ def search_batches(
         layers: how many can be checkpointed one by one
             (`elixir.models.activation_checkpointing.checkpointable_layers`), of which `trace_of` checkpoints the first
             12 where it is given ``"non-reentrant:12"``; 0: all or none.
-        progress: told before each way; of how many is the most that there can be.
+        progress: called before each way; of how many is the most that there can be.
         options: fields of `SearchRequest`, such as ``device_memory`` and ``host_memory``.
 
     Raises:

@@ -121,14 +121,14 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
         raise ValueError("a search that found something has a best")
     optimizer = optimizer_name(request.optimizer_type)
     plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
-    told = unmeasured(space.hardware)
+    unknown = unmeasured(space.hardware)
     seconds = [judged.step_s for judged in outcome.judgements]
     low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)
     predicted = replace(
         plan.predicted,
         range_s=(min((low, *seconds)), max((high, *seconds))),
         judgements=outcome.judgements,
-        regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in told},
+        regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
     )
     return replace(plan, assume=request.assume, predicted=predicted)
 

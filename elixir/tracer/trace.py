@@ -23,7 +23,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.compiled_layers import repeated_layers
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
-from elixir.step_trace import StepShape, StepTrace
+from elixir.step_trace import StepShape, StepTrace, is_inside
 from elixir.torch_private import tree_leaves
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
@@ -212,7 +212,7 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
 def _unit_names(model: nn.Module, compile: bool) -> tuple[str, ...]:
     """Names of the outermost modules that are compiled, or will be."""
     names = {**(repeated_layers(model) if compile else {}), **compiled_units(model)}.values()
-    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    return tuple(name for name in names if not any(name != other and is_inside(name, other) for other in names))
 
 
 def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None, units: tuple[str, ...]) -> StepShape:

@@ -15,7 +15,7 @@ from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
-from elixir.step_trace import Operation, Phase
+from elixir.step_trace import Operation, Phase, is_inside
 from elixir.torch_private import (
     OpOverload,
     current_autograd_node,
@@ -296,12 +296,10 @@ class UseOrder:
         if not units:
             return
         members = {
-            unit: [i for i, names in enumerate(self._parameter_names) if any(_is_inside(name, unit) for name in names)]
+            unit: [i for i, names in enumerate(self._parameter_names) if any(is_inside(name, unit) for name in names)]
             for unit in units
         }
-        unit_of = {
-            name: next((u for u in units if _is_inside(name, u)), None) for name in {u.module for u in self.uses}
-        }
+        unit_of = {name: next((u for u in units if is_inside(name, u)), None) for name in {u.module for u in self.uses}}
         runs: list[tuple[Phase, str | None, list[int]]] = []
         for position, use in enumerate(self.uses):
             unit = unit_of[use.module] if use.parameters else None
@@ -368,10 +366,6 @@ class UseOrder:
         marks.append(sequence_number())
         modules.append(module)
         self._last_place = ("", -1)
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 def _creates_graph() -> bool:

@@ -34,7 +34,7 @@ class Unavailable(Exception):
     def __init__(self, library: str, reason: str) -> None:
         super().__init__(reason)
         self.first = library not in _reported
-        """Whether nobody has been told of this library yet."""
+        """Whether this library has not been reported yet."""
         _reported.add(library)
 
 

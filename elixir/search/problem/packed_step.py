@@ -12,7 +12,7 @@ from elixir.plan.chunk_plan import ChunkUse, Phase
 from elixir.schedule import Schedule, required_chunks
 from elixir.search.problem.packing import Ints, Packing
 from elixir.search.problem.placement import Floats
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace, is_inside
 from elixir.units import dtype_bytes
 
 OrderEntry = tuple[Phase, tuple[int, ...], int]
@@ -211,7 +211,7 @@ def _largest_arrival(trace: StepTrace) -> int:
     for index, param in enumerate(trace.parameters):
         if param.grad_access is not None:
             names = (param.name, *param.aliases)
-            together = any(name.startswith(f"{unit}.") for unit in trace.step.units for name in names)
+            together = any(is_inside(name, unit) for unit in trace.step.units for name in names)
             key = (together, param.grad_access if together else index)
             arrivals[key] = arrivals.get(key, 0) + param.numel * dtype_bytes(param.dtype)
     return max(arrivals.values(), default=0)

@@ -150,7 +150,7 @@ def explain(
         hardware: the machine whose rates count.
         levers: also plan again with more of what the machine is made of (`Answer.machine_levers`), and with changes
             of the training (`Answer.levers`).
-        progress: told what comes next, how much is done, and of how much.
+        progress: called with what comes next, how much is done, and of how much.
 
     Raises:
         InputError, InputTypeError: the plan is not of this trace.

@@ -27,7 +27,7 @@ from elixir.search.whatif.sweep_row import (
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
 
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
-"""The options for every machine, unless told otherwise."""
+"""The options for every machine, unless the caller gives others."""
 STEP_ON_PAPER = StepQuestion(dtype="bf16")
 """The step, likewise."""
 
@@ -66,7 +66,7 @@ def sweep(
         asked: what plans are searched for, of any number of ranks.
         network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
             machine's own devices are the most.
-        progress: told before each combination.
+        progress: called before each combination.
         options: fields of `SearchRequest`, which change `asked`. Memory whose size is not given is what the profile
             says, host memory otherwise `HOST_PER_DEVICE_BYTE`, less a reserve.
 

@@ -343,17 +343,17 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
     """Calls `Plan.check`, and adds to its error what differs."""
     started = int(os.environ.get("WORLD_SIZE") or 1)
     alone = world_size == 1 and started > 1 and not (dist.is_available() and dist.is_initialized())
-    told = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
+    started_apart = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
     try:
         plan.check(fingerprint(module), world_size)
     except ArtifactError as refused:
-        reasons = ([told] if alone and plan.world_size != 1 else []) + _differences(plan, module)
+        reasons = ([started_apart] if alone and plan.world_size != 1 else []) + _differences(plan, module)
         raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
     edited = _differences(plan, module)
     if edited:
         raise ArtifactError(f"the plan was edited, and is not of this model any more ({'; '.join(edited)}); plan anew")
     if alone:
-        logger.warning("%s: each of them trains a separate model", told)
+        logger.warning("%s: each of them trains a separate model", started_apart)
 
 
 def _differences(plan: Plan, module: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from elixir.tracer.device.cpu.kernel_memory import KERNELS_HERE, is_plain
 aten = torch.ops.aten
 
 _NOT_COUNTED = "what these allocate beyond their results is not counted, as they are too large to be run for a number"
-_CONTINUED = "what these allocate beyond their results is told from smaller batches"
+_CONTINUED = "what these allocate beyond their results is inferred from smaller batches"
 
 
 class CpuTarget(Target):
