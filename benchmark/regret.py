@@ -184,7 +184,7 @@ def main() -> int:
     for name in (each for each in CHOSEN if args.only in each):
         rows.append(judged(name, args.add))
         print(rows[-1], file=sys.stderr, flush=True)
-    found = missed(rows)
+    found = missed(rows) if rows else []
     if args.only in RESIDENT:
         ratio = resident_ratio()
         print(f"{RESIDENT}, every step clipped: {ratio:.4f} of a plan without offload (bar {RESIDENT_BAR})")
