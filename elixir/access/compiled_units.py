@@ -17,9 +17,14 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def _attribute_of_call(module: nn.Module) -> str:
+    """Name of the attribute through which a compiled module calls its code."""
+    return "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
+
+
 def has_cuda_graphs(module: nn.Module) -> bool:
     """Whether a compiled module was asked to record CUDA graphs; False where its backend does not say."""
-    call = vars(module).get("forward" if "_orig_mod" in module._modules else "_compiled_call_impl")
+    call = vars(module).get(_attribute_of_call(module))
     config = getattr(call, "get_compiler_config", lambda: None)()
     return bool(config and config.get("triton.cudagraphs"))
 
@@ -58,11 +63,12 @@ class CompiledUnit:
         use: Callable[[list[nn.Parameter]], None],
     ) -> None:
         self._module = module
-        self._attribute = "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
+        self._attribute = _attribute_of_call(module)
         self._original = vars(module)[self._attribute]
         # Only the frame of `call` is left to Python: what it calls runs compiled.
         setattr(module, self._attribute, torch.compiler.disable(self._call, recursive=False))
         self._enter, self._leave, self._use = enter, leave, use
+        self._tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
 
     def remove(self) -> None:
         """Gives the module its compiled code back."""
@@ -81,17 +87,16 @@ class CompiledUnit:
     @contextmanager
     def _ordinary(self) -> Iterator[None]:
         """Brings the weights in, and makes parameters ordinary ones meanwhile."""
-        parameters = [parameter for parameter in self._module.parameters() if hasattr(parameter, "elixir_listener")]
-        if not parameters:
+        if not self._tracked:
             yield
             return
-        self._use(parameters)
-        tracked = [type(parameter) for parameter in parameters]
-        for parameter in parameters:
+        self._use(self._tracked)
+        kinds = [type(parameter) for parameter in self._tracked]
+        for parameter in self._tracked:
             parameter.__class__ = nn.Parameter
         try:
             with unmarked():
                 yield
         finally:
-            for parameter, kind in zip(parameters, tracked, strict=True):
+            for parameter, kind in zip(self._tracked, kinds, strict=True):
                 parameter.__class__ = kind

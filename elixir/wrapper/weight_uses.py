@@ -107,12 +107,13 @@ class WeightUses:
         self._compute: torch.cuda.Stream | None = None  # the stream that last used memory here
         self._chunks = chunks
         self._places = places
-        self._together: dict[int, tuple[int, ...]] = {}
-        """By the `id` of a parameter of a compiled module, the streamed chunks of all its parameters."""
+        self._together: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
+        """By the `id` of a parameter of a compiled module, the streamed chunks and the `id`s of all its parameters."""
         for unit in units:
             members = [parameter for parameter in unit.parameters() if parameter in places]
             streamed = dict.fromkeys(c.index for c, _ in map(places.__getitem__, members) if not c.plan.resident)
-            self._together.update({id(parameter): tuple(streamed) for parameter in members})
+            keys = frozenset(map(id, members))
+            self._together.update(dict.fromkeys(keys, (tuple(streamed), keys)))
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
         notices."""
@@ -323,10 +324,12 @@ class WeightUses:
                 self._cache.unpin([part.chunk])
         state = self._state()
         self._enter_node(state)
-        chunks = self._together.get(id(part.parameter), (part.chunk,))
-        self._cache.acquire(list(chunks))
-        state.at_node.pins.extend(chunks)
-        state.at_node.parameters.add(id(part.parameter))
+        key = id(part.parameter)
+        if key not in state.at_node.parameters:  # otherwise the node has pinned it, alone or with its unit
+            chunks, keys = self._together.get(key, ((part.chunk,), (key,)))
+            self._cache.acquire(chunks)
+            state.at_node.pins.extend(chunks)
+            state.at_node.parameters.update(keys)
         return part.of(self._cache.memory(part.chunk))
 
     def backward_done(self) -> None:
