@@ -9,18 +9,18 @@ from torch.nn.parameter import is_lazy
 from elixir.access.compiled_units import compiled_units, has_cuda_graphs, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
+from elixir.models.quantised import PACKED_CLASSES, is_packed
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import Plan
 from elixir.step_trace import is_inside
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
 from elixir.units import dtype_name
 
-_QUANTISED = frozenset({"Params4bit", "Int8Params"})
-"""Classes of bitsandbytes, which are parameters until a device packs their numbers."""
-
 
 def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Chunks are flat buffers of floating numbers: every parameter must be dense and real, and an ordinary tensor.
+    """Chunks are flat buffers of numbers: every parameter must be dense and real, and floating where it is trained.
+
+    Packed weights of bitsandbytes pass where they are frozen.
 
     Args:
         model: real, or on meta.
@@ -35,7 +35,7 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
         for name, tensor in tensors:
             found, way = _of_another_kind(tensor) or _not_dense(tensor) or _packed(tensor, dtype) or ("", "")
             if found:
-                raise InputError(f"{name} is {found}; only dense floating parameters can be planned: {way}")
+                raise InputError(f"{name} is {found}, which cannot be planned: {way}")
     find_shared_memory(model)
 
 
@@ -86,8 +86,15 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
     if kind in (nn.Parameter, torch.Tensor) or tensor.is_nested or is_lazy(tensor):
         return None
-    if kind.__name__ in _QUANTISED:
-        return f"of {kind.__name__}, quantised by bitsandbytes", "load the model without quantisation"
+    if _is_of(kind, PACKED_CLASSES):
+        if not is_packed(tensor):
+            return f"a {kind.__name__} that is not quantised yet", "move the model to a device first, model.to('cpu')"
+        if tensor.requires_grad:
+            return f"a trained {kind.__name__}", "freeze it (requires_grad_(False)) and train adapters over it"
+        return None
+    if _is_of(kind, frozenset({"Int8Params"})):
+        found = f"of {kind.__name__}, whose scales bitsandbytes moves in forward"
+        return found, "load the model with load_in_4bit (nf4), or with torchao's 8 bits"
     if kind.__name__ == "DTensor":
         return "a DTensor", "give ordinary tensors (full_tensor()), which the plan partitions itself"
     dispatches = kind.__torch_dispatch__ is not TopDispatch
@@ -101,7 +108,7 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _not_dense(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """A parameter that is sparse, nested, complex or of whole numbers, and the way out."""
+    """A parameter that is sparse, nested or complex, and the way out."""
     if not isinstance(tensor, nn.Parameter):
         return None
     if tensor.is_nested:
@@ -110,11 +117,16 @@ def _not_dense(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"a {tensor.layout} tensor", "make it dense (to_dense()), or a buffer if it is not trained"
     if tensor.is_complex():
         return f"of {tensor.dtype}", "keep torch.view_as_real of it, and torch.view_as_complex in forward"
-    return None if tensor.is_floating_point() else (f"of {tensor.dtype}", "make it a buffer")
+    return None
+
+
+def _is_of(kind: type, names: frozenset[str]) -> bool:
+    """Whether one of the classes of a tensor, which may be tracked, has one of these names."""
+    return any(each.__name__ in names for each in kind.__mro__)
 
 
 def _packed(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, str] | None:
     """Numbers of a byte or less, whose scale is elsewhere, before a cast of the whole model; and the way out."""
-    if dtype is None or not tensor.is_floating_point() or tensor.itemsize > 1:
+    if dtype is None or not tensor.is_floating_point() or tensor.itemsize > 1 or is_packed(tensor):
         return None
     return f"of {tensor.dtype}, packed", f"leave out the cast to {dtype_name(dtype)}, or unpack it with its scale first"

@@ -12,7 +12,8 @@ from torch import nn
 
 from elixir.access.interception import Interception
 from elixir.errors import InputError, InputTypeError, TraceError
-from elixir.models.casting import casts_buffers
+from elixir.models.buffer_place import buffer_places
+from elixir.models.casting import cast_dtype, casts_buffers
 from elixir.models.plannable import refuse_unplannable
 from elixir.torch_private import tree_map
 from elixir.tracer.copied_functions import deep_copied
@@ -52,7 +53,8 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None) -> MetaCopy:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"expected an nn.Module to trace, got {type(model).__name__}")
-    buffers = list(model.buffers())
+    places = {place.buffer: place for place in buffer_places(model)}
+    buffers = list(places)
     original = _walk(model, [(buffer, buffer) for buffer in buffers])
     if not original.names:
         raise InputError(
@@ -64,12 +66,12 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None) -> MetaCopy:
     memo: dict[int, Any] = {}
     follow = casts_buffers(model, dtype)
     for parameter in original.names:
-        cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        cast = cast_dtype(parameter, dtype)
         data = torch.empty_strided(parameter.size(), parameter.stride(), dtype=cast, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         memo[id(parameter)].__class__ = type(parameter)
-    for buffer in buffers:
-        kept = dtype if follow and buffer.is_floating_point() else buffer.dtype
+    for buffer, place in places.items():
+        kept = place.cast(dtype if follow else None)
         memo[id(buffer)] = torch.empty_strided(buffer.size(), buffer.stride(), dtype=kept, device="meta")
     for module in original.modules:
         for value in vars(module).values():
@@ -151,5 +153,4 @@ def _walk(model: nn.Module, buffers: Pairs) -> MetaCopy:
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
-    cast = dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype
-    return parameter.is_meta and parameter.grad is None and not cast
+    return parameter.is_meta and parameter.grad is None and parameter.dtype == cast_dtype(parameter, dtype)

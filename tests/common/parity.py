@@ -224,8 +224,12 @@ class Pair:
             found = _distance([mine[name].cpu() for name in plain], [each.cpu() for each in plain.values()])
             assert found < ROUNDED, f"weights are {found:g} apart"
             return
-        different = [name for name in plain if not torch.equal(mine[name].cpu(), plain[name].cpu())]
+        different = [name for name in plain if not torch.equal(_bits(mine[name]), _bits(plain[name]))]
         assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

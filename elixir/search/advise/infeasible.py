@@ -14,9 +14,8 @@ from elixir.search.problem.placement import Spill
 from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import Question
-from elixir.search.simulator.rates import main_dtype
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
+from elixir.units import LARGEST_BYTES, format_bytes
 
 MOST_PAIRS = 8
 """Pairs of changes that are planned if no change is enough alone."""
@@ -149,8 +148,7 @@ def _lora(trace: StepTrace, budgets: Budgets) -> Iterator[Lever]:
     """Training a few added weights leaves the weights, once, and what a batch takes."""
     if not any(param.trainable for param in trace.parameters):
         return
-    width = dtype_bytes(main_dtype(trace))
-    takes = trace.numel * width
+    takes = trace.param_bytes
     live = live_bytes(trace)
     if live <= budgets.device_bytes and takes + live <= budgets.device_bytes + budgets.host_bytes:
         action = (

@@ -343,11 +343,12 @@ def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per
 
 
 def main_dtype(trace: StepTrace) -> str:
-    """The dtype of most parameter elements."""
+    """The floating dtype of most parameter elements; quantised weights, unpacked when they are read, do not count."""
     numel: dict[str, int] = {}
     for param in trace.parameters:
-        numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
-    return max(sorted(numel), key=lambda name: numel[name])
+        if param.dtype.startswith(("float", "bfloat")):
+            numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
+    return max(sorted(numel), key=lambda name: numel[name], default="float32")
 
 
 def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:

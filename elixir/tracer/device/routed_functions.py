@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elixir.tracer.device.common import value_branches
+from elixir.tracer.device.common import quantised_products, value_branches
 from elixir.tracer.device.common.attention import Attention
 from elixir.tracer.device.common.meta_kernels import KERNELS
 from elixir.tracer.device.common.target import Target
@@ -33,7 +33,10 @@ def routed(target: Target) -> Iterator[None]:
     PyTorch warns that kernels are replaced: that is the purpose, and undone at the end.
     """
     library = torch.library.Library("aten", "IMPL")
+    quantised = torch.library.Library("bitsandbytes", "IMPL")
     try:
+        for name, kernel in quantised_products.kernels().items():
+            _implement(quantised, name, kernel)
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
             _implement(library, "dropout", _dropout)
@@ -52,6 +55,7 @@ def routed(target: Target) -> Iterator[None]:
             _implement(library, "log_softmax.int", _softmax(aten._log_softmax))
         yield
     finally:
+        quantised._destroy()
         library._destroy()
 
 

@@ -206,7 +206,7 @@ def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
     """Whether the chunk's memory on all ranks holds exactly the values of a parameter."""
     own = slot.parameter
     held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
-    wide_enough = own.is_floating_point() and torch.promote_types(own.dtype, held.dtype) == held.dtype
+    wide_enough = torch.promote_types(own.dtype, held.dtype) == held.dtype
     return wide_enough and is_dense(own.shape, own.stride())
 
 
@@ -242,7 +242,7 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for place in buffer_places(model):
         buffer = place.buffer
-        kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+        kept = place.cast(dtype)
         if buffer.device != device or buffer.dtype != kept:
             if buffer not in moved:
                 moved[buffer] = buffer.to(device, kept)

@@ -53,7 +53,7 @@ class Origins:
             alone: whether other ranks do not call this.
         """
         for place, _ in self._buffers:
-            if getattr(place.module, place.key, None) is not place.buffer:
+            if place.present is not place.buffer:
                 place.put(place.buffer)
         engine.release_memory()
         missing: list[str] = []
@@ -177,9 +177,8 @@ class Origins:
     def _buffers_back(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for place, origin in self._buffers:
-            # getattr, since a TorchScript module's buffers lack get().
-            buffer = getattr(place.module, place.key, None)
-            if not isinstance(buffer, torch.Tensor):
+            buffer = place.present
+            if buffer is None:
                 continue
             if buffer.device == origin.device and buffer.dtype == origin.dtype:
                 continue

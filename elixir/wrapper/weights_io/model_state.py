@@ -17,6 +17,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
+from elixir.models.casting import cast_dtype
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 
@@ -169,7 +170,7 @@ class ModelState:
             if parameter not in self._given:
                 part = slot.part_of(self._whole_of(chunk)).detach()
                 wide = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
-                dtype = self._dtype or wide
+                dtype = cast_dtype(parameter, self._dtype or wide)
                 keeps = self._full is not False
                 self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0, device="cpu")
             destination[key] = self._given[parameter]

@@ -122,8 +122,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nested parameter": (
         lambda: cpu_trace(holding(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), INP, sum_step),
         InputError, "nested tensor"),
-    "integer parameter": (
-        lambda: cpu_trace(holding(torch.ones(2, dtype=torch.int8)), INP, sum_step), InputError, "make it a buffer"),
     "unknown lengths": (
         calls(lambda m, i: F.ctc_loss(m(i["x"])[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.int64),
               torch.full((1,), 4), m(i["x"]).sum().long()[None]).backward()), TraceError, "lengths"),

@@ -209,12 +209,11 @@ def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
     module.close()
 
 
-def test_only_floating_parameters_are_planned() -> None:
+def test_frozen_whole_numbers_are_planned() -> None:
     real = case("opt", layers=1)
-    plan = make_plan(real, "streamed")
     real.model.register_parameter("index", nn.Parameter(torch.arange(3), requires_grad=False))
-    with pytest.raises(InputError, match="make it a buffer"):
-        wrapped(real.model, plan)
+    (index,) = (chunk for chunk in make_plan(real, "streamed").chunks if chunk.parameters[0].name == "index")
+    assert (index.dtype, index.trainable) == ("int64", False)
 
 
 def test_masters_start_from_unrounded_weights() -> None:

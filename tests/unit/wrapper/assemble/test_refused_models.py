@@ -52,7 +52,7 @@ class Named(torch.Tensor):
 
 
 class Params4bit(nn.Parameter):
-    """Named as bitsandbytes' class, with packed numbers."""
+    """Named as bitsandbytes' class, before it is packed."""
 
 
 class Announces(nn.Parameter):
@@ -85,8 +85,8 @@ def quantised(kind: type[Quantised] = Quantised) -> torch.Tensor:
 SUBCLASSES: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "packed by a library": (quantised, r"test_refused_models\.Quantised, a tensor subclass of unknown memory"),
     "of other functions": (lambda: torch.ones(16, 16).as_subclass(Named), r"\.Named, a tensor subclass"),
-    "4 bits": (lambda: Params4bit(torch.ones(128, 1, dtype=torch.uint8), False), "of Params4bit, quantised by bits"),
-    "partitioned": (lambda: quantised(DTensor), r"a DTensor; .*full_tensor\(\)"),
+    "4 bits": (lambda: Params4bit(torch.ones(16, 16), False), "a Params4bit that is not quantised yet"),
+    "partitioned": (lambda: quantised(DTensor), r"a DTensor, .*full_tensor\(\)"),
     "with functions": (lambda: Announces(torch.ones(16, 16)), "a Announces with a __torch_function__"),
 }
 
@@ -117,7 +117,7 @@ def test_a_cast_of_packed_weights() -> None:
     model.layer.weight = nn.Parameter(model.layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     model.layer.forward = lambda x: x @ model.layer.weight.to(x.dtype) + model.layer.bias  # type: ignore[method-assign]
     step(model, X)
-    with pytest.raises(InputError, match=r"^layer\.weight is of torch\.float8_e4m3fn, packed; .* cast to bfloat16"):
+    with pytest.raises(InputError, match=r"^layer\.weight is of torch\.float8_e4m3fn, packed, .* cast to bfloat16"):
         simple_search(model, 1, inp=X, step_fn=step, hardware="cpu", unified_dtype=torch.bfloat16)
 
 

@@ -1,0 +1,47 @@
+"""Tiny models with frozen weights in 4 or 8 bits under adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.common.parity import Case, case
+
+FORMS: dict[str, dict[str, Any]] = {
+    "nf4": {},
+    "nf4 double": {"compress_statistics": True},
+    "nf4 in bfloat16": {"quant_storage": torch.bfloat16},
+    "fp4 in float32": {"quant_storage": torch.float32, "quant_type": "fp4"},
+}
+"""Form of quantisation -> options of bitsandbytes' `Linear4bit`."""
+
+
+def quantised_case(form: str, checkpoint: str = "none") -> Case:
+    """A tiny Llama whose linear layers are quantised, with LoRA over some of them."""
+    peft = pytest.importorskip("peft")
+    it = case("llama", checkpoint)
+    it.model.requires_grad_(False)
+    quantise(it.model, form)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(it.model, config)
+    if checkpoint != "none":
+        model.enable_input_require_grads()
+    return Case(model.train(), it.inp, it.loss)
+
+
+def quantise(model: nn.Module, form: str) -> None:
+    """Replaces the linear layers of a model, but for its head."""
+    bnb = pytest.importorskip("bitsandbytes")
+    options = {"compress_statistics": False, "quant_type": "nf4", "quant_storage": torch.uint8} | FORMS[form]
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and name != "lm_head":
+            made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, False, **options)
+            made.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, module=made, **options)
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, made)
+    model.to("cpu")  # which packs the weights

@@ -1,0 +1,142 @@
+"""Frozen weights in 4 bits: packed bytes and what unpacks them are planned, streamed and saved as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from benchmark.observe import observe_step
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.errors import InputError
+from elixir.hardware.profile import preset
+from elixir.models.buffer_place import buffer_places
+from elixir.tracer.trace import trace_step
+from tests.common.parity import MODES, Case, Pair, make_plan
+from tests.common.quantised import FORMS, quantised_case
+
+CHECKPOINTS = ("none", "non-reentrant")
+
+
+def step(model: nn.Module, inp: dict[str, Any]) -> None:
+    model(**inp).loss.backward()
+
+
+def traced(it: Case, **options: Any) -> elixir.StepTrace:
+    return trace_step(it.model, it.inp, step, hardware=preset("cpu"), **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "checkpoint"),
+    [
+        pytest.param(
+            form, mode, checkpoint, marks=[] if (mode == "streamed") == (checkpoint == "none") else [pytest.mark.slow]
+        )
+        for form in FORMS
+        for mode in MODES
+        for checkpoint in CHECKPOINTS
+    ],
+)
+def test_steps_have_the_bits_of_plain_pytorch(form: str, mode: str, checkpoint: str) -> None:
+    it = quantised_case(form, checkpoint)
+    with Pair(it, make_plan(it, mode), max_norm=0.5) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.demand_loads == 0
+        for key in ("loads", "fetch"):
+            assert report.observed.get(key) == report.predicted.get(key), key
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_are_those_of_the_tensors(form: str) -> None:
+    it = quantised_case(form)
+    trace = traced(it)
+    assert trace.param_bytes == sum(parameter.nbytes for parameter in it.model.parameters())
+    places = {place.buffer: place.name for place in buffer_places(it.model)}
+    beside = [name for name in places.values() if ".weight." in name]
+    assert len(beside) == {"nf4 double": 5}.get(form, 2) * 14
+    assert trace.buffer_bytes == sum(buffer.nbytes for buffer in places)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("form", ["nf4", "nf4 double"])
+def test_the_peak_is_that_of_a_real_step(form: str, checkpoint: str) -> None:
+    it = quantised_case(form, checkpoint)
+    trace = traced(it)
+    real = observe_step(it.model, it.inp, step).peak_bytes
+    assert abs(trace.backward_peak_bytes - trace.resting_bytes - real) <= 0.01 * real
+
+
+def test_products_with_packed_weights_have_their_flops() -> None:
+    it, plain = quantised_case("nf4"), quantised_case("nf4")
+    for layer in plain.model.modules():
+        for name, child in layer.named_children():
+            if type(child).__name__ == "Linear4bit":
+                setattr(layer, name, nn.Linear(child.in_features, child.out_features, False).requires_grad_(False))
+    assert traced(it).flops == traced(plain).flops
+
+
+def test_a_cast_leaves_packed_numbers_and_their_scales() -> None:
+    it = quantised_case("fp4 in float32")
+    was = {place.name: place.buffer.dtype for place in buffer_places(it.model) if ".weight." in place.name}
+    module = elixir.ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), device="cpu")
+    module(**it.inp).loss.backward()
+    now = {place.name: place.buffer.dtype for place in buffer_places(it.model) if ".weight." in place.name}
+    assert was == now
+    chunks = {slot.name: chunk.dtype for chunk in module.plan.chunks for slot in chunk.parameters}
+    packed = [name for name in chunks if f"{name}.absmax" in was]
+    assert packed
+    assert {chunks[name] for name in packed} == {"float32"}
+    assert set(chunks.values()) == {"float32", "bfloat16"}
+    module.close()
+
+
+@pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16"])
+def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
+    first = quantised_case(form)
+    other = copy.deepcopy(first)
+    for parameter in other.model.parameters():
+        if parameter.requires_grad:
+            parameter.data.zero_()
+    plan = make_plan(first, "streamed")
+    with Pair(first, plan) as one, Pair(other, plan) as two:
+        one.train(2)
+        save_checkpoint(tmp_path / "saved", {"model": one.module, "optimizer": one.optimizer}, wait=True)
+        load_checkpoint(tmp_path / "saved", {"model": two.module, "optimizer": two.optimizer})
+        two.plain.load_state_dict(one.plain.state_dict(), strict=False)  # bitsandbytes refuses its own names
+        two.plain_optimizer.load_state_dict(one.plain_optimizer.state_dict())
+        two.train(2)
+        two.assert_same_weights()
+
+
+def test_close_gives_packed_weights_back() -> None:
+    it = quantised_case("nf4")
+    kinds = {name: type(parameter) for name, parameter in it.model.named_parameters()}
+    twin = copy.deepcopy(it.model)
+    with Pair(it, make_plan(it, "streamed"), plain=twin) as pair:
+        pair.train(2)
+    assert {name: type(parameter) for name, parameter in it.model.named_parameters()} == kinds
+    assert torch.equal(it.model(**it.inp).loss, twin(**it.inp).loss)
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    it = quantised_case("nf4")
+    unpacked = nn.Sequential(bnb.nn.Linear4bit(16, 16), nn.Linear(16, 16))
+    eight = nn.Sequential(bnb.nn.Linear8bitLt(16, 16), nn.Linear(16, 16))
+    floating = quantised_case("fp4 in float32").model
+    trained = next(p for p in floating.parameters() if type(p).__name__ == "Params4bit")
+    trained.requires_grad_(True)
+    for model, said in (
+        (unpacked, r"0\.weight is a Params4bit that is not quantised yet.*model\.to\('cpu'\)"),
+        (eight, r"0\.weight is of Int8Params, .*load_in_4bit"),
+        (floating, r"is a trained Params4bit.* train adapters"),
+    ):
+        with pytest.raises(InputError, match=said):
+            trace_step(model, it.inp, step, hardware=preset("cpu"))
