@@ -417,7 +417,7 @@ class _Replanning:
         try:
             correction = correct(trace, self._hardware, plan, observations, plan.optimizer)
             if correction.plan is not None:
-                refuse_compiled(self._module.module, correction.plan)
+                refuse_compiled(self._module.module, correction.plan, runs=True)
                 for stepper in engine_of(self._module).steppers:
                     stepper.check_plan(correction.plan)
         except ElixirError as error:  # a training that runs is not ended by a plan that cannot be bettered

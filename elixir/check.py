@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir.access.compiled_units import uncompiled
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
 from elixir.models.samples import generators_untouched
@@ -89,7 +90,7 @@ def refusals(
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     batch = _on_cpu(default_input(model) if inp is None else dict(inp))
     run = _Check(model, optimizers, batch, step_fn or default_step)
-    with generators_untouched(), _gradients_kept(model):
+    with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
         expected = run.plain()
         plan = run.plan(dtype, use_fused_kernels, None if moments is None else str(moments))

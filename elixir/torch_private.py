@@ -53,6 +53,12 @@ compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_fr
 PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
 
 
+def backward_is_compiled() -> bool:
+    """Whether a backward that began now would run under compiled autograd. False where PyTorch cannot say."""
+    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(loaded, "compiled_autograd_enabled", False))
+
+
 def while_nothing_compiles() -> Any:
     """A context in which no other thread has `torch.compiler.is_compiling`, which is one flag for all threads.
 
@@ -262,6 +268,7 @@ ATTRIBUTES: dict[str, str] = {
     "_modules": "of a module: children under their own names",
     "_non_persistent_buffers_set": "of a module: buffers that a state dict leaves out",
     "_compiled_call_impl": "of a module: what runs it instead after compile()",
+    "_call_impl": "of a module: what compile() compiles, its forward with hooks",
     "_apply": "of a module: what to(), half() and cuda() go through",
     "_schema": "of an operator: its arguments, which of them alias and which are written",
     "_overloadpacket": "of an operator: the overloads that share its name",

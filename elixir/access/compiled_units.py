@@ -10,22 +10,84 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import unmarked
+from elixir.errors import InputError
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was given to torch.compile, by ``module.compile()`` or as ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return module._compiled_call_impl is not None or _replaces(module)
 
 
-def _attribute_of_call(module: nn.Module) -> str:
-    """Name of the attribute through which a compiled module calls its code."""
-    return "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
+def _replaces(module: nn.Module) -> bool:
+    """Whether this is what ``torch.compile(module)`` returns: a module around the one that it was given."""
+    return "_orig_mod" in module._modules
+
+
+@contextmanager
+def compiled_in_place(model: object, *, keep: bool = False) -> Iterator[None]:
+    """Puts the modules that ``torch.compile(module)`` has replaced back, compiled as by ``module.compile()``.
+
+    Otherwise their weights would have names with ``_orig_mod.``, by which neither plans nor checkpoints of the plain
+    model fit. The model itself stays as it is.
+
+    Args:
+        model: changed in place. Anything but a module is left to others to refuse.
+        keep: whether they stay in place if nothing raises inside.
+
+    Raises:
+        InputError: such a module has hooks, which would run elsewhere in place.
+    """
+    undo: list[Callable[[], None]] = []
+    stays = False
+    try:
+        for name, module in list(model.named_modules()) if isinstance(model, nn.Module) else []:
+            for key, child in module._modules.items():
+                if child is not None and _replaces(child):
+                    undo.append(_put_in_place(f"{name}.{key}" if name else key, module, key, child))
+        yield
+        stays = keep
+    finally:
+        while undo and not stays:
+            undo.pop()()
+
+
+def _put_in_place(name: str, parent: nn.Module, key: str, replaced: nn.Module) -> Callable[[], None]:
+    """Puts one module back under its parent; returns the function that undoes it."""
+    module, context = replaced._modules["_orig_mod"], vars(replaced).get("dynamo_ctx")
+    hooks = (replaced._forward_hooks, replaced._forward_pre_hooks, replaced._backward_hooks)
+    if module is None or context is None or any(hooks):
+        raise InputError(
+            f"{name} is a torch.compile(module) with hooks of its own, which do not run inside of its graph; compile "
+            "with module.compile(), and register them on the module"
+        )
+    before = module._compiled_call_impl
+    module._compiled_call_impl = context(module._call_impl) if before is None else before
+    parent._modules[key] = module
+
+    def undo() -> None:
+        module._compiled_call_impl = before
+        parent._modules[key] = replaced
+
+    return undo
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Lets modules compiled in place run as they are, meanwhile."""
+    with compiled_in_place(model):
+        calls = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
+        for module, _ in calls:
+            module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for module, call in calls:
+                module._compiled_call_impl = call
 
 
 def has_cuda_graphs(module: nn.Module) -> bool:
     """Whether a compiled module was asked to record CUDA graphs; False where its backend does not say."""
-    call = vars(module).get(_attribute_of_call(module))
-    config = getattr(call, "get_compiler_config", lambda: None)()
+    config = getattr(module._compiled_call_impl, "get_compiler_config", lambda: None)()
     return bool(config and config.get("triton.cudagraphs"))
 
 
@@ -63,16 +125,16 @@ class CompiledUnit:
         use: Callable[[list[nn.Parameter]], None],
     ) -> None:
         self._module = module
-        self._attribute = _attribute_of_call(module)
-        self._original = vars(module)[self._attribute]
+        self._original: Any = module._compiled_call_impl
         # Only the frame of `call` is left to Python: what it calls runs compiled.
-        setattr(module, self._attribute, torch.compiler.disable(self._call, recursive=False))
+        self._entry = module._compiled_call_impl = torch.compiler.disable(self._call, recursive=False)
         self._enter, self._leave, self._use = enter, leave, use
         self._tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
 
     def remove(self) -> None:
-        """Gives the module its compiled code back."""
-        setattr(self._module, self._attribute, self._original)
+        """Gives the module its compiled code back, unless it was compiled anew."""
+        if self._module._compiled_call_impl is self._entry:
+            self._module._compiled_call_impl = self._original
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._enter(self._module, args)

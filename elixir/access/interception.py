@@ -209,12 +209,19 @@ class Interception:
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in compiled]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
+        self._modules = list(model.modules())
+        self._calls = [module._compiled_call_impl for module in self._modules]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copied module has copied hooks, and with them this object: it would listen for two models.
         raise InputError(
             "a model that runs under a plan cannot be copied or pickled; save its state_dict(), or build a second model"
         )
+
+    @property
+    def was_compiled_since(self) -> bool:
+        """Whether a module has been compiled since this listens, as a unit or not."""
+        return [module._compiled_call_impl for module in self._modules] != self._calls
 
     def remove(self) -> None:
         """Restores the classes of parameters and removes all hooks."""

@@ -8,11 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from elixir.access.compiled_units import is_compiled
+from elixir.access.compiled_units import compiled_in_place, is_compiled
 from elixir.errors import InputError, InputTypeError
-
-_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that record CUDA graphs, which replay fixed addresses; streamed weights have none."""
 
 
 def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
@@ -40,7 +37,7 @@ def check_compile(compile: object) -> dict[str, Any] | None:
     """Arguments of torch.compile for each layer; None if nothing is to be compiled.
 
     Raises:
-        InputError, InputTypeError: it is no bool or dict, or asks for CUDA graphs.
+        InputTypeError: it is no bool or dict.
     """
     if compile is None or compile is False:
         return None
@@ -48,18 +45,12 @@ def check_compile(compile: object) -> dict[str, Any] | None:
         return {}
     if not isinstance(compile, Mapping) or not all(isinstance(key, str) for key in compile):
         raise InputTypeError(f"compile must be True, False or a dict of torch.compile's arguments, got {compile!r}")
-    options = compile.get("options") or {}
-    if compile.get("mode") in _WITH_CUDA_GRAPHS or options.get("triton.cudagraphs"):
-        raise InputError(
-            f"compile={dict(compile)!r} asks for CUDA graphs, which replay fixed addresses, and streamed weights have "
-            "none; use mode='default' or 'max-autotune-no-cudagraphs'"
-        )
     return dict(compile)
 
 
 @contextmanager
 def layers_compiled(model: nn.Module, compile: object, *, keep: bool) -> Iterator[None]:
-    """Compiles the repeated layers of a model, apart from those that are compiled already.
+    """Compiles the repeated layers of a model; those that are compiled already run in place (`compiled_in_place`).
 
     Args:
         model: changed in place.
@@ -70,23 +61,23 @@ def layers_compiled(model: nn.Module, compile: object, *, keep: bool) -> Iterato
         InputError: the model repeats no layer.
     """
     arguments = check_compile(compile)
-    if arguments is None:
-        yield
-        return
-    layers = repeated_layers(model)
-    if not layers:
-        raise InputError(
-            f"compile= compiles the layers that a model repeats in an nn.ModuleList or nn.Sequential, and "
-            f"{type(model).__name__} has none; call compile() on the modules of your choice before wrapping"
-        )
-    compiled = [layer for layer in layers if not is_compiled(layer)]
-    for layer in compiled:
-        layer.compile(**arguments)
+    compiled: list[nn.Module] = []
     stays = False
-    try:
-        yield
-        stays = keep
-    finally:
-        if not stays:
-            for layer in compiled:
-                layer._compiled_call_impl = None
+    with compiled_in_place(model, keep=keep):
+        try:
+            if arguments is not None:
+                layers = repeated_layers(model)
+                if not layers:
+                    raise InputError(
+                        "compile= compiles the layers that a model repeats in an nn.ModuleList or nn.Sequential, and "
+                        f"{type(model).__name__} has none; call compile() on the modules of your choice"
+                    )
+                compiled += [layer for layer in layers if not is_compiled(layer)]
+                for layer in compiled:
+                    layer.compile(**arguments)
+            yield
+            stays = keep
+        finally:
+            if not stays:
+                for layer in compiled:
+                    layer._compiled_call_impl = None

@@ -39,15 +39,20 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
     find_shared_memory(model)
 
 
-def refuse_compiled(model: nn.Module, plan: Plan) -> None:
-    """Refuses plans for other compiled layers than the model has: such a layer runs with all its weights at hand.
+def refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool = False) -> None:
+    """Refuses compiled layers that a plan cannot run: each needs all its weights at once.
+
+    Args:
+        model: compiled in place (`compiled_in_place`).
+        plan: what it runs under, or will.
+        runs: whether the model runs under a plan already, so that layers may have been compiled since.
 
     Raises:
-        InputError: the plan moves weights, and the whole model was given to torch.compile, or other modules of it than
-            those that the plan has as units.
+        InputError: the plan moves weights, and the whole model was given to torch.compile, or a module with CUDA
+            graphs, or other modules than the plan has as units; of one that runs, some with more chunks than blocks.
     """
     moving = {
-        slot.name
+        slot.name: chunk
         for chunk in plan.chunks
         if plan.world_size > 1 or not chunk.resident or chunk.state_home != "device"
         for slot in chunk.parameters
@@ -56,20 +61,27 @@ def refuse_compiled(model: nn.Module, plan: Plan) -> None:
         return
     if is_compiled(model):
         raise compiled_over_moving_weights("the model")
-    for compiled, name in compiled_units(model).items():
-        if has_cuda_graphs(compiled) and any(is_inside(each, name) for each in moving):
+    units = {
+        name: [chunk for each, chunk in moving.items() if is_inside(each, name)]
+        for name in sorted({*compiled_units(model).values(), *plan.step.units})
+    }
+    compiled = {name: module for module, name in compiled_units(model).items() if units[name]}
+    for name, module in compiled.items():
+        if has_cuda_graphs(module):
             raise InputError(
                 f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have none; "
                 "compile it with mode='default' or 'max-autotune-no-cudagraphs'"
             )
-    found, planned = set(compiled_units(model).values()), set(plan.step.units)
-    for unit in sorted(found ^ planned):
-        if any(is_inside(name, unit) for name in moving):
-            was, now = ("not", "is") if unit in found else ("was", "is not")
-            raise InputError(
-                f"{unit} {now} given to torch.compile, and {was} when the plan was made; compile layers before "
-                "planning and before wrapping alike (elixir.wrap with compile=True does both)"
-            )
+    for name in sorted({name for name, chunks in units.items() if chunks} & (set(compiled) ^ set(plan.step.units))):
+        streamed = {id(chunk) for chunk in units[name] if not chunk.resident}
+        if runs and len(streamed) <= plan.block_count:
+            continue
+        was, now = ("not", "is") if name in compiled else ("was", "is not")
+        raise InputError(
+            f"{name} {now} given to torch.compile, and {was} when the plan was made; compile layers before planning "
+            "and before wrapping alike (elixir.wrap with compile=True does both)"
+            + (f": all its weights are {len(streamed)} chunks, and the plan has {plan.block_count} blocks" * runs)
+        )
 
 
 def compiled_over_moving_weights(what: str) -> InputError:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
-from elixir.access.compiled_units import compiled_units
+from elixir.access.compiled_units import compiled_in_place, compiled_units
 from elixir.access.interception import Interception
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
@@ -102,62 +102,65 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
-    twin = meta_copy(model, dtype)
-    units = _unit_names(model, compile)
-    batch, inputs = meta_input(inp, dtype)
-    parameters = twin.parameters
-    ledger = Ledger(target.round_bytes)
-    shadows = Shadows(ledger)
-    for parameter in parameters:
-        ledger.add(parameter, "parameters", "", None)
-    for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
-        for tensor, real in pairs:
-            ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
-            if not real.is_meta:
-                shadows.attach(tensor, real)
-    step_begin = len(ledger)
-    order = UseOrder(twin, ledger.log)
-    routing = routing if routing is not None else BalancedRouting()
-    recorder = Recorder(target, ledger, order, shadows, routing, cache)
-
-    references_when_alone()
-    fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
-    try:
-        with (
-            user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
-            warnings_heard(),
-            autocast_asked_for_meta(target.kind),
-            routed(target),
-            restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
-            _compiled_regions_run_eagerly(),
-        ):
-            _run_step(twin, batch, step_fn, recorder, order, ledger)
-        order.finish()
-        order.join_units(units)
-        step_end, operators = len(ledger), ledger.operators
-        trained = any(parameter.grad is not None for parameter in parameters)
-        phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target)
-        ledger.stop()
-        shadows.stop()
-        observed = Observed(
-            twin=twin,
-            model_name=model_name or type(model).__name__,
-            model_fingerprint=fingerprint(model),
-            device=hardware.name,
-            dtype=dtype,
-            optimizer=phase,
-            step_begin=step_begin,
-            step_end=step_end,
-            operators=operators,
-            assumptions=_assumptions(twin, target, shadows, fused, units),
-            unverified=target.unverified,
-            step=_shape_of(inp, bool(fused.counts), checkpoint, units),
-        )
-        return assemble(observed, ledger, order, started)
-    finally:
-        fused.remove()
+    with compiled_in_place(model):
+        twin = meta_copy(model, dtype)
+        units = _unit_names(model, compile)
+        batch, inputs = meta_input(inp, dtype)
+        parameters = twin.parameters
+        ledger = Ledger(target.round_bytes)
+        shadows = Shadows(ledger)
         for parameter in parameters:
-            parameter.grad = None  # the twin may be the caller's own meta model
+            ledger.add(parameter, "parameters", "", None)
+        for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
+            for tensor, real in pairs:
+                ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
+                if not real.is_meta:
+                    shadows.attach(tensor, real)
+        step_begin = len(ledger)
+        order = UseOrder(twin, ledger.log)
+        routing = routing if routing is not None else BalancedRouting()
+        recorder = Recorder(target, ledger, order, shadows, routing, cache)
+
+        references_when_alone()
+        fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
+        try:
+            with (
+                user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
+                warnings_heard(),
+                autocast_asked_for_meta(target.kind),
+                routed(target),
+                restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
+                _compiled_regions_run_eagerly(),
+            ):
+                _run_step(twin, batch, step_fn, recorder, order, ledger)
+            order.finish()
+            order.join_units(units)
+            step_end, operators = len(ledger), ledger.operators
+            trained = any(parameter.grad is not None for parameter in parameters)
+            phase = run_optimizer(
+                optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target
+            )
+            ledger.stop()
+            shadows.stop()
+            observed = Observed(
+                twin=twin,
+                model_name=model_name or type(model).__name__,
+                model_fingerprint=fingerprint(model),
+                device=hardware.name,
+                dtype=dtype,
+                optimizer=phase,
+                step_begin=step_begin,
+                step_end=step_end,
+                operators=operators,
+                assumptions=_assumptions(twin, target, shadows, fused, units),
+                unverified=target.unverified,
+                step=_shape_of(inp, bool(fused.counts), checkpoint, units),
+            )
+            return assemble(observed, ledger, order, started)
+        finally:
+            fused.remove()
+            for parameter in parameters:
+                parameter.grad = None  # the twin may be the caller's own meta model
 
 
 def _run_step(

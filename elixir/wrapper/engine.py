@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from elixir.access.interception import CountedParameter, Interception
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
-from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
+from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, staging_kind, summands_kind, window_kind
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
@@ -37,7 +36,6 @@ from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, No
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
 from elixir.plan.plan import Plan
-from elixir.schedule import Schedule
 from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
@@ -155,7 +153,7 @@ class Engine:
         self.leaving: dict[int, StoredStates] = {}
         """By chunk, the states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
-        self._access: Interception | None = None
+        self.access: Interception | None = None
         self._handles: list[RemovableHandle] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
@@ -181,12 +179,10 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
-        units = compiled_units(self.model)
         self.uses = WeightUses(
-            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs), units
+            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
         )
-        parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
-        self._access = Interception(self.model, self.uses, parameters, units=units) if self.tracked else None
+        self.listen()
         arrived = _weakly(self._arrived)
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
@@ -198,6 +194,20 @@ class Engine:
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
+
+    def listen(self) -> None:
+        """Lets `uses` hear of every use of a tracked weight; modules that are compiled by now use theirs together."""
+        self.stop_listening()
+        units = compiled_units(self.model)
+        self.uses.join(units)
+        parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
+        self.access = Interception(self.model, self.uses, parameters, units=units) if self.tracked else None
+
+    def stop_listening(self) -> None:
+        """Takes hooks and classes off the model."""
+        if self.access is not None:
+            self.access.remove()
+            self.access = None
 
     def _make_memory(self, plan: Plan) -> None:
         """Allocates what a plan needs next to the chunks."""
@@ -239,9 +249,7 @@ class Engine:
         for parameter, _ in self._counted():
             parameter.__class__ = nn.Parameter
             vars(parameter).pop("elixir_lends", None)
-        if self._access is not None:
-            self._access.remove()
-            self._access = None
+        self.stop_listening()
         while self._handles:
             self._handles.pop().remove()
 
@@ -516,7 +524,7 @@ class Engine:
                 block_bytes=self.plan.block_bytes,
                 reduce_fp32=self.options.reduce_fp32,
                 overlap=self.plan.overlap,
-                places=_places(gathering, self.schedule),
+                places=send_positions(gathering, self.schedule),
                 accumulation=self.plan.accumulation,
             ),
             _weakly(self._complete) if self.plan.has_early_updates else None,
@@ -567,17 +575,6 @@ def engine_of(module: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise InputTypeError(f"only an ElixirModule has an engine, this is a {type(module).__name__}")
     return engine
-
-
-def _places(chunks: list[Chunk], schedule: Schedule) -> dict[int, int]:
-    """By chunk, the position after whose loads it is reduced: the last one that loads before its last gradient, or
-    -1."""
-    loading = schedule.loading
-    return {
-        chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
-        for chunk in chunks
-        if chunk.plan.grad_entry is not None
-    }
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
+from elixir.access.compiled_units import compiled_in_place
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
@@ -21,7 +22,12 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing
-from elixir.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
+from elixir.torch_private import (
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from elixir.units import parse_dtype
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
@@ -37,6 +43,7 @@ from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.late_units import follow_compiled, refuse_compiled_around
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.run_options import Debug, RunOptions
 from elixir.wrapper.weights_io.gathered import shown
@@ -112,7 +119,6 @@ class ElixirModule(nn.Module):
         refuse_wrapped(module)
         dtype = None if dtype is None else parse_dtype(dtype)
         debug = debug or Debug()
-        self._origins = Origins(module)
         self._output_fp32 = output_fp32
         folders, where = folders_of(disk_folder), compute_device(device)
         options = RunOptions(
@@ -122,7 +128,8 @@ class ElixirModule(nn.Module):
             disk_folders=folders,
             debug=debug,
         )
-        with contextlib.ExitStack() as undone:
+        with compiled_in_place(module, keep=True), contextlib.ExitStack() as undone:
+            self._origins = Origins(module)
             ranks = Group(group)
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
@@ -171,6 +178,7 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        refuse_compiled_around(self._engine)
         with self._engine.phase.alone():
             return self._forward(args, kwargs)
 
@@ -186,6 +194,7 @@ class ElixirModule(nn.Module):
         engine.errors.report(Call.RUN)
         if engine.before_forward is not None:
             engine.before_forward()
+        follow_compiled(engine)
         begins = self._account.forward(args, kwargs)
         engine.renew_shared()
         buffers.before_forward()
@@ -259,7 +268,7 @@ class ElixirModule(nn.Module):
         # Runs on the network's lane, after its pending work, which is the same on all ranks. This thread waits for all
         # answers.
         folders = engine.options.disk_folders
-        agree = partial(agree_on_plan, engine.group, self.module, plan, None, folders)
+        agree = partial(agree_on_plan, engine.group, self.module, plan, None, folders, runs=True)
         agreed = engine.lanes.network.ask(agree)
         for stepper in engine.steppers:
             stepper.check_plan(agreed)

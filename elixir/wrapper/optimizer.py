@@ -20,6 +20,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.late_units import refuse_compiled_around
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.step.elementwise import MODES, options_of
@@ -218,6 +219,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() "
                 "after backward, and for a copy only"
             )
+        refuse_compiled_around(self._engine)
         scale = self._engine.loss_scale
         for stepper in self._engine.steppers:  # all optimizers share the gradients
             stepper.gradients_scaled(scale.value)

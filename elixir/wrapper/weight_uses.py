@@ -88,7 +88,6 @@ class WeightUses:
         gradients: knows which gradients have left for their home.
         device: the device of compute.
         backward_runs: called for every node of a backward, which need not have begun at an output of the model.
-        units: compiled modules: the backward of one reads any of its weights, so all are brought in with the first.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class WeightUses:
         gradients: GradientFlow,
         device: torch.device,
         backward_runs: Callable[[], None],
-        units: Iterable[nn.Module] = (),
     ) -> None:
         self._cache, self._gradients, self._device = cache, gradients, device
         self._backward_runs = backward_runs
@@ -109,11 +107,6 @@ class WeightUses:
         self._places = places
         self._together: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         """By the `id` of a parameter of a compiled module, the streamed chunks and the `id`s of all its parameters."""
-        for unit in units:
-            members = [parameter for parameter in unit.parameters() if parameter in places]
-            streamed = dict.fromkeys(c.index for c, _ in map(places.__getitem__, members) if not c.plan.resident)
-            keys = frozenset(map(id, members))
-            self._together.update(dict.fromkeys(keys, (tuple(streamed), keys)))
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
         notices."""
@@ -124,6 +117,15 @@ class WeightUses:
         """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False
         """Whether parameters have separate memory, into which a state dict is loaded."""
+
+    def join(self, units: Iterable[nn.Module]) -> None:
+        """Notes the compiled modules: the backward of one reads any of its weights, so all come with the first."""
+        self._together.clear()
+        for unit in units:
+            members = [parameter for parameter in unit.parameters() if parameter in self._places]
+            streamed = dict.fromkeys(c.index for c, _ in map(self._places.__getitem__, members) if not c.plan.resident)
+            keys = frozenset(map(id, members))
+            self._together.update(dict.fromkeys(keys, (tuple(streamed), keys)))
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Fetches the chunks, and pins them until the running module returns."""

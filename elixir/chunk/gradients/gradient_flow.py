@@ -18,7 +18,8 @@ ones that are reduced, or reduced before the optimizer steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +33,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lanes
 from elixir.chunk.part_norms import PartNorms
+from elixir.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,17 @@ class FlowOptions:
     overlap: bool = True
     places: Mapping[int, int] = field(default_factory=dict)
     accumulation: int = 1
+
+
+def send_positions(chunks: Iterable[Chunk], schedule: Schedule) -> dict[int, int]:
+    """By chunk, the position after whose loads it is reduced: the last one that loads before its last gradient, or
+    -1."""
+    loading = schedule.loading
+    return {
+        chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
+        for chunk in chunks
+        if chunk.plan.grad_entry is not None
+    }
 
 
 class GradientFlow:

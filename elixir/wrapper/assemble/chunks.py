@@ -267,9 +267,11 @@ def agree_on_plan(
     given: Plan | HasPlan,
     dtype: torch.dtype | None,
     disk_folders: Sequence[str] = (),
+    *,
+    runs: bool = False,
 ) -> Plan:
     """Returns the plan that all ranks run; their plans may differ by the free memory that each has read
-    (`plan_for_all`).
+    (`plan_for_all`). `runs` says whether the model runs under a plan already.
 
     Refuses, on all ranks at once, plans that differ otherwise, and a plan that some rank cannot run.
     """
@@ -279,7 +281,7 @@ def agree_on_plan(
         mine = plan.fingerprint
         refuse_unplannable(module, None if plan.dtype == "as built" else parse_dtype(plan.dtype))
         _check_fits(plan, module, group.size)
-        refuse_compiled(module, plan)
+        refuse_compiled(module, plan, runs=runs)
         _check_disk_folders(plan, disk_folders)
         planned = (
             list(dict.fromkeys(chunk.dtype for chunk in plan.chunks)) if plan.dtype == "as built" else [plan.dtype]
@@ -299,7 +301,7 @@ def agree_on_plan(
             raise InputError(f"rank {rank} cannot run its plan: {problem}")
     if all(theirs == plan.fingerprint for theirs, _ in answers):
         return plan
-    return agree_on_plan(group, module, plan_for_all(group, plan), dtype, disk_folders)
+    return agree_on_plan(group, module, plan_for_all(group, plan), dtype, disk_folders, runs=runs)
 
 
 def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:

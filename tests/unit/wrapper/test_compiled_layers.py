@@ -283,15 +283,15 @@ def test_layers_compiled_with_cuda_graphs_before_are_refused() -> None:
 @pytest.mark.parametrize(
     ("compile", "error", "says"),
     [
-        ({"mode": "reduce-overhead"}, InputError, "CUDA graphs"),
-        ({"options": {"triton.cudagraphs": True}}, InputError, "CUDA graphs"),
+        ({"mode": "reduce-overhead"}, InputError, "model.layers.0 is compiled with CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, InputError, "model.layers.0 is compiled with CUDA graphs"),
         ("inductor", InputTypeError, "True, False or a dict"),
     ],
 )
 def test_what_compile_cannot_be(compile: Any, error: type[Exception], says: str) -> None:
     it = case("llama")
     with pytest.raises(error, match=says):
-        elixir.wrap(it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile=compile)
+        elixir.wrap(it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile=compile, placement="cpu")
 
 
 def test_a_model_without_repeated_layers() -> None:

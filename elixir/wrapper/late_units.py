@@ -1,0 +1,52 @@
+"""Modules that were compiled after wrapping: they become units before the next forward, or are refused."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from elixir.access.compiled_units import compiled_units
+from elixir.errors import InputError
+from elixir.models.plannable import compiled_over_moving_weights, refuse_compiled
+from elixir.torch_private import backward_is_compiled, compiling
+from elixir.wrapper.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_compiled_around(engine: Engine) -> None:
+    """Refuses a forward or backward of the whole model that torch.compile runs.
+
+    Raises:
+        InputError: the plan moves weights, and a compiler is at work.
+    """
+    # The first question is the one that a compiler can answer while it traces this; then it leaves the frame.
+    if (torch.compiler.is_compiling() or compiling()) and engine.tracked:
+        raise compiled_over_moving_weights("the ElixirModule, or a function around it,")
+    if backward_is_compiled():
+        raise InputError(
+            "compiled autograd makes one graph of all of backward, in which no weight can be fetched; leave it out, "
+            "and compile layers (elixir.wrap with compile=True), whose backward is compiled with them"
+        )
+
+
+def follow_compiled(engine: Engine) -> None:
+    """Makes modules that were compiled since the last forward into units; all ranks must have compiled the same.
+
+    Raises:
+        InputError: the plan cannot run them.
+    """
+    if engine.access is None or not engine.access.was_compiled_since:
+        return
+    refuse_compiled(engine.model, engine.plan, runs=True)
+    units = sorted(compiled_units(engine.model).values())
+    engine.exchange(f"compiled modules {units}", None)
+    late = set(units) - set(engine.plan.step.units)
+    if late:
+        logger.warning(
+            "%d modules were compiled after the plan was made, which counts less memory for them and fetches their "
+            "weights later; compile before wrapping (elixir.wrap with compile=True)",
+            len(late),
+        )
+    engine.listen()

@@ -1,0 +1,296 @@
+"""Compiled layers through a run's life: compiled late, replaced, moved, saved, resumed; and compilers that cannot be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.access.compiled_units import compiled_units
+from elixir.check import refusals
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.errors import ArtifactError, InputError
+from elixir.plan.plan import Plan
+from elixir.search.replan import Correction
+from elixir.wrapper import ElixirModule
+from elixir.wrapper.run_options import Debug
+from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
+from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, fresh, plan_of
+
+POISON = Debug(poison=True)
+LAYERS = ("model.layers.0", "model.layers.1")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    fresh()
+    yield
+    fresh()
+
+
+def roomy(it: Case, mode: str = "streamed") -> Plan:
+    """Few chunks and many blocks, so that a whole layer finds room."""
+    return plan_of(it, mode, split_number=4, allocate_factor=0.7)
+
+
+def replaced(model: nn.Module) -> nn.Module:
+    """The layers as many scripts compile them: a compiled module in place of each."""
+    layers = model.model.layers
+    for number in range(len(layers)):
+        layers[number] = torch.compile(layers[number], backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    it = case("llama", "non-reentrant")
+    plan = roomy(it, mode)
+    with Pair(it, plan, debug=POISON) as pair:
+        pair.train(2)
+        compiled(pair.plain)
+        compiled(it.model)
+        losses = pair.train(2)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert ("compiled after the plan was made" in caplog.text) == (mode != "resident")
+        pair.module.rehome(mixed(plan) if mode == "streamed" else plan)
+        compiled(it.model, "eager")  # anew, over the unit
+        losses += pair.train(2)
+        pair.assert_same_weights()
+    assert losses == sorted(losses, reverse=True)
+    assert all(layer._compiled_call_impl is not None for layer in it.model.model.layers)
+
+
+def test_a_layer_compiled_after_wrapping_that_finds_no_room_is_refused() -> None:
+    it = case("llama")
+    with Pair(it, plan_of(it, "streamed"), debug=POISON) as pair:
+        pair.train(1)
+        compiled(it.model)
+        with pytest.raises(InputError, match=r"all its weights are 5 chunks, and the plan has 2 blocks"):
+            pair.module(**it.inp)
+        for layer in it.model.model.layers:
+            layer._compiled_call_impl = None
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("whole", ["model", "wrapper", "function"])
+def test_a_whole_model_compiled_after_wrapping_is_refused(whole: str) -> None:
+    it = case("llama")
+    module = ElixirModule(it.model, plan_of(it, "streamed"), device="cpu")
+    run: Any = module
+    if whole == "model":
+        it.model.compile(backend="eager")
+    elif whole == "wrapper":
+        run = torch.compile(module, backend="eager")
+    else:
+        run = torch.compile(lambda **inp: module(**inp), backend="eager")
+    with pytest.raises(InputError, match=r"given to torch.compile.*compile its layers instead \(elixir.wrap"):
+        run(**it.inp)
+    it.model._compiled_call_impl = None
+    it.loss(module, it.inp).backward()
+    module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_compiled_autograd_is_refused(mode: str) -> None:
+    it = case("llama")
+    with Pair(
+        Case(compiled(it.model), it.inp, it.loss), plan_of(it, mode), plain=compiled(case("llama").model)
+    ) as pair:
+        loss = it.loss(pair.module, it.inp)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            with pytest.raises(InputError, match="compiled autograd makes one graph of all of backward"):
+                pair.optimizer.backward(loss)
+            with pytest.raises(InputError, match="compiled autograd"):
+                pair.module(**it.inp)
+        pair.module.zero_grad()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_torch_compile_has_replaced_keep_their_plain_names(mode: str, tmp_path: Path) -> None:
+    it = case("llama")
+    names = list(it.model.state_dict())
+    plain = compiled(copy.deepcopy(it.model))
+    before = replaced(it.model).model.layers[0]
+    plan = plan_of(it, mode)
+    assert plan.step.units == LAYERS
+    assert it.model.model.layers[0] is before, "planning changes nothing"
+    assert plan == plan_of(Case(plain, it.inp, it.loss), mode), "the plan of layers compiled in place"
+    with pytest.raises(ArtifactError):
+        ElixirModule(it.model, plan_of(case("opt"), mode), device="cpu")
+    assert it.model.model.layers[0] is before, "nor does a refusal"
+    with Pair(it, plan, plain=plain, debug=POISON) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        assert list(pair.module.state_dict()) == names == list(it.model.state_dict())
+        save_checkpoint(tmp_path, {"model": pair.module, "optimizer": pair.optimizer}, wait=True)
+        after = pair.train(1)
+    assert tuple(compiled_units(it.model).values()) == LAYERS
+    fresh()
+    other = case("llama")  # a checkpoint of replaced layers goes on with layers that are not compiled, and back
+    with Pair(other, plan_of(other, mode), plain=copy.deepcopy(other.model)) as pair:
+        load_checkpoint(tmp_path, {"model": pair.module, "optimizer": pair.optimizer})
+        assert pair.case.loss(pair.module, other.inp).item() == after[0]
+
+
+def test_a_replaced_module_with_hooks_of_its_own_is_refused() -> None:
+    it = case("llama")
+    replaced(it.model).model.layers[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"model.layers.1 is a torch.compile\(module\) with hooks of its own"):
+        plan_of(it, "streamed")
+    assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("llama", checkpoint)
+    plain = compiled(copy.deepcopy(it.model))
+    compiled(it.model)
+    with Pair(it, plan_of(it, "streamed"), plain=plain) as pair:
+        pair.train(1)
+        engine = pair.engine
+        units = [
+            {engine.places[parameter][0].index for parameter in layer.parameters()} for layer in it.model.model.layers
+        ]
+        asked: list[set[int]] = []
+        acquire = engine.cache.acquire
+
+        def acquires(chunks: Any) -> None:
+            asked.append(set(chunks))
+            acquire(chunks)
+
+        monkeypatch.setattr(engine.cache, "acquire", acquires)
+        pair.train(1)
+        inside = {parameter for layer in it.model.model.layers for parameter in layer.parameters()}
+        others = {engine.places[each][0].index for each in it.model.parameters() if each not in inside}
+        asked = [chunks for chunks in asked if chunks in units or not chunks <= others]
+        assert asked == [*units, *reversed(units)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Model()
+    it = Case(model, {"x": torch.randn(4, 8, requires_grad=True)}, lambda m, inp: m(**inp).square().mean())
+    plain = compiled(copy.deepcopy(model))
+    with Pair(it, plan_of(replace(it, model=compiled(model)), "streamed", split_number=4), plain=plain) as pair:
+        assert pair.module.plan.step.units == ("layers.0", "layers.1", "layers.2")
+        pair.train(3)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+        assert report.demand_loads == 0
+
+
+def test_homes_change_under_compiled_layers() -> None:
+    it = case("llama", "non-reentrant")
+    plain = compiled(copy.deepcopy(it.model))
+    compiled(it.model)
+    plans = {mode: plan_of(it, mode) for mode in MODES}
+    plans["resident"] = replace(
+        plans["streamed"],
+        chunks=tuple(
+            replace(chunk, resident=True, weight_home="device", state_home="device")
+            for chunk in plans["streamed"].chunks
+        ),
+    )
+    with Pair(it, plans["streamed"], plain=plain, debug=POISON) as pair:
+        for mode in ("mixed", "resident", "streamed", "mixed"):
+            pair.train(2)
+            pair.module.rehome(plans[mode])
+        pair.train(2)
+        pair.assert_same_weights()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("llama", "non-reentrant")
+    plain = compiled(copy.deepcopy(it.model))
+    plain_optimizer = adamw(plain)
+    second = Correction(None, "")
+    monkeypatch.setattr(import_module("elixir.api"), "correct", lambda *_: second)
+    model, optimizer = elixir.wrap(
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, device_memory="1.3MiB",
+        host_memory="1GiB", assume="nominal",
+    )  # fmt: skip
+    before = model.plan
+    on_device = (replace(chunk, weight_home="device", state_home="device") for chunk in before.chunks)
+    second = Correction(replace(before, chunks=tuple(on_device)), "as the test says")
+    for _ in range(8):
+        mine, theirs = it.loss(model, it.inp), it.loss(plain, it.inp)
+        assert torch.equal(mine, theirs)
+        optimizer.backward(mine)
+        theirs.backward()
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    assert model.plan != before
+    assert model.plan.step.units == LAYERS == tuple(compiled_units(it.model).values())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
+    it = case("llama", "reentrant")
+    compiled(it.model)
+    plan = plan_of(it, mode)
+    with Pair(it, plan, plain=compiled(copy.deepcopy(it.model)), debug=POISON) as pair:
+        pair.train(3)
+        saving = save_checkpoint(tmp_path, {"model": pair.module, "optimizer": pair.optimizer})
+        losses = pair.train(3)
+        saving.wait()
+        whole = pair.module.state_dict()
+    fresh()
+    again = case("llama", "reentrant")
+    model, optimizer = elixir.wrap(
+        again.model, adamw(again.model), plan=plan, compile={"backend": "aot_eager"}, device="cpu"
+    )
+    load_checkpoint(tmp_path, {"model": model, "optimizer": optimizer})
+    found = []
+    for _ in range(3):
+        loss = again.loss(model, again.inp)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found == losses
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    model.close()
+
+
+def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:
+    it = case("llama")
+    model, _ = elixir.wrap(
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, device_memory="64MiB",
+        host_memory="1GiB",
+    )  # fmt: skip
+    assert model.plan.step.units == LAYERS
+    model.close()
+    other = case("llama")
+    assert refusals(replaced(other.model), adamw(other.model), other.inp) == ()
