@@ -31,7 +31,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, TorchDynamoPlugin
 except ImportError as error:
     raise ImportError("this needs the package accelerate: pip install 'torch-elixir[hf]'") from error
 
@@ -80,7 +80,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that plans and wraps in `prepare`, from the model, its optimizers and the training DataLoader.
 
     Mixed precision becomes the plan's dtype, with float32 master weights: there is no autocast, and no GradScaler.
-    Micro-batches of an accumulation are reduced one by one, into shards.
+    Micro-batches of an accumulation are reduced one by one, into shards. A plugin for torch.compile compiles the layers
+    that the model repeats, whether it says ``use_regional_compilation`` or not.
 
     Args:
         args, kwargs: of `accelerate.Accelerator`.
@@ -88,8 +89,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             ``step_fn(model, batch)`` runs forward, loss and backward; by default ``model(**batch).loss.backward()``.
 
     Raises:
-        InputError: an option repeats a setting of the Accelerator; or DeepSpeed, FSDP, Megatron, fp8, torch.compile or
-            another kind of parallelism is configured.
+        InputError: an option repeats a setting of the Accelerator; or DeepSpeed, FSDP, Megatron, fp8 or another kind of
+            parallelism is configured.
     """
 
     elixir: Run | None = None
@@ -128,9 +129,18 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             raise InputError("Elixir trains data-parallel ranks only; leave parallelism_config out")
         if (given := self.mixed_precision) not in DTYPES:
             raise InputError(f"mixed_precision={given!r} is not known here; choose one of {list(DTYPES)}")
+
+    @property
+    def _elixir_compile(self) -> dict[str, Any]:
+        """``compile=`` for `elixir.wrap`, from the plugin for torch.compile; {} if that is not configured."""
         plugin = getattr(self.state, "dynamo_plugin", None)
-        if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
-            raise InputError("torch.compile is configured, but cannot run with weights that are streamed; leave it out")
+        backend = str(getattr(getattr(plugin, "backend", "NO"), "value", "NO")).lower()
+        if plugin is None or backend == "no":
+            return {}
+        # mode="default" may not be given next to options.
+        given = {name: value for name, value in plugin.to_dict().items() if value is not None and value != "default"}
+        given.pop("use_regional_compilation", None)
+        return {"compile": {**given, "backend": backend}}
 
     def wrap(self, model: torch.nn.Module, optimizers: Any, **more: Any) -> Run:
         """Plans, and wraps a plain model and its optimizers.
@@ -155,7 +165,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         return self.dry_run(model, optimizers, inp=inp)
 
     def _elixir_arguments(self, **more: Any) -> dict[str, Any]:
-        options = {"device": self.device, "dtype": DTYPES[self.mixed_precision], **more, **self._elixir_options}
+        settled = {"device": self.device, "dtype": DTYPES[self.mixed_precision], **self._elixir_compile}
+        options = {**settled, **more, **self._elixir_options}
         if "plan" in options:
             return {name: value for name, value in options.items() if name not in ("accumulation", "inp", "step_fn")}
         options.setdefault("accumulation", self.gradient_accumulation_steps)
@@ -205,8 +216,10 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         """Prepares as Accelerator does; a wrapped model is not moved, and reduces its gradients itself."""
         if isinstance(model, ElixirModule):
             vars(model)["_is_accelerate_prepared"] = True
-            # Older versions do not look at it: without these they would move the model, and wrap it in DDP.
-            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            # Its layers are compiled. A model whose whole forward is compiled cannot fetch weights.
+            with patch.object(self.state, "dynamo_plugin", TorchDynamoPlugin(backend="no")):
+                # Older versions do not look at it: without these they would move the model, and wrap it in DDP.
+                return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:

@@ -168,6 +168,10 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             f"{min(copies, default='')} copies the model, whose weights lie in shared chunks; leave it out": bool(
                 copies
             ),
+            "torch.compile of the whole LightningModule cannot run with weights that are streamed; give the module "
+            "itself, and ElixirStrategy(compile=True), which compiles its layers": (
+                getattr(self.lightning_module, "_compiler_ctx", None) is not None
+            ),
             "sync_batchnorm is not done here; convert the model with torch.nn.SyncBatchNorm": self._layer_sync,
         }
         for sentence, found in refused.items():

@@ -120,7 +120,6 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         optim = str(getattr(args.optim, "value", args.optim))
         refused = {
-            "torch_compile cannot run with weights that are streamed; leave it out": args.torch_compile,
             "auto_find_batch_size would try batches that are not planned for; ask `elixir fit`, or trainer.plan()": (
                 args.auto_find_batch_size
             ),

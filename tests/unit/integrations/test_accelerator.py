@@ -113,9 +113,6 @@ def test_refusals() -> None:
     with pytest.raises(InputError, match="one model together with its optimizers"):
         ElixirAccelerator(cpu=True, elixir=ON_HOST).prepare(optimizer)
     AcceleratorState._reset_state(True)
-    with pytest.raises(InputError, match=r"torch.compile is configured"):
-        ElixirAccelerator(cpu=True, dynamo_backend="eager")
-    AcceleratorState._reset_state(True)
     accelerator = ElixirAccelerator(cpu=True, elixir={**ON_HOST, "inp": collate(rows(2, 0))})
     accelerator.prepare(model, optimizer)
     with pytest.raises(InputError, match="by their norm only"):

@@ -25,6 +25,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "accelerate": ("_is_accelerate_prepared",),
     "lightning": (
+        "_compiler_ctx",  # a LightningModule that was given to torch.compile as a whole, which is refused
         "_device",  # what training_step makes on self.device belongs on meta while it is traced
         "_layer_sync",  # sync_batchnorm, which is refused
         "_precision_plugin",  # the Trainer reads it of a strategy that it is given

@@ -244,7 +244,6 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
         ({"dtype": "bf16"}, {}, "comes from bf16 or fp16"),
         ({"device_memroy": "1GiB"}, {}, "did you mean device_memory"),
         ("nowhere.json", {}, "neither JSON nor the file"),
-        ({}, {"torch_compile": True}, "torch_compile cannot run"),
         ({}, {"auto_find_batch_size": True}, "elixir fit"),
         ({}, {"bf16_full_eval": True}, "the plan's dtype"),
         ({}, {"optim": "adamw_bnb_8bit"}, "'8bit'"),
