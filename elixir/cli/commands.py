@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elixir.cli import files, from_flags, output
 from elixir.cli.hardware import say_hardware
@@ -28,13 +29,16 @@ from elixir.show.plan_map import plot_plan
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def run_profile(args: argparse.Namespace) -> int:
     """Traces one training step and says what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
     hardware = files.find_hardware(args.hardware)
-    trace = from_flags.traced(args, hardware)
+    trace, _ = from_flags.traced(args, hardware)
     written = [trace.save(args.out)] if args.out else []
     if args.plot:
         plot_memory(trace, args.plot)
@@ -51,7 +55,7 @@ def run_plan(args: argparse.Namespace) -> int:
     """Traces (or reads a trace), searches, and says what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
-    trace = files.trace_in(args.model)
+    trace, model = files.trace_in(args.model), None
     if args.search_batch:
         _check_search_batch(args, trace)
     if trace is None:
@@ -71,17 +75,21 @@ def run_plan(args: argparse.Namespace) -> int:
     if trace is None:
         resolve_budgets(hardware, from_flags.asked(args, _optimizer(args, trace)))  # refuses before a trace is made
         if not args.search_batch:
-            trace = from_flags.traced(args, hardware)
+            trace, model = from_flags.traced(args, hardware)
     request = from_flags.asked(args, _optimizer(args, trace))
     choice = None
     if trace is None:
-        choice = _search_batch(args, hardware, request)
+        choice, model = _search_batch(args, hardware, request)
         answer = choice.answer
     else:
         from elixir.search import plan_from_trace
 
         question = Question(trace, hardware, request)
         answer = plan_from_trace(*(_with_allowed(args, question) if args.allow else question))
+    if model is not None:
+        from elixir.models.plannable import refuse_compiled
+
+        refuse_compiled(model, answer.plan)
     return _say_plan(args, answer, choice)
 
 
@@ -218,21 +226,23 @@ def run_models(args: argparse.Namespace) -> int:
     return 0
 
 
-def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: SearchRequest) -> BatchChoice:
-    """The fastest way to cut the samples of a step; `--activation-checkpointing` settles whether, and how much, to
-    checkpoint."""
+def _search_batch(
+    args: argparse.Namespace, hardware: HardwareProfile, request: SearchRequest
+) -> tuple[BatchChoice, nn.Module]:
+    """The fastest way to cut the samples of a step, and the model; `--activation-checkpointing` settles whether, and
+    how much, to checkpoint."""
     from elixir.models.activation_checkpointing import checkpointable_layers
     from elixir.models.loading import build
     from elixir.search import search_batches
 
     def trace_of(batch: int, checkpoint: str) -> StepTrace:
-        return from_flags.traced(
-            argparse.Namespace(**{**vars(args), "batch": batch, "checkpoint": checkpoint}), hardware
-        )
+        asked = argparse.Namespace(**{**vars(args), "batch": batch, "checkpoint": checkpoint})
+        return from_flags.traced(asked, hardware)[0]
 
-    layers = 0 if args.checkpoint else len(checkpointable_layers(build(args.model)))
+    model = build(args.model)
+    layers = 0 if args.checkpoint else len(checkpointable_layers(model))
     with output.progress() as progress:
-        return search_batches(
+        choice = search_batches(
             trace_of,
             hardware,
             request,
@@ -241,6 +251,7 @@ def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: 
             layers=layers,
             progress=progress,
         )
+    return choice, model
 
 
 def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elixir.cli.files import trace_in
 from elixir.errors import InputError, Lever, PlanError, unknown_name
@@ -15,6 +15,9 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
 from elixir.show.tables import flag_of
 from elixir.step_trace import StepTrace
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STEP_FLAGS = (
     "batch",
@@ -46,12 +49,14 @@ def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
     return SearchRequest(**{"world_size": 1, "optimizer_type": optimizer, **given})
 
 
-def traced(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
-    """One step of the model the user named, traced for `hardware`."""
+def traced(args: argparse.Namespace, hardware: HardwareProfile) -> tuple[StepTrace, nn.Module]:
+    """One step of the model the user named, traced for `hardware`, and the model."""
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
     optimizer = optimizer_class(args.optimizer or "adamw")
     try:
-        return step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel).trace(hardware)
+        asked = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
+        model = asked.build()
+        return asked.trace(hardware, model), model
     except InputError as error:
         if "pass inp" in str(error):
             raise InputError(f"{error} (here: --inp module:function)") from None

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elixir.access.compiled_units import compiled_units, has_cuda_graphs, is_compiled
+from elixir.access.compiled_units import compiled_in_place, compiled_units, has_cuda_graphs, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.quantised import PACKED_CLASSES, is_packed
@@ -43,7 +43,7 @@ def refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool = False) -> None
     """Refuses compiled layers that a plan cannot run: each needs all its weights at once.
 
     Args:
-        model: compiled in place (`compiled_in_place`).
+        model: with layers that are compiled, or not.
         plan: what it runs under, or will.
         runs: whether the model runs under a plan already, so that layers may have been compiled since.
 
@@ -51,6 +51,11 @@ def refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool = False) -> None
         InputError: the plan moves weights, and the whole model was given to torch.compile, or a module with CUDA
             graphs, or other modules than the plan has as units; of one that runs, some with more chunks than blocks.
     """
+    with compiled_in_place(model):
+        _refuse_compiled(model, plan, runs=runs)
+
+
+def _refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool) -> None:
     moving = {
         slot.name: chunk
         for chunk in plan.chunks

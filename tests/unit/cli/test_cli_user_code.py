@@ -48,6 +48,20 @@ def step(model, inp):
     print("step")
     model(inp["input"]).sum().backward()
 
+def deep(**how):
+    found = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    for layer in found: layer.compile(**how)
+    return found
+
+def graphs(): return deep(mode="reduce-overhead")
+
+def replaced(): return torch.nn.Sequential(*map(torch.compile, (torch.nn.Linear(4, 4) for _ in range(3))))
+
+def whole():
+    found = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    found.compile()
+    return found
+
 def exits(*_): sys.exit(0)
 def exits_silently(*_): raise SystemExit
 def fails(*_): sys.exit("bye")
@@ -122,6 +136,25 @@ def test_results_are_alone_on_standard_output(command: str, folder: Path, capsys
     out, err = capsys.readouterr()
     json.loads(out)
     assert {"building", "step", "forward"} <= set(err.splitlines())
+
+
+@pytest.mark.parametrize("model", ["deep", "replaced"])
+def test_layers_that_user_code_has_compiled_are_planned_as_such(
+    model: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words("plan", folder, model=model), "--world-size", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["units"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("whole", "the model was given to torch.compile"), ("graphs", "0 is compiled with CUDA graphs")],
+)
+def test_a_compiled_model_that_no_plan_runs_is_refused(
+    model: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words("plan", folder, model=model), "--world-size", "2"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_forward_and_import_that_end_the_process(
