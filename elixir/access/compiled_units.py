@@ -57,7 +57,7 @@ def _put_in_place(name: str, parent: nn.Module, key: str, replaced: nn.Module) -
     hooks = (replaced._forward_hooks, replaced._forward_pre_hooks, replaced._backward_hooks)
     if module is None or context is None or any(hooks):
         raise InputError(
-            f"{name} is a torch.compile(module) with hooks of its own, which do not run inside of its graph; compile "
+            f"{name} is a torch.compile(module) with hooks on it, which do not run inside of its graph; compile "
             "with module.compile(), and register them on the module"
         )
     before = module._compiled_call_impl

@@ -196,7 +196,7 @@ class Engine:
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
 
     def listen(self) -> None:
-        """Lets `uses` hear of every use of a tracked weight; modules that are compiled by now use theirs together."""
+        """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
         self.stop_listening()
         units = compiled_units(self.model)
         self.uses.join(units)

@@ -1,4 +1,4 @@
-"""What frameworks say of torch.compile compiles the layers of a model under a plan, with the bits of plain PyTorch."""
+"""Frameworks that are asked for torch.compile compile the layers of a model under a plan: plain PyTorch's bits."""
 
 from __future__ import annotations
 
