@@ -249,6 +249,7 @@ def owners() -> dict[str, Any]:
             "_modules",
             "_apply",
             "_compiled_call_impl",
+            "_call_impl",
         ],
         module,
     )
