@@ -87,8 +87,8 @@ class AnyStepper(Protocol):
     def gradients_cleared(self, scale: float | None) -> None:
         """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
 
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Returns the norm of the gradients; the next step clips to `max_norm`."""
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
+        """Returns the norm of the gradients; the next step clips to `max_norm`. That of `others`, too."""
 
 
 class Engine:

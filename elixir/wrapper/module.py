@@ -344,17 +344,18 @@ class ElixirModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Returns the norm of all gradients; the next step clips to `max_norm`. Call it instead of torch's function.
+        """Returns the norm of all gradients; the next step clips to `max_norm`, that of every optimizer of the module.
+        Call it instead of torch's function.
 
         Raises:
-            InputError: there is not exactly one `ElixirOptimizer`, or `norm_type` is not 2.
+            InputError: there is no `ElixirOptimizer`, or `norm_type` is not 2.
         """
         if norm_type != 2.0:
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
-        steppers = self._engine.steppers
-        if len(steppers) != 1:
-            raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(steppers)}")
-        return steppers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
+        if not self._engine.steppers:
+            raise InputError("clip_grad_norm_ needs an ElixirOptimizer, this module has none")
+        first, *others = self._engine.steppers
+        return first.clip_grad_norm_(max_norm, error_if_nonfinite, others)
 
     def state_dict(  # type: ignore[override]
         self,

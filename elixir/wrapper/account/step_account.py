@@ -38,6 +38,7 @@ class StepAccount:
         self._warned = self._said_slow = False
         self._known: dict[Course, Expected] = {}  # the prediction per course of a step; most steps have the same
         self._early = EarlyCounts()  # of all steps
+        self._skipped: bool | None = None  # whether the step that is not reported yet was, if there is one
         self._start()
         self.last_report: StepReport | None = None
         """The last step, compared with its prediction; None before the first."""
@@ -52,6 +53,8 @@ class StepAccount:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Counts a forward with these arguments; returns whether a step begins with it."""
         engine = self._engine
+        if self._skipped is not None:
+            self._report(self._skipped, in_part=bool(self._engine.unstepped))
         training = torch.is_grad_enabled()
         begins = training and not self._clock.running
         if begins:
@@ -85,18 +88,25 @@ class StepAccount:
         self._known.clear()
 
     def step_over(self, skipped: bool) -> None:
-        """Writes the step's report, and warns if the plan was wrong.
+        """Writes the step's report, and warns if the plan was wrong; of several optimizers, after the last, or before
+        the next forward.
 
         Args:
             skipped: whether the step was skipped after an overflow, so that no weights have moved.
         """
-        engine = self._engine
+        if len(self._engine.unstepped) > 1:  # the optimizer that has stepped is still among them
+            self._skipped = skipped
+        else:
+            self._report(skipped)
+
+    def _report(self, skipped: bool, *, in_part: bool = False) -> None:
+        engine, self._skipped = self._engine, None
         backwards = engine.gradients.backwards
         odd = self._odd
         if len(backwards) != self._trained or not backwards:
             odd = f"{self._trained} forwards to train and {len(backwards)} backwards came before step()"
-        elif len(engine.steppers) > 1:
-            odd = f"{len(engine.steppers)} optimizers step this module, each a part of it"
+        elif in_part:
+            odd = "not all optimizers of this module have stepped"
         untraced = engine.gradients.untraced
         course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, untraced, odd)
         if course not in self._known:

@@ -120,6 +120,8 @@ class GradientNorm:
         """Whether `clip_grad_norm_` was ever called, so that norms are summed while gradients arrive; a later sum
         rounds differently.
         """
+        self.of_all: torch.Tensor | None = None
+        """The norm of the gradients of all optimizers, if the next step clips that."""
         self.last: torch.Tensor | None = None
         """See `ElixirOptimizer.grad_norm`."""
         self._on_host: torch.Tensor | None = None
@@ -147,7 +149,7 @@ class GradientNorm:
 
     def forget_limit(self) -> None:
         """Drops the limit that `ask` has set for the next step."""
-        self._clip_once = None
+        self._clip_once = self.of_all = None
 
     def forget(self) -> None:
         """Drops cached norms, since a step may change the gradients."""
@@ -187,16 +189,18 @@ class GradientNorm:
 
         return Factor(value, clips=True, number=number)
 
-    def sum(self, used: Collection[str]) -> torch.Tensor:
+    def sum(self, used: Collection[str], *others: Shards) -> torch.Tensor:
         """The norm of all gradients over all ranks, loss scale included, in float32. On one rank it stays on the
         device.
 
         Args:
             used: the parameters that got a gradient on any rank.
+            others: the shards of other optimizers, whose gradients count, too.
         """
+        shards = [shard for each in (self._shards, *others) for shard in each]
         found = [
             (segment.source, gradient, norm, None if shard.gradients.are_at_home else segment.source.grad)
-            for shard in self._shards
+            for shard in shards
             for (segment, gradient), norm in shard.gradients.with_norms(shard.gradients.of(shard.segments, used))
         ]
         known = [self._known.of(source, held) if norm is None else norm for source, _, norm, held in found]
@@ -207,7 +211,7 @@ class GradientNorm:
         if norms:
             # torch sums the zeros of empty gradients, too; without them it would add the others in different groups.
             zero = torch.zeros_like(norms[0])
-            summed += [(it, zero) for shard in self._shards for it in shard.gradients.empty_with_gradient(used)]
+            summed += [(it, zero) for shard in shards for it in shard.gradients.empty_with_gradient(used)]
         # In the order of the model, so that one rank sums the norms as PyTorch does.
         summed.sort(key=lambda pair: self._position[pair[0]])
         norm = norm_of_norms([norm for _, norm in summed])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -136,16 +136,29 @@ class Stepper:
         self.gradients.cleared(scale)
         self.norm.forget_limit()
 
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """See `ElixirOptimizer.clip_grad_norm_`."""
+    def clip_grad_norm_(
+        self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Stepper] = ()
+    ) -> torch.Tensor:
+        """See `ElixirOptimizer.clip_grad_norm_`.
+
+        Args:
+            max_norm: the limit.
+            error_if_nonfinite: whether to refuse such a norm.
+            others: further optimizers, whose gradients count and are clipped, too.
+        """
         engine = self._engine
         self.gradients.refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
         engine.errors.report(Call.GRADIENTS)
         engine.gradients.send_late()
-        self.norm.ask(float(max_norm))  # ranks compare its text, which for a tensor would name the device
-        self.gradients.agree()
-        norm = self.norm.sum(self.gradients.used) / self.gradients.scale
+        for each in (self, *others):
+            each.norm.ask(float(max_norm))  # ranks compare its text, which for a tensor would name the device
+            each.gradients.agree()
+        used = set[str]().union(*(each.gradients.used for each in (self, *others)))
+        norm = self.norm.sum(used, *(each.shards for each in others))
+        for each in (self, *others) if others else ():
+            each.norm.of_all = norm
+        norm = norm / self.gradients.scale
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         self.norm.last = norm.to(engine.device)
@@ -195,7 +208,7 @@ class Stepper:
             return None
         if self.norm.limit is None and not loss_scale.used:
             return Factor(1.0 / grad_scale)
-        norm = self.norm.sum(self.gradients.used)
+        norm = self.norm.sum(self.gradients.used) if self.norm.of_all is None else self.norm.of_all
         self.norm.forget()
         self.norm.last = norm if grad_scale == 1.0 else norm / grad_scale
         if loss_scale.used:
