@@ -36,6 +36,7 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "update": lambda update: {"speculates": update == "early", "steps_in_backward": False},
     "may_update_early": lambda wish: {"may_speculate": wish, "may_step_in_backward": False},
     "new_states": lambda amount: {"undo": amount},
+    "matrices": lambda _: {},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

@@ -112,6 +112,16 @@ _STATE_BYTES = {
 }
 """Bytes of states per element, by family."""
 
+MATRIX_FAMILIES = ("Muon",)
+"""Optimizers that step whole matrices. ``Muon + AdamW`` names two: one for matrices, one for all other parameters."""
+MATRIX_STATES = StateSize(FP32_BYTES)
+"""States of chunks that are stepped whole: one fp32 momentum (Jordan et al., https://kellerjordan.github.io/posts/muon,
+2024)."""
+DIRECTION_BYTES = 2
+"""Bytes of an element of a matrix that is made orthogonal, in bfloat16 whatever the dtype of the weights."""
+_NEWTON_SCHULZ_STEPS = 5
+_AND = " + "
+
 
 def check_kind(kind: str) -> MomentKind:
     """`kind` itself; `InputError` where it is none."""
@@ -172,8 +182,20 @@ def check_adam(optimizer: str, moments: MomentKind) -> None:
         )
 
 
+def matrix_room_bytes(rows: int, columns: int) -> int:
+    """Bytes in which a matrix is made orthogonal: two iterates, and two square matrices of its smaller side."""
+    least = min(rows, columns)
+    return DIRECTION_BYTES * 2 * (rows * columns + least * least)
+
+
+def matrix_flops(rows: int, columns: int) -> int:
+    """FLOPs of the matrix products that make a matrix orthogonal, with torch.optim.Muon's default number of steps."""
+    least, most = min(rows, columns), max(rows, columns)
+    return _NEWTON_SCHULZ_STEPS * (4 * least * least * most + 2 * least**3)
+
+
 def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
-    """Bytes of optimizer states of a shard, master weights not included.
+    """Bytes of optimizer states of a shard, master weights not included. Those of matrices are `MATRIX_STATES`.
 
     Raises:
         InputError, InputTypeError: the family or the kind of moments is unknown, or no name; the family is no Adam and
@@ -190,6 +212,8 @@ def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
 def optimizer_name(optimizer_type: str) -> str:
     """The family's name in its usual spelling; after that of an Adam which of `LOOPS` steps it, if that was said.
 
+    Before it may stand one of `MATRIX_FAMILIES`, such as in ``Muon + AdamW``, which ``Muon`` alone means.
+
     Raises:
         InputError, InputTypeError: the family is unknown, or no name.
     """
@@ -197,10 +221,20 @@ def optimizer_name(optimizer_type: str) -> str:
         raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
     given = optimizer_type.lower()
     loop = next((f" ({loop})" for loop in LOOPS if given.endswith(f" ({loop})")), "")
-    found = {name.lower(): name for name in _STATE_BYTES}.get(given.removesuffix(loop))
-    if found is None:
-        raise unknown_name("optimizer type", optimizer_type, _STATE_BYTES)
-    return found + loop if found in ADAM_FAMILIES else found
+    of_matrices, _, rest = given.removesuffix(loop).rpartition(_AND)
+    families = {name.lower(): name for name in MATRIX_FAMILIES}
+    if rest in families and not of_matrices:
+        of_matrices, rest = rest, "adamw"  # as those who train with Muon have it
+    found = {name.lower(): name for name in _STATE_BYTES}.get(rest)
+    if found is None or (of_matrices and of_matrices not in families):
+        raise unknown_name("optimizer type", optimizer_type, (*_STATE_BYTES, *MATRIX_FAMILIES))
+    first = families[of_matrices] + _AND if of_matrices else ""
+    return first + (found + loop if found in ADAM_FAMILIES else found)
+
+
+def matrix_family(optimizer: str) -> str | None:
+    """The first of two optimizers, by their `optimizer_name`, which steps whole matrices; None if there is one."""
+    return optimizer.rpartition(_AND)[0] or None
 
 
 def is_adam(optimizer: str) -> bool:
@@ -215,11 +249,11 @@ def is_copied(optimizer: str, moments: MomentKind) -> bool:
         optimizer: by its `optimizer_name`.
         moments: if they have fewer bits than float32, this project steps them, whatever the optimizer.
     """
-    return moments == "float32" and optimizer not in ADAM_FAMILIES
+    return moments == "float32" and optimizer.rpartition(_AND)[2] not in ADAM_FAMILIES
 
 
 def _family(optimizer: str) -> str:
-    return optimizer.partition(" (")[0]
+    return optimizer.partition(" (")[0].rpartition(_AND)[2]
 
 
 def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:

@@ -5,12 +5,13 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
-from elixir.optimizer_states import MASTER_BYTES, StateSize, state_size
+from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, StateSize, state_size
 from elixir.units import dtype_bytes
 
 Phase = Literal["forward", "recompute", "backward"]
@@ -245,19 +246,21 @@ class StepTrace(Artifact):
         """FLOPs from this access up to the next one."""
         return sum(self.operations[index].flops for index in access.operations)
 
-    def state_bytes(self, states: StateSize) -> int:
+    def state_bytes(self, states: StateSize, matrices: Collection[str] = ()) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.
 
         Args:
             states: of the optimizer (`elixir.optimizer_states.state_size`).
+            matrices: names of parameters that are stepped as whole matrices.
         """
-        numel, total = dict[int, int](), 0
+        numel, total = dict[tuple[int, bool], int](), 0
         for param in self.parameters:
             if param.trainable:
-                width = dtype_bytes(param.dtype)
-                numel[width] = numel.get(width, 0) + param.numel
-        for width, count in numel.items():
-            total += states.nbytes(count, width) + (count * MASTER_BYTES if width < MASTER_BYTES else 0)
+                kind = dtype_bytes(param.dtype), param.name in matrices
+                numel[kind] = numel.get(kind, 0) + param.numel
+        for (width, whole), count in numel.items():
+            kept = (MATRIX_STATES if whole else states).nbytes(count, width)
+            total += kept + (count * MASTER_BYTES if width < MASTER_BYTES else 0)
         return total
 
     @property

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from elixir.errors import InputError
-from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
+from elixir.optimizer_states import BLOCK_NUMEL, DIRECTION_BYTES, MASTER_BYTES, MomentKind, StateSize, master_bytes
 from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
@@ -152,6 +152,8 @@ class ChunkPlan:
     """The moment at which its states are updated. With ``early``, the host makes new states once its gradients are
     there, next to the old ones; `ElixirOptimizer.step` keeps the right ones. That takes the host memory of its states
     twice."""
+    matrices: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of its parameters, if an optimizer steps them as whole matrices; otherwise empty."""
 
     def __post_init__(self) -> None:
         check_at_least(1, "numel", self.numel)
@@ -170,6 +172,13 @@ class ChunkPlan:
 
     def _check_homes(self) -> None:
         home = self.home
+        if self.matrices and (home.states_on_disk or home.early or not self.trainable):
+            raise InputError(
+                "field 'matrices' is for trainable chunks whose states are in memory and updated after the norm, "
+                f"found the home {home.name}, trainable {self.trainable}"
+            )
+        if self.matrices and [rows * columns for rows, columns in self.matrices] != [s.numel for s in self.parameters]:
+            raise InputError("field 'matrices' must have rows and columns of each parameter")
         if self.update != "after_norm" and (not self.trainable or self.grad_entry is None):
             raise InputError(
                 f"field 'update' may be {self.update!r} for trainable chunks with gradients, found trainable "
@@ -211,6 +220,12 @@ class ChunkPlan:
         """Bytes of one rank's part in a checkpoint: its masters and states; of a frozen chunk, its weights."""
         numel, itemsize = self.numel // world_size, dtype_bytes(self.dtype)
         return numel * master_bytes(itemsize) + states.nbytes(numel, itemsize) if self.trainable else numel * itemsize
+
+    @property
+    def turned_bytes(self) -> int:
+        """Bytes of its matrices that go from the host to the device in a step, and back, to be made orthogonal."""
+        on_host = bool(self.matrices) and not self.home.states_on_device
+        return DIRECTION_BYTES * self.used_numel if on_host else 0
 
     def has_parameters_on(self, rank: int, world_size: int) -> bool:
         """Whether the shard of `rank` holds a part of any parameter; the last ranks' may be padding alone."""

@@ -15,7 +15,16 @@ from typing import Any, ClassVar, Literal, Protocol
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.profile import preset_names
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
+from elixir.optimizer_states import (
+    MASTER_BYTES,
+    MATRIX_STATES,
+    MomentKind,
+    StateSize,
+    check_adam,
+    extent_bytes,
+    matrix_family,
+    moments_size,
+)
 from elixir.plan.chunk_plan import (
     UPDATES,
     ChunkPlan,
@@ -36,12 +45,13 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 21
+    schema_version: ClassVar[int] = 22
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
         19: {},
         20: {},
+        21: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -59,7 +69,7 @@ class Plan(Artifact):
     dtype: str
     """Dtype the parameters and floating inputs are cast to, or ``as built``."""
     optimizer: str
-    """Optimizer family the states were counted for, such as ``Adam``."""
+    """Optimizer family the states were counted for, such as ``Adam``, or ``Muon + AdamW`` with `ChunkPlan.matrices`."""
     state_size: StateSize
     """Bytes of optimizer states of a trainable chunk's shard, master weights not included."""
     overlap: bool
@@ -125,8 +135,8 @@ class Plan(Artifact):
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
-        is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, and until
-        20 no plan knew compiled modules."""
+        is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
+        no plan knew compiled modules, and until 21 none knew optimizers of matrices."""
         if isinstance(data.get("step"), dict):
             data = data | {"step": {"units": []} | data["step"]}
         data = data.copy()
@@ -140,7 +150,7 @@ class Plan(Artifact):
         chunks = data.get("chunks")
         if not isinstance(chunks, list):
             return data
-        found = [chunk.copy() if isinstance(chunk, dict) else chunk for chunk in chunks]
+        found = [{"matrices": []} | chunk if isinstance(chunk, dict) else chunk for chunk in chunks]
         for chunk in found:
             if isinstance(chunk, dict) and chunk.pop("steps_in_backward", False):
                 raise ArtifactError(
@@ -168,6 +178,15 @@ class Plan(Artifact):
             "states_on_host_chunks": states.count("host"),
             "states_on_disk_chunks": states.count("disk"),
         }
+
+    def states_of(self, chunk: ChunkPlan) -> StateSize:
+        """Bytes of a trainable chunk's states: `state_size`, unless it is stepped as whole matrices."""
+        return MATRIX_STATES if chunk.matrices else self.state_size
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the parameters that are stepped as whole matrices."""
+        return tuple(slot.name for chunk in self.chunks if chunk.matrices for slot in chunk.parameters)
 
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""
@@ -208,6 +227,8 @@ class Plan(Artifact):
             self._check_moments()
         if self.has_early_updates and self.may_update_early is False:
             raise InputError("field 'may_update_early' must be true or null with early updates, found false")
+        if any(chunk.matrices for chunk in self.chunks) and matrix_family(self.optimizer) is None:
+            raise InputError(f"field 'optimizer' must name an optimizer of whole matrices, found {self.optimizer!r}")
         self._check_chunks()
         self._check_alignment()
         self._check_order()
@@ -314,6 +335,7 @@ class Plan(Artifact):
                 trainable=chunk.trainable,
                 gradient=chunk.reduce_order is not None,
                 stepped=chunk.has_parameters_on(rank, self.world_size),
+                turned_bytes=chunk.turned_bytes,
             )
             for chunk in self.chunks
         )
@@ -473,6 +495,9 @@ STAGING_BUFFERS = 2
 PASSAGE_BUFFERS = 2
 """In host memory, through which gradients pass that are added to those of earlier batches: while one is added, the next
 comes."""
+MATRIX_STAGES = 2
+"""In host memory, through which matrices pass whose states live there: while the device has one, the host works on the
+other."""
 WINDOW_CHUNKS = 3
 """In host memory, through which states on a disk pass: one is stepped, one is read and one written back."""
 _COUNTS = (

@@ -23,6 +23,8 @@ class ChunkRoute(NamedTuple):
     """Whether any of its parameters gets a gradient."""
     stepped: bool = True
     """Whether the rank's shard holds a part of any parameter, so that there is something to step."""
+    turned_bytes: int = 0
+    """See `ChunkPlan.turned_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class StepTraffic:
 
     host_to_device_bytes: int
     device_to_host_bytes: int
-    """Gradients. Evictions are clean and move nothing."""
+    """Gradients, and matrices that were made orthogonal. Evictions are clean and move nothing."""
     network_bytes: int
     """Received from other ranks, when weights are gathered and gradients reduced."""
 
@@ -98,6 +100,9 @@ def step_traffic(
             continue
         if route.resident:
             network += from_others  # the new weights of the other ranks' shards
+        if route.gradient:
+            host_to_device += route.turned_bytes
+            device_to_host += route.turned_bytes
         if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
             host_to_device += route.shard_bytes
     return StepTraffic(host_to_device, device_to_host, network)

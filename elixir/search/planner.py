@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from elixir.errors import InputError, InputTypeError, Lever, PlanError
+from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
-from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
+from elixir.optimizer_states import (
+    MASTER_BYTES,
+    check_kind,
+    is_adam,
+    is_copied,
+    matrix_family,
+    optimizer_name,
+    state_size,
+)
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
@@ -297,6 +305,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
             "moments at "
             "'float32', or train in float32 or less"
         )
+    matrices = _matrices(trace, request)
     return Setting(
         request.world_size,
         hardware.ranks_per_host(request.world_size),
@@ -306,14 +315,40 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         moments=kind,
         early_updates=_early_updates(hardware, request),
         copied=is_copied(optimizer_name(request.optimizer_type), kind),
+        matrices=matrices,
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
     )
 
 
+def _matrices(trace: StepTrace, request: SearchRequest) -> frozenset[str]:
+    """The parameters that are stepped as whole matrices."""
+    family = matrix_family(optimizer_name(request.optimizer_type))
+    if family is None:
+        if request.matrices:
+            raise InputError(f"matrices need an optimizer of matrices such as Muon, found {request.optimizer_type!r}")
+        return frozenset()
+    if request.world_size > 1 or request.disk_memory is not None:
+        where = "on several ranks" if request.world_size > 1 else "with states on a disk"
+        raise InputError(
+            f"{family} steps whole matrices, which it cannot do {where} yet; use one rank without disk_memory, or an "
+            "elementwise optimizer such as AdamW"
+        )
+    able = {p.name: p.shape for p in trace.parameters if p.trainable and len(p.shape) == 2 and p.numel}
+    if request.matrices is not None:
+        wrong = [name for name in request.matrices if name not in able]
+        if wrong:
+            raise InputError(f"{few(wrong)} cannot be stepped by {family}, which takes trained matrices of the model")
+        return frozenset(request.matrices)
+    looked_up = {i for access in trace.accesses if access.operator == "embedding" for i in access.parameters}
+    shapes = {trace.parameters[index].shape for index in looked_up}
+    return frozenset(name for name, shape in able.items() if shape not in shapes)
+
+
 def _early_updates(hardware: HardwareProfile, request: SearchRequest) -> bool | None:
     """`SearchRequest.early_updates` as it concerns this machine and optimizer; only an Adam is updated early."""
-    if not is_adam(optimizer_name(request.optimizer_type)):
+    optimizer = optimizer_name(request.optimizer_type)
+    if not is_adam(optimizer) or matrix_family(optimizer) is not None:
         return False
     # The cores of a CPU that is the device compute backward, so that host updates during it do not come for nothing.
     return False if request.early_updates is None and hardware.device_kind == "cpu" else request.early_updates
@@ -446,6 +481,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
                 update=home.update,
+                matrices=best.work.chunks[index].matrices,
             )
         )
     return tuple(plans)

@@ -75,6 +75,9 @@ class SearchRequest:
     assume: Assumption = "scenarios"
     """``scenarios``: the plan loses least in all that the hardware profile thinks possible, such as a host slower than
     it says, or steps that are all clipped. ``nominal``: the fastest plan at the profile's rates."""
+    matrices: tuple[str, ...] | None = None
+    """Names of the parameters that an optimizer such as Muon steps as whole matrices; None: with ``Muon + AdamW`` all
+    matrices but embeddings, and those of the shape of one, as an output layer has it."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 

@@ -72,6 +72,7 @@ class Answer:
         request = SearchRequest(
             world_size=plan.world_size,
             optimizer_type=plan.optimizer,
+            matrices=plan.matrices or None,
             overlap=plan.overlap,
             device_memory=plan.device_budget_bytes,
             host_memory=plan.host_budget_bytes,

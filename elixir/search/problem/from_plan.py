@@ -41,6 +41,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
                 dtype=chunk.dtype,
                 trainable=chunk.trainable,
                 outsized=chunk.weight_bytes > plan.block_bytes,
+                matrices=bool(chunk.matrices),
             )
         )
     if sum(len(chunk.parameters) for chunk in chunks) != len(trace.parameters):
@@ -67,6 +68,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         moments=plan.moments,
         early_updates=plan.may_update_early,
         copied=is_copied(plan.optimizer, plan.moments),
+        matrices=frozenset(plan.matrices),
         clipping=plan.clipping,
     )
 

@@ -7,6 +7,7 @@ ranks of a machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,15 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import (
+    DIRECTION_BYTES,
     FP32_BYTES,
     LARGEST_PIECE_NUMEL,
+    MATRIX_STATES,
     STEP_TEMPORARY_BYTES,
     extent_bytes,
     master_bytes,
+    matrix_room_bytes,
     second_set_bytes,
 )
 from elixir.plan.chunk_plan import Home
-from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.plan import MATRIX_STAGES, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
@@ -42,7 +46,7 @@ from elixir.search.problem.placement import (
     Setting,
 )
 
-_ONLY_SOME = ("new_states", "state_window", "staging")
+_ONLY_SOME = ("new_states", "state_window", "staging", "matrix_staging")
 """Parts of host memory that a plan names only if it needs them."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
@@ -116,6 +120,13 @@ class MemoryModel:
         facts, chunks, ranks = work.facts, work.chunks, setting.world_size
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
         self.transient: Ints = np.zeros(facts.stretches, dtype=np.int64)
+        shapes = [shape for chunk in chunks for shape in chunk.matrices]
+        self.matrix_room_bytes = max((matrix_room_bytes(*shape) for shape in shapes), default=0)
+        """Device bytes in which one matrix at a time is made orthogonal."""
+        self.base = self.base + self.matrix_room_bytes
+        widest = [max((rows * columns for rows, columns in chunk.matrices), default=0) for chunk in chunks]
+        self.largest_matrix: Ints = np.array(widest, dtype=np.int64)
+        """Elements of the largest matrix of each chunk."""
         # The step begins when the last gradient has been taken over.
         self.transient[facts.first_backward_stretch : -1] = facts.largest_grad_bytes
         self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
@@ -129,7 +140,10 @@ class MemoryModel:
         self.grad_shard_bytes: Ints = np.array([chunk.grad_bytes for chunk in chunks], dtype=np.int64) // ranks
         widths = [chunk.weight_bytes for chunk in chunks]
         counts = self.shard_numel.tolist()
-        states = [setting.states.nbytes(numel, width) for numel, width in zip(counts, widths, strict=True)]
+        states = [
+            (MATRIX_STATES if chunk.matrices else setting.states).nbytes(numel, chunk.weight_bytes)
+            for numel, chunk in zip(counts, chunks, strict=True)
+        ]
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
         self._masters: Ints = masters * self.trainable
@@ -181,6 +195,7 @@ class MemoryModel:
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
             "new_states": EARLY * self.second_set_bytes[:, None],
+            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.largest_matrix)[:, None],
             # New weights, rounded by the host, return to the device through buffers.
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
         }
@@ -191,12 +206,17 @@ class MemoryModel:
 
         Links as in `StepTraffic`.
         """
-        facts_of = [(chunk.bytes, chunk.trainable, chunk.grad_bytes > 0) for chunk in self.work.chunks]
+        facts_of = [
+            (chunk.bytes, chunk.trainable, chunk.grad_bytes > 0, DIRECTION_BYTES * sum(map(math.prod, chunk.matrices)))
+            for chunk in self.work.chunks
+        ]
         known = {facts: [self._link_bytes(*facts, home) for home in HOMES] for facts in dict.fromkeys(facts_of)}
         found: Ints = np.array([known[facts] for facts in facts_of], dtype=np.int64)
         return found[:, :, 0], found[:, :, 1]
 
-    def _link_bytes(self, nbytes: int, trainable: bool, gradient: bool, home: Home) -> tuple[list[int], list[int]]:
+    def _link_bytes(
+        self, nbytes: int, trainable: bool, gradient: bool, direction_bytes: int, home: Home
+    ) -> tuple[list[int], list[int]]:
         """`link_bytes` of one chunk at one home."""
         setting = self.setting
         route = ChunkRoute(
@@ -207,6 +227,7 @@ class MemoryModel:
             home.states_on_device,
             trainable,
             gradient,
+            turned_bytes=0 if home.states_on_device else direction_bytes,
         )
         backwards = Backwards(setting.accumulation)
         none, one = (list(vars(step_traffic([route], {0: loads}, backwards)).values()) for loads in (0, 1))
@@ -229,6 +250,7 @@ class MemoryModel:
         parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
         parts["new_states"] = found["new_states"].sum(axis=1)
+        parts["matrix_staging"] = MATRIX_STAGES * found["matrix_staging"].max(axis=1, initial=0)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:
@@ -329,6 +351,7 @@ class MemoryModel:
             "optimizer_states": int(self.device_states[ids, codes].sum()),
             "gradients": int(device.gradients[0, stretch]),
             "gradient_blocks": int(device.grad_block_bytes[0]),
+            **({"matrix_room": self.matrix_room_bytes} if self.matrix_room_bytes else {}),
             "gradient_in_flight": int(self.transient[stretch]) if device.in_flight[0] else 0,
             "optimizer_temporaries": int(device.temporary[0]) if stretch == work.facts.stretches - 1 else 0,
         }
@@ -346,6 +369,10 @@ class MemoryModel:
             taken = np.minimum(self.shard_numel, LARGEST_PIECE_NUMEL) * STEP_TEMPORARY_BYTES[moments]
         else:
             taken = self.shard_numel * FP32_BYTES * self._low_precision
+        # The gradient in the dtype of the momentum, and the direction; or the orthogonal part in that of the weights.
+        piece = np.minimum(self.largest_matrix, LARGEST_PIECE_NUMEL)
+        width = np.array([master_bytes(chunk.weight_bytes) for chunk in self.work.chunks], dtype=np.int64)
+        taken = np.where(self.largest_matrix > 0, 2 * width * piece, taken)
         return np.asarray(taken * self.trainable, dtype=np.float64)
 
     def _over(self, stretches: Ints) -> _Stretches:

@@ -107,6 +107,8 @@ class ChunkFacts:
     """0 where no parameter of it gets a gradient."""
     grad_stretches: tuple[int, int] | None
     """Stretches in which its first and its last gradient arrive."""
+    matrices: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of its parameters, if they are stepped as whole matrices."""
 
     @property
     def weight_bytes(self) -> int:
@@ -188,12 +190,15 @@ class PackedStep:
             infos = [self.facts.trace.parameters[member] for member in members]
             arrivals = [info.grad_access for info in infos if info.grad_access is not None and info.grad_arrivals == 1]
             last_read = max(self.facts.last_access.get(member, -1) for member in members)
-            self._can_update_early[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
+            whole = self.packing.chunks[index].matrices  # which the device has to make orthogonal
+            able = len(arrivals) == len(members) and last_read <= max(arrivals)
+            self._can_update_early[index] = able and not whole
         return self._can_update_early[index]
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, arrivals = self.packing.chunks[index], self.arrivals[index]
-        itemsize = dtype_bytes(chunk.dtype)
+        itemsize, parameters = dtype_bytes(chunk.dtype), self.facts.trace.parameters
+        shapes = [parameters[member].shape for member in chunk.parameters] if chunk.matrices else []
         return ChunkFacts(
             bytes=chunk.bytes,
             numel=chunk.bytes // itemsize,
@@ -202,6 +207,7 @@ class PackedStep:
             outsized=chunk.outsized,
             grad_bytes=chunk.bytes if arrivals else 0,
             grad_stretches=(self.facts.stretch(arrivals[0]), self.facts.stretch(arrivals[1])) if arrivals else None,
+            matrices=tuple((rows, columns) for rows, columns in shapes),
         )
 
 

@@ -1,5 +1,5 @@
 """Parameters into chunks: consecutive in order of first use, of one dtype, all trained or none, all with a gradient or
-none.
+none, all stepped as whole matrices or none.
 
 All arithmetic is in bytes. A parameter takes its bytes rounded up to the alignment of the plan; a chunk ends after its
 last parameter, rounded up so that every rank's shard is aligned as well. A chunk never exceeds the capacity, except
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -48,6 +48,8 @@ class PackedChunk:
     dtype: str
     trainable: bool
     outsized: bool
+    matrices: bool = False
+    """Whether an optimizer steps its parameters as whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,13 @@ class ParamTable:
         trace: the step; parameters that it never uses come last, in the model's order.
         world_size: chunks are padded to multiples of so many aligned shards.
         moments: how Adam's are kept, on which the alignment depends.
+        matrices: names of parameters that are stepped as whole matrices.
     """
 
-    def __init__(self, trace: StepTrace, world_size: int, moments: MomentKind = "float32") -> None:
-        self.trace = trace
+    def __init__(
+        self, trace: StepTrace, world_size: int, moments: MomentKind = "float32", matrices: Collection[str] = ()
+    ) -> None:
+        self.trace, self._matrices = trace, matrices
         self.alignment_bytes = alignment_bytes(moments, {each.dtype for each in trace.parameters if each.trainable})
         self.unit_bytes = world_size * self.alignment_bytes
         first_use: dict[int, int] = {}
@@ -99,17 +104,18 @@ class ParamTable:
         self.in_backward = [index in later for index in range(count)]
         # A chunk that misses a gradient keeps its block until backward is over, and with several ranks all later ones
         # wait.
-        groups: dict[tuple[str, bool, bool], list[int]] = {}
+        groups: dict[tuple[str, bool, bool, bool], list[int]] = {}
         for index in self.order:
             param = trace.parameters[index]
-            groups.setdefault((param.dtype, param.trainable, param.grad_access is not None), []).append(index)
+            key = (param.dtype, param.trainable, param.grad_access is not None, param.name in matrices)
+            groups.setdefault(key, []).append(index)
         self.groups = groups
 
     def pack(self, capacity_bytes: int) -> Packing:
         """Chunks of at most `capacity_bytes` (rounded up to whole aligned shards)."""
         capacity = round_up(max(capacity_bytes, 1), self.unit_bytes)
         chunks: list[PackedChunk] = []
-        for (dtype, trainable, _), members in self.groups.items():
+        for (dtype, trainable, *_), members in self.groups.items():
             fitting = [index for index in members if self.aligned[index] <= capacity]
             chunks.extend(
                 self._chunk([index], dtype, trainable, True) for index in members if self.aligned[index] > capacity
@@ -134,6 +140,7 @@ class ParamTable:
             dtype=dtype,
             trainable=trainable,
             outsized=outsized,
+            matrices=self.trace.parameters[members[0]].name in self._matrices,
         )
 
     @cached_property

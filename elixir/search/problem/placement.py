@@ -123,5 +123,7 @@ class Setting:
     """
     copied: bool = False
     """Whether it copies the old ones first; see `elixir.optimizer_states.is_copied`."""
+    matrices: frozenset[str] = frozenset()
+    """Names of the parameters that are stepped as whole matrices, with `elixir.optimizer_states.MATRIX_STATES`."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""

@@ -165,7 +165,7 @@ def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
     """
     machines = math.ceil(setting.world_size / setting.ranks_per_host)
     there = setting.world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
-    return max(trace.param_bytes + trace.state_bytes(setting.states) - there, 0)
+    return max(trace.param_bytes + trace.state_bytes(setting.states, setting.matrices) - there, 0)
 
 
 def lacks_device(trace: StepTrace, budgets: Budgets) -> int:

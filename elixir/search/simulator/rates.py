@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit, plainer_keys
-from elixir.optimizer_states import MomentKind
+from elixir.optimizer_states import MomentKind, matrix_flops
 from elixir.search.problem.placement import Floats
 from elixir.search.simulator.cluster import (
     NCCL_CALL_S,
@@ -39,6 +39,10 @@ ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
     # The first of its two passes, which finds the scales, reads the gradient and the codes once more.
     "8bit": 14 + 4 + 4,
 }
+MATRIX_TRAFFIC_BYTES = 46
+"""Bytes per element of a step over a matrix with float32 masters, without the products: the momentum is moved to the
+gradient (12), the direction made (12) and rounded (6), the weights decayed (8) and changed (10), less 2 with gradients
+in bfloat16. Counted in `elixir.kernels.muon`."""
 DEVICE_ROUNDING_BYTES = 20
 """Bytes of device memory, per element of a chunk in low precision with float32 moments, in addition to what
 ``device_adam`` counts: its gradient is read (2) and written in float32 (4), multiplied in place by the factor of
@@ -148,6 +152,23 @@ class Rates:
         carried = np.where(counts > 0, (traffic * counts + np.asarray(moved_bytes)) / per_s, 0.0)
         found: Floats = np.maximum(self.host_adam(counts), carried)
         return found
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether the device is the CPU itself."""
+        return self._hardware.device_kind == "cpu"
+
+    def orthogonal_s(self, matrices: Sequence[tuple[int, int]]) -> float:
+        """Seconds in which the device makes matrices orthogonal, in bfloat16."""
+        known = "bfloat16" in self._hardware.flops_per_s or "matmul.bfloat16.square" in self._hardware.fits
+        line = self._sustained(f"matmul.{'bfloat16' if known else self._dtype}.square")
+        return float(line([matrix_flops(*shape) for shape in matrices]).sum())
+
+    def matrix_step(self, numel: npt.ArrayLike, *, on_host: bool) -> Floats:
+        """Seconds of the elementwise part of a step over matrices, by their elements."""
+        if on_host:
+            return np.asarray(self.host_step(numel, 0) * MATRIX_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["float32"])
+        return self.device_memory(MATRIX_TRAFFIC_BYTES * np.asarray(numel))
 
     @property
     def number_s(self) -> float:

@@ -195,6 +195,8 @@ class Replay:
         # A buffer is written to when what was in it has left.
         free_s = self._staged[0] if staged and len(self._staged) == STAGING_BUFFERS else 0.0
         done_s = self._update_on_host(c, submitted_s, free_s)
+        for link in (FETCH, OFFLOAD):
+            self.moved_bytes[link] += times.turned_bytes[c]
         if returns:  # new weights return during the update of the next chunk
             self.moved_bytes[FETCH] += times.shard_bytes[c]
             done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), times.fetch_s[c])

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
@@ -89,8 +90,28 @@ class WorkTimes:
         self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
         self.host_adam_early_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
         """The same seconds while gradients of other chunks come down as well."""
+        self.turned_bytes = [0] * len(work.chunks)
+        """Bytes of matrices that pass through the device if the host steps them, by chunk."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
+        for c, chunk in enumerate(work.chunks):
+            if chunk.matrices:
+                self._measure_matrices(rates, c, chunk.matrices)
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
+
+    def _measure_matrices(self, rates: Rates, c: int, matrices: Sequence[tuple[int, int]]) -> None:
+        """Takes the seconds of a chunk that is stepped as whole matrices: with states on the host each passes through
+        the device, while the host works on the next."""
+        numel = np.array([rows * columns for rows, columns in matrices], dtype=np.int64)
+        orthogonal_s, low_precision = rates.orthogonal_s(matrices), self.rounded[c]
+        rounding_s = float(rates.device_memory(6 * numel).sum()) if low_precision else 0.0
+        self.device_adam_s[c] = float(rates.matrix_step(numel, on_host=False).sum()) + orthogonal_s + rounding_s
+        host_s = float(rates.matrix_step(numel, on_host=True).sum())
+        turned = DIRECTION_BYTES * numel
+        turning_s = float((rates.fetch(turned) + rates.offload(turned)).sum()) + orthogonal_s
+        parts = (host_s, turning_s)
+        both_s = sum(parts) if rates.computes_on_host else max(parts) + min(parts) / len(matrices)
+        self.host_adam_s[c] = self.host_adam_early_s[c] = both_s
+        self.turned_bytes[c] = int(turned.sum())
 
     def _index_order(self) -> None:
         work = self.work

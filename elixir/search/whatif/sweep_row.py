@@ -197,7 +197,9 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """
     world_size = request.world_size
-    needed = trace.param_bytes + trace.state_bytes(state_size(request.optimizer_type, request.moments))
+    needed = trace.param_bytes + trace.state_bytes(
+        state_size(request.optimizer_type, request.moments), request.matrices or ()
+    )
     machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:
