@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir.check import check_given, raise_refusals, refusals
+from elixir.check import check_given, families_of, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware.host_share import check_host_threads
@@ -28,7 +28,7 @@ from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
 from elixir.models.compiled_layers import layers_compiled
 from elixir.models.plannable import refuse_compiled
-from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
+from elixir.optimizer_states import LOOPS, check_kind, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
@@ -54,7 +54,7 @@ MOST_REFUSALS = 5
 """Steps after which chunks are left where they are, since gradients have been there whenever a forward began."""
 
 
-_SETTLED = ("world_size", "optimizer_type")
+_SETTLED = ("world_size", "optimizer_type", "matrices")
 """Options of a search that the process group and the optimizer settle."""
 _OPTIONS = options_of(SearchRequest, without=_SETTLED)
 _OPTIONS["moments"] = _OPTIONS["moments"].replace(default=None)
@@ -115,7 +115,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
 
     Args:
         model: what is trained; real, or on meta, to be filled chunk by chunk.
-        optimizer: over the model's parameters, not stepped yet; or several, of one family, which share them.
+        optimizer: over the model's parameters, not stepped yet; or several, which share them: of one
+            family, or `torch.optim.Muon` for matrices and another family for all else.
         plan: one that was made before, alone or in a search's answer, or its file; nothing is traced and searched then,
             and options of a search are refused.
         inp: one rank's batch, as a dict; None takes a documented default (Hugging Face models only).
@@ -312,15 +313,15 @@ class _Question:
             )
         if self.plan is not None:
             return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
-        families = {family_of(each) for each in self.optimizers}
+        named = families_of(self.model, self.optimizers)
         kinds = {moments_of(each, self.asked.get("moments")) for each in self.optimizers}
-        if len(families) > 1 or len(kinds) > 1:
+        if len(kinds) > 1:
             raise InputError(
-                f"one plan counts the states of one family of optimizers, found {sorted(families)} with moments in "
-                f"{sorted(kinds)}; use one class for all parameters"
+                f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters"
             )
         settled = {
-            "optimizer_type": families.pop() + self._loop(*kinds),
+            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, *kinds),
+            "matrices": named.matrices,
             "moments": kinds.pop(),
             "clipping": self.clipping,
         }
@@ -328,12 +329,10 @@ class _Question:
         answer = answer_to(self.step, self.machine, request, read_host=self.read_host)
         return answer.plan, answer.trace
 
-    def _loop(self, moments: str) -> str:
+    def _loop(self, optimizers: list[torch.optim.Optimizer], moments: str) -> str:
         """The part of `elixir.optimizer_states.optimizer_name` that says how states are stepped that stay in place."""
         fused = bool(self.step.use_fused_kernels)
-        loop = next(
-            (each for each in self.optimizers if copies_states(each, fused_kernels=fused, moments=moments)), None
-        )
+        loop = next((each for each in optimizers if copies_states(each, fused_kernels=fused, moments=moments)), None)
         if loop is None:
             return ""
         foreach, for_loop = LOOPS

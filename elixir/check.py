@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import nn
 from elixir.access.compiled_units import uncompiled
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
+from elixir.kernels.muon import matrix_rule
 from elixir.models.samples import generators_untouched
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import family_of, moments_of
@@ -132,6 +133,40 @@ def check_given(
     return list(optimizers)
 
 
+class Families(NamedTuple):
+    """Optimizers as a search takes them; see `elixir.search.request.SearchRequest`."""
+
+    optimizer_type: str
+    matrices: tuple[str, ...] | None
+    """Names of the parameters that are stepped as whole matrices; None if there are none."""
+    elementwise: list[torch.optim.Optimizer]
+    """The optimizers that step the others."""
+
+
+def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Families:
+    """The families of optimizers: one of whole matrices, such as Muon, and one of single elements, at most.
+
+    Raises:
+        InputError: there are others.
+    """
+    whole = [each for each in optimizers if matrix_rule(each) is not None]
+    others = [each for each in optimizers if matrix_rule(each) is None]
+    families = {family_of(each) for each in others}
+    if len(families) > 1:
+        raise InputError(
+            f"one plan counts the states of one family of optimizers, and of matrices, found {sorted(families)}; use "
+            "one class for all parameters, or torch.optim.Muon for matrices"
+        )
+    if not whole:
+        return Families(families.pop(), None, others)
+    taken = {parameter for each in whole for group in each.param_groups for parameter in group["params"]}
+    names = tuple(
+        name for name, parameter in model.named_parameters() if parameter in taken and parameter.requires_grad
+    )
+    first = type(whole[0]).__name__
+    return Families(f"{first} + {families.pop()}" if families else first, names, others)
+
+
 class _Check:
     def __init__(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: dict[str, Any], step: StepFn
@@ -157,7 +192,7 @@ class _Check:
         for index, each in enumerate(self.optimizers):
             try:
                 check_optimizer(each, moments_of(each, moments))  # type: ignore[arg-type]
-                family_of(each)
+                families_of(self.model, [each])
             except ElixirError as error:
                 self.found.append(Refusal(part="optimizer", sentence=str(error)))
                 groups = [{"params": group["params"]} for group in each.param_groups]
@@ -166,11 +201,15 @@ class _Check:
     def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
         """Makes a plan that streams everything; for a step that cannot be traced, as if it used each weight once."""
         kept = {moments_of(each, moments) for each in self.optimizers}
-        families = {family_of(each) for each in self.optimizers}
-        if len(kept) > 1 or len(families) > 1:
-            self.found.append(Refusal(part="optimizer", sentence="one plan counts one family of optimizers"))
+        try:
+            families = families_of(self.model, self.optimizers)
+        except ElixirError as error:
+            self.found.append(Refusal(part="optimizer", sentence=str(error)))
             return None
-        family, moments, share = families.pop(), kept.pop(), 1e-9  # as few blocks as the step can do with
+        if len(kept) > 1:
+            self.found.append(Refusal(part="optimizer", sentence="one plan keeps all moments alike"))
+            return None
+        moments, share = kept.pop(), 1e-9  # as few blocks as the step can do with
         for step in (self.step, _uses_all):
             try:
                 trace = trace_step(
@@ -188,7 +227,8 @@ class _Check:
                     split_number=CHUNKS,
                     allocate_factor=share,
                     shard_device="cpu",
-                    optimizer_type=family,
+                    optimizer_type=families.optimizer_type,
+                    matrices=families.matrices,
                     moments=moments,
                     hardware="cpu",
                 ).plan

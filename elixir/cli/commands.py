@@ -15,7 +15,7 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models import user_code
 from elixir.models.model_shape import describe, model_names
-from elixir.optimizer_states import LOOPS
+from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
@@ -75,7 +75,9 @@ def run_plan(args: argparse.Namespace) -> int:
     if trace is None:
         resolve_budgets(hardware, from_flags.asked(args, _optimizer(args, trace)))  # refuses before a trace is made
         if not args.search_batch:
-            trace, model = from_flags.traced(args, hardware)
+            # One over whole matrices is planned, not traced; a plan counts states by itself.
+            whole = matrix_family(optimizer_name(_optimizer(args, None))) is not None
+            trace, model = from_flags.traced(args, hardware, steps=not whole)
     request = from_flags.asked(args, _optimizer(args, trace))
     choice = None
     if trace is None:
@@ -95,7 +97,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
     """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise."""
-    name = args.optimizer or "adamw" if trace is None else trace.optimizer.split(" ")[0]
+    name = args.optimizer or ("adamw" if trace is None else trace.optimizer.split(" ")[0])
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 

@@ -49,10 +49,11 @@ def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
     return SearchRequest(**{"world_size": 1, "optimizer_type": optimizer, **given})
 
 
-def traced(args: argparse.Namespace, hardware: HardwareProfile) -> tuple[StepTrace, nn.Module]:
-    """One step of the model the user named, traced for `hardware`, and the model."""
+def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool = True) -> tuple[StepTrace, nn.Module]:
+    """One step of the model the user named, traced for `hardware`, with its optimizer unless `steps` is false; and the
+    model."""
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
-    optimizer = optimizer_class(args.optimizer or "adamw")
+    optimizer = optimizer_class(args.optimizer or "adamw") if steps else None
     try:
         asked = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
         model = asked.build()

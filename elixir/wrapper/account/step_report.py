@@ -11,8 +11,8 @@ import torch
 
 from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
-from elixir.optimizer_states import MASTER_BYTES, master_bytes, second_set_bytes
-from elixir.plan.plan import Plan
+from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
+from elixir.plan.plan import MATRIX_STAGES, Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
 from elixir.plan.step_traffic import Backwards, step_traffic
 from elixir.schedule import Schedule
@@ -311,7 +311,7 @@ def make_report(
     """
     plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
     predicted, parts = plan.predicted, plan.predicted.device_parts
-    ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
+    ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks", "matrix_room"]
     if plan.world_size > 1:
         ours.append("gradients")
     read, written = engine.window.take_moved()
@@ -323,8 +323,11 @@ def make_report(
         observed={
             "loads": counts.loads,
             "hits": counts.hits,
-            "host_to_device": counts.host_to_device_bytes + moved.returned + engine.refreshed_bytes,
-            "device_to_host": moved.offloaded,
+            "host_to_device": counts.host_to_device_bytes
+            + moved.returned
+            + engine.refreshed_bytes
+            + engine.turned_bytes,
+            "device_to_host": moved.offloaded + engine.turned_bytes,
             "network": counts.network_bytes + moved.network + engine.regathered_bytes,
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
             "device_buffers": arena.peak_bytes["device"],
@@ -363,7 +366,7 @@ def make_report(
     )
     engine.early_chunks = engine.kept_chunks = 0
     engine.gradients.forget_counts()
-    engine.refreshed_bytes = engine.regathered_bytes = 0
+    engine.refreshed_bytes = engine.regathered_bytes = engine.turned_bytes = 0
     for lane in lanes.all():
         lane.waited_s = 0.0
     return report
@@ -379,6 +382,8 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     on a disk, and, with a device, gradients that are added to others."""
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
     total = staging_kind(plan).nbytes + window_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
+    staged = [rows * columns for chunk in plan.chunks if chunk.turned_bytes for rows, columns in chunk.matrices]
+    total += MATRIX_STAGES * DIRECTION_BYTES * max(staged, default=0)
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":
@@ -387,7 +392,7 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
             total += numel * itemsize
         if chunk.trainable and chunk.state_home == "host":
             kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
-            total += numel * master_bytes(itemsize) * kept + plan.state_size.nbytes(numel, itemsize)
+            total += numel * master_bytes(itemsize) * kept + plan.states_of(chunk).nbytes(numel, itemsize)
         if chunk.home.early:
             total += second_set_bytes(numel, itemsize, plan.state_size)
     return total

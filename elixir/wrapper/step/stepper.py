@@ -22,7 +22,6 @@ from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.early_updates import EarlyUpdates
 from elixir.wrapper.step.elementwise import same_options
-from elixir.wrapper.step.fused_states import check_moments
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
@@ -103,7 +102,7 @@ class Stepper:
 
     def check_plan(self, plan: Plan) -> None:
         """Raises `InputError` if this optimizer cannot step under a plan."""
-        check_moments(self.user.given, self.user.fusible, plan.moments)
+        self.user.check_plan(plan)
 
     def give_up_states(self) -> None:
         """Takes all states off the chunks; no chunk is stepped until `take_states`."""

@@ -112,6 +112,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         buffer, read = engine.window.begin_step(chunk.stored, makes_states=makes_states)
         step = partial(chunk.stored.step, buffer, read, step)
         after.append(Settled(read))  # the read fills the buffer in which the step works
+    engine.turned_bytes += chunk.plan.turned_bytes if inputs.arrived else 0
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
     shard.gradients.uses.written_by(stepped)  # the step may have multiplied them

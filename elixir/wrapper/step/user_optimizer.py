@@ -16,15 +16,18 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk
-from elixir.errors import InputError
+from elixir.errors import InputError, few
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.step_like import can_step_like
+from elixir.kernels.muon import check_rule, matrix_rule
 from elixir.optimizer_states import MomentKind
+from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, options_of, same_options
 from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
+from elixir.wrapper.step.matrix_states import MatrixRoom, MatrixStates
 from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.states import States
 
@@ -61,14 +64,33 @@ class UserOptimizer:
         self.number = len(engine.steppers)
         """Its number among the optimizers of the engine."""
         self.fusible = can_fuse(given)
+        self._rule = matrix_rule(given)
         self.begins_with_states = bool(given.state)
         """Whether the constructor of the class creates states."""
         self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
         """Whether a step is known to do nothing without a gradient, and the first one with a gradient to create all
         states of a weight. Other classes may count steps, or create states later."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
-        numbers = [self.group_of.get(slot.parameter) for chunk in engine.chunks for slot in chunk.slots]
+        self._slots = [slot for chunk in engine.chunks for slot in chunk.slots]
+        numbers = [self.group_of.get(slot.parameter) for slot in self._slots]
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses a plan that steps other parameters as whole matrices than this optimizer, or with other moments.
+
+        Raises:
+            InputError: the message says what to do instead.
+        """
+        if self._rule is None:
+            check_moments(self.given, self.fusible, plan.moments)
+        whole, mine = set(plan.matrices), {slot.name for slot in self._slots if slot.parameter in self.group_of}
+        wrong = sorted(mine - whole if self._rule is not None else mine & whole)
+        if wrong:
+            name = type(self.given).__name__
+            raise InputError(
+                f"the plan is for {plan.optimizer}, and does not foresee that {name} steps {few(wrong)}; plan for "
+                "these optimizers, as elixir.wrap does without plan="
+            )
 
     def refuse_other_parameters(self) -> None:
         """Refuses groups whose parameters have changed since wrapping, since the shards have their segments from then.
@@ -122,7 +144,8 @@ class UserOptimizer:
         Raises:
             InputError: this run cannot step shards with them.
         """
-        weight = nn.Parameter(torch.zeros(1, device="cpu"))  # a constructor may look at the first one
+        shape = (1,) if self._rule is None else (1, 1)
+        weight = nn.Parameter(torch.zeros(shape, device="cpu"))  # a constructor may look at the first one
         made = _like(self.given, [{**shard_options(group), "params": [weight]}])
         taken = {key: copy.deepcopy(value) for key, value in options.items() if key not in HOW}
         loaded = {**taken, **{key: group[key] for key in HOW if key in group}, "params": []}
@@ -160,7 +183,10 @@ class UserOptimizer:
 
     def _over_groups(self, parameters: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         groups = zip(self.hyperparameters(), parameters, strict=True)
-        made = _like(self.given, [{**options, "params": mine} for options, mine in groups])
+        mine = [{**options, "params": mine} for options, mine in groups]
+        if self._rule is not None:  # only keeps groups and states: the class refuses what is no matrix
+            return torch.optim.Optimizer(mine, shard_options(self.given.defaults))
+        made = _like(self.given, mine)
         if self._changing:
             self._watch(made)
         return made
@@ -225,6 +251,11 @@ class UserOptimizer:
                 weights=weights,
             )
         on_host, shared = chunk.plan.state_home == "host", None
+        if self._rule is not None:
+            emulation = self._engine.options.debug.emulation
+            speed = None if emulation is None else emulation.bytes_per_s
+            room = MatrixRoom.of(self._engine.arena, self._engine.plan, speed)
+            return MatrixStates(self, master, segments, self._rule, room, staged=on_host, weights=weights)
         if chunk.plan.update_home == "device" and self._shares_calls:
             shared = self._shared = self._shared or self.over([])
         made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)
@@ -279,10 +310,14 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
             "built; give one that has none"
         )
     _refuse_replaced(given)
+    rule, tried = matrix_rule(given), {_form(group): group for group in given.param_groups}
+    if rule is not None:  # a plan's moments are Adam's
+        for group in tried.values():
+            check_rule(rule, partial(_over_one_group, given, group))
+        return frozenset()
     check_moments(given, can_fuse(given), moments)
     if moments != "float32":
         return frozenset()
-    tried = {_form(group): group for group in given.param_groups}
     changing = [check_elementwise(type(given), partial(_over_one_group, given, group)) for group in tried.values()]
     return frozenset().union(*changing)
 
