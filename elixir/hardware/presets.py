@@ -142,6 +142,14 @@ _NVLINK2 = _peer(
 )
 _PEER_PCIE5 = _peer(48e9, "assumption: PCIe 5.0 loses as much between devices as PCIe 4.0 does (22 of 25 GB/s)")
 _PEER_PCIE4 = _peer(22e9, "PCIe 4.0 x16; measured 22 to 26 GB/s between A6000 without NVLink (NVIDIA/nvbandwidth#50)")
+_STAGED_PCIE4 = _peer(
+    10e9,
+    "no access to each other's memory over PCIe, so copies pass through the host; measured 19 to 21 GB/s for both "
+    "directions together between A40 with that access disabled, PCIe 4.0 x16 (NVIDIA/nccl-tests#74)",
+)
+_STAGED_PCIE5 = _peer(
+    20e9, "as on PCIe 4.0, copies pass through the host; assumption: twice the 10 GB/s of PCIe 4.0 x16 are reached"
+)
 _PEER_PCIE3 = _peer(12e9, "assumption: PCIe 3.0 x16 between devices as fast as from the host, 12 GB/s")
 
 # --- hosts ---------------------------------------------------------------------------------------------------------
@@ -350,7 +358,7 @@ PRESETS: dict[str, Entry] = {
         _flops(104.8e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper: FP32 104.8, BF16 (fp32 sums) 209.5 TFLOPS dense"),
         Quoted(1.0, f"measured 224 to 240 TFLOPS in bf16, above the rated 209.5: boost clocks ({_GEMM_TABLE}#124)"),
         _PCIE5,
-        _PEER_PCIE5,
+        _STAGED_PCIE5,
         _DESKTOP_DDR5,
     ),
     "rtx4090": _gpu(
@@ -361,7 +369,7 @@ PRESETS: dict[str, Entry] = {
         _flops(82.6e12, 165.2e12, "NVIDIA Ada whitepaper: FP32 82.6, BF16 (fp32 sums) 165.2 TFLOPS dense"),
         Quoted(160.2 / 165.2, f"measured 160.2 of 165.2 TFLOPS in bf16, 8192 squared ({_GEMM_TABLE}#78)"),
         _PCIE4,
-        _PEER_PCIE4,
+        _STAGED_PCIE4,
         _DESKTOP_DDR5,
     ),
     "rtx3090": _gpu(
@@ -371,6 +379,17 @@ PRESETS: dict[str, Entry] = {
         Quoted(936e9, "NVIDIA GA102 whitepaper: 936 GB/s"),
         _flops(35.6e12, 71e12, "NVIDIA GA102 whitepaper: FP32 35.6, BF16 (fp32 sums) 71 TFLOPS dense"),
         Quoted(1.0, f"measured 76 TFLOPS in bf16, above the rated 71: boost clocks ({_GEMM_TABLE}, RTX 3090)"),
+        _PCIE4,
+        _STAGED_PCIE4,
+        _DESKTOP_DDR4,
+    ),
+    "a6000": _gpu(
+        "NVIDIA RTX A6000",
+        (8, 6),
+        Quoted(47.53, "board: 48 GB GDDR6; PyTorch reports 47.53 GiB (black-forest-labs/flux2#23)"),
+        Quoted(768e9, "NVIDIA RTX A6000 datasheet: 768 GB/s"),
+        _flops(38.7e12, 154.8e12, "NVIDIA GA102 whitepaper, RTX A6000: FP32 38.7, BF16 (fp32 sums) 154.8 TFLOPS dense"),
+        Quoted(123.34 / 154.8, f"measured 123.34 of 154.8 TFLOPS in half precision ({_GEMM_TABLE}#46)"),
         _PCIE4,
         _PEER_PCIE4,
         _DESKTOP_DDR4,

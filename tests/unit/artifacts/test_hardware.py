@@ -26,7 +26,7 @@ from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
 from elixir.search import minimum_waste_search, optimal_search
 
 GIB = 2**30
-EXPECTED = "h200 h100 h100-pcie a100 a100-40gb v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()
+EXPECTED = "h200 h100 h100-pcie a100 a100-40gb a6000 v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()
 
 
 def holds_numbers(value: object) -> bool:
