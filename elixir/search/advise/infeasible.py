@@ -36,11 +36,12 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         needed_bytes = max(needed_bytes, least_host_bytes(question) or 0)
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
     job = list(for_memory(question))
-    machine = more_machine(question, "device" if short_of_device else "host", size, needed_bytes)
+    machine = list(more_machine(question, "device" if short_of_device else "host", size, needed_bytes))
     tried = {change: _tried(change, question) for change in (*job, *machine)}
     found, short = tried, {change: answer for change, answer in tried.items() if answer is None}
     if len(short) == len(tried):
-        found = {pair: _tried(pair, question) for pair in _pairs(job)}
+        more_of_both = _with_host(machine, question) if short_of_device else ()
+        found = {pair: _tried(pair, question) for pair in (*_pairs(job), *more_of_both)}
     enough = {change: answer for change, answer in found.items() if answer is not None}
     levers = [_lever(change, answer) for change, answer in (enough | short).items()]
     settled = {name for change in tried for name, _ in change.options}
@@ -50,7 +51,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         lacking = lacks_room(question.trace, setting_for(*question), budgets)
         if lacking:  # or one would cut the batch until the device does, and then learn of the host
             action = "give the host more memory as well, for weights and optimizer states"
-            levers.append(Lever(action, lacking, "adds", argument="host_memory"))
+            levers.append(Lever(action, lacking, "adds", argument="host_memory", comes_last=True))
     levers += _lora(question.trace, budgets)
     return PlanError(
         error.what, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, levers=tuple(levers)
@@ -67,6 +68,18 @@ def _lever(change: Change, answer: Answer | None) -> Lever:
         return Lever(change.action, 0, argument=name, options=change.options, enough=False)
     step_s = answer.plan.predicted.step_s
     return Lever(change.action, 0, argument=name, value=value, options=change.options, step_s=step_s)
+
+
+def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change]:
+    """The first of the changes, with as much of the host as it then takes: of two memories that lack, one was named."""
+    for change in changes[:1]:
+        changed = change.applied(question)
+        device_bytes = budgets_of(changed.hardware, changed.request).device_bytes
+        least = least_bytes(Unmet(changed, setting_for(*changed)), device_bytes)
+        needed_bytes = max(least, least_host_bytes(changed) or 0)
+        if needed_bytes:
+            size = readable_bytes(needed_bytes, up=True).replace(" ", "")
+            yield replace(change + next(more_machine(changed, "host", size, needed_bytes)), kinds=change.kinds)
 
 
 def _pairs(changes: Sequence[Change]) -> list[Change]:

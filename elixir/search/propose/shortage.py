@@ -75,7 +75,7 @@ def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
         gradient = " with its gradient" if parameter.trainable else ""
         return (
             f": parameter {parameter.name!r} of {format_bytes(table.bytes[largest])}{gradient} is larger than "
-            "every chunk that fits the device; split it into several"
+            "every chunk that fits the device"
         )
     if rest > budgets.device_bytes:
         return ": activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
