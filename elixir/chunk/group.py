@@ -198,7 +198,7 @@ class Group:
     @contextlib.contextmanager
     def _issuing(self, what: str) -> Iterator[None]:
         if self._broken is not None:
-            raise self._broken  # the others are gone: no second timeout
+            raise self._broken.with_traceback(None)  # the others are gone: no second timeout
         self._issued += 1
         self._digest = zlib.crc32(what.encode(), self._digest)
         if self.size > 1:

@@ -61,10 +61,14 @@ def _quietly() -> Iterator[None]:
 
 
 def _reported(error: BaseException) -> BaseException:
-    """Marks an error of work as reported, unless a lane meets it; the caller raises it."""
+    """Marks an error of work as reported, unless a lane meets it; the caller raises it.
+
+    Its traceback is again the one with which it left its work: every lane that hands it on would add frames.
+    """
     if not (_THREAD.is_lane or _THREAD.is_quiet):
         error.elixir_reported = True  # type: ignore[attr-defined]
-    return error
+    first = vars(error).setdefault("elixir_raised_at", error.__traceback__)
+    return error.with_traceback(first)
 
 
 def is_reported(error: BaseException) -> bool:

@@ -317,3 +317,21 @@ def test_busy_time_is_taken_of_what_is_over_while_another_thread_adds_work() -> 
     assert lane.take_busy_s() == 1.0
     assert lane.take_busy_s() == 0.0
     assert len(spans) == 2, "what is not over is asked about again"
+
+
+def test_an_error_that_many_lanes_hand_on_keeps_the_traceback_of_its_work(lane: ThreadLane) -> None:
+    other = ThreadLane("other")
+
+    def fails() -> None:
+        raise RuntimeError("the work failed")
+
+    ticket = lane.submit(fails)
+    for _ in range(20):
+        ticket = other.submit(lambda: None, after=[ticket])
+    with pytest.raises(RuntimeError, match="the work failed") as caught:
+        ticket.synchronize()
+    names = [entry.name for entry in caught.traceback]
+    assert names[-1] == "fails"
+    assert len(names) <= 6
+    lane.close()
+    other.close()
