@@ -6,13 +6,11 @@ it was measured.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
 import os
 import statistics
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +49,6 @@ def _processor() -> str:
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = facts.get("model name", "unknown processor")
     return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')})"
-
-
-@contextlib.contextmanager
-def quiet_profiler() -> Iterator[None]:
-    """Drops the two lines that torch.profiler's C++ side writes to standard error at every use."""
-    sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:

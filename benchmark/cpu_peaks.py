@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
+from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from benchmark.observe import ObservedMemory, observe, observe_step
+from elixir.cli.trial import quiet_profiler
 from elixir.hardware.profile import preset
 from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe

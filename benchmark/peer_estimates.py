@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmark.common import Row, append_rows, conditions, print_table, quiet_profiler
+from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.cpu_peaks import BATCH, SEQUENCE, build_case, percent, predict, seeded_step, shape_of
 from benchmark.observe import observe
+from elixir.cli.trial import quiet_profiler
 from elixir.units import dtype_name
 
 FAMILIES = ("opt", "gpt2", "llama", "bert", "t5")

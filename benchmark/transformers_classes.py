@@ -41,8 +41,9 @@ import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from benchmark.common import Row, append_rows, conditions, onednn_limit, quiet_profiler
+from benchmark.common import Row, append_rows, conditions, onednn_limit
 from benchmark.observe import observe_step
+from elixir.cli.trial import quiet_profiler
 from elixir.errors import ElixirError
 from elixir.hardware.profile import preset
 from elixir.search import simple_search

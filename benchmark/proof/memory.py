@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.common import quiet_profiler
 from benchmark.gpu_peaks import CASES, Case, seeded_step
 from benchmark.observe import observe
 from benchmark.proof.jobs import Row
 from benchmark.proof.place import Place
+from elixir.cli.trial import quiet_profiler
 from elixir.models import loading
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input

@@ -59,10 +59,10 @@ class Compared:
     """Predicted bytes that are there only if a copy takes its time: gradients on their way to the host."""
 
     @property
-    def agrees(self) -> bool:
-        """Whether seconds are within the predicted range, or bytes within `NEAR` of the prediction."""
-        if self.range_s is not None:
-            return self.range_s[0] <= self.measured <= self.range_s[1]
+    def agrees(self) -> bool | None:
+        """Whether seconds are within their range, None without one; or bytes within `NEAR` of what was predicted."""
+        if self.unit == "seconds":
+            return None if self.range_s is None else self.range_s[0] <= self.measured <= self.range_s[1]
         low, high = (1 - NEAR) * (self.predicted - self.at_times), (1 + NEAR) * self.predicted
         return low <= self.measured <= high
 
@@ -124,7 +124,7 @@ def try_model(
     if machine is None:
         machine = _measured(model, given, device, options.get("dtype"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    settled = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, **options}
+    settled = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, "verbose": False, **options}
     module, wrapped = wrap(model, optimizer, inp=given, **settled)
     try:
         tell(str(module.plan))
@@ -189,7 +189,7 @@ def _input_bytes(inp: Mapping[str, Any]) -> int:
 def allocated_peak(call: Callable[[], object]) -> int:
     """Runs `call`; gives the highest sum of what PyTorch allocated on the CPU meanwhile, less what it freed."""
     gc.collect()  # garbage of earlier steps would be freed in the middle of this one
-    with _silent_errors(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -205,7 +205,7 @@ def allocated_peak(call: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def _silent_errors() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Drops what is written to standard error: the profiler's C++ side writes two lines at every use."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -239,7 +239,7 @@ def _compared(
             at_times = in_flight if key == "device_peak" else 0
             rows.append(Compared(name, "bytes", last.predicted[key], last.observed[key], at_times=at_times))
     seconds = [report.step_s for report in reports if report.step_s is not None]
-    rows.append(
-        Compared("seconds a step", "seconds", plan.predicted.step_s, statistics.median(seconds), plan.predicted.range_s)
-    )
+    if seconds:
+        median_s = statistics.median(seconds)
+        rows.append(Compared("seconds a step", "seconds", plan.predicted.step_s, median_s, plan.predicted.range_s))
     return tuple(rows)

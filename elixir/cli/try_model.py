@@ -66,11 +66,11 @@ def _verdict(each: Compared) -> str:
     if each.range_s is not None:
         low_s, high_s = map(format_seconds, each.range_s)
         return f"{'within' if each.agrees else 'NOT within'} {low_s} to {high_s}"
-    return "as predicted" if each.agrees else "NOT as predicted"
+    return "" if each.agrees is None else "as predicted" if each.agrees else "NOT as predicted"
 
 
 def _conclusion(trial: Trial) -> str:
-    missed = [each.name for each in trial.compared if not each.agrees]
+    missed = [each.name for each in trial.compared if each.agrees is False]
     if missed:
         said = f"Not as predicted: {', '.join(missed)}. Other work on the machine changes seconds alone."
     else:
