@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,6 +106,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     initial_scale: float = 2.0**16,
     host_threads: int | None = None,
     replan: bool = True,
+    verbose: bool | None = None,
     compile: bool | Mapping[str, Any] = False,
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
@@ -128,6 +130,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
+        verbose: print the plan on rank 0. None prints its summary to standard error if no logging is set up; if it is,
+            the summary is logged.
         compile: give each layer that the model repeats to torch.compile, with these arguments if it is a dict. Layers
             compiled before stay so without it. The layers stay compiled after `ElixirModule.close`.
         options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
@@ -167,6 +171,10 @@ def wrap(  # noqa: PLR0913 - a public entry point
             raise
     if engine_of(module).group.rank == 0:
         logger.info("%s", made.summary())
+        if verbose:
+            print(made)  # noqa: T201 - asked for
+        elif verbose is None and not logger.hasHandlers():
+            print(made.summary(), file=sys.stderr)  # noqa: T201 - or a plan would be run that nobody has seen
     if replan and plan is None and made.placement == "auto":
         hardware = question.profile if trace is None else question.machine
         engine_of(module).before_forward = _Replanning(module, wrapped[0], trace, hardware)

@@ -286,7 +286,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     """
     names = [base.__name__ for base in type(optimizer).__mro__]
     if "HybridAdam" in names:  # `moments_of` gives their kind
-        return "Adam"
+        return "AdamW" if optimizer.param_groups[0].get("adamw_mode", True) else "Adam"
     import copy
     import inspect
 

@@ -134,6 +134,7 @@ def main() -> None:
             unified_dtype=dtype,
             inp=batch_of(text, args.batch, args.seq, rank, step=0),
             step_fn=default_step,
+            optimizer_type="AdamW",
             hardware=machine,
             device_memory=args.device_memory,
             host_memory=args.host_memory,

@@ -14,6 +14,7 @@ from elixir.cli.hardware import say_hardware
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models import user_code
+from elixir.models.loading import config_of
 from elixir.models.model_shape import describe, model_names
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
 from elixir.plan.plan import Plan
@@ -22,7 +23,7 @@ from elixir.search.batches import BatchChoice
 from elixir.search.budgets import whole_host_bytes
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
-from elixir.search.searches import DEFAULT_HARDWARE
+from elixir.search.searches import profile_for
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
@@ -59,7 +60,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.search_batch:
         _check_search_batch(args, trace)
     if trace is None:
-        hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
+        config_of(args.model)  # a name that is none is refused before the memory of a machine is asked for
+        hardware = hardware or profile_for(None)
     else:
         from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
         hardware = hardware or _traced_hardware(trace, args.model)
@@ -284,7 +286,7 @@ def _print_plan(plan: Plan, *, brief: bool = False) -> None:
 
 
 def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:
-    """The memory profile of a step: totals, where the peak is, what is alive there, and what was supposed."""
+    """The memory profile of a step: totals, where the peak is, what is alive there, and what was assumed."""
     output.say(tables.trace_summary(trace))
     if not brief:
         output.say_tables(tables.memory_table(trace), tables.contributors_table(trace))
@@ -295,7 +297,7 @@ def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:
         if names:
             output.say(f"{label}: {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
     for assumption in trace.assumptions:
-        output.say(f"supposed: {assumption}")
+        output.say(f"assumed: {assumption}")
 
 
 def _moved_line(moved: tuple[str, ...]) -> str:

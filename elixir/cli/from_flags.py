@@ -32,6 +32,8 @@ STEP_FLAGS = (
     "compile",
 )
 """Flags of the step, which a trace has settled; None where they are not given."""
+_FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
+"""Words of an error -> the flag that gives the code it asks for."""
 _OF_PROFILE = " (of `elixir profile`: the trace has settled it)"
 _OF_THE_STEP = {
     "batch": "halve the step: --batch or --seq",
@@ -59,8 +61,9 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
         model = asked.build()
         return asked.trace(hardware, model), model
     except InputError as error:
-        if "pass inp" in str(error):
-            raise InputError(f"{error} (here: --inp module:function)") from None
+        flags = [f"{flag} module:function" for word, flag in _FLAG_OF_CODE.items() if word in str(error)]
+        if flags:
+            raise InputError(f"{error} (here: {', '.join(flags)})") from None
         raise
 
 

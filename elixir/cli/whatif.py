@@ -302,6 +302,6 @@ def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] |
 
     if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(
-            f"host memory supposed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
+            f"host memory assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
             "what a machine really has"
         )

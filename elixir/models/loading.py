@@ -64,28 +64,35 @@ def build(
         >>> build("opt-125m", dtype=torch.bfloat16).config.num_hidden_layers
         12
     """
-    config: Mapping[str, Any] | None = None
-    if isinstance(model, ModelShape):
-        config, name = model.config, model.name
-    elif isinstance(model, str):
-        name, path, shape = model, Path(model).expanduser(), find(model)
-        if shape is not None:
-            config = shape.config
-        elif (name and path.exists()) or path.suffix == ".json" or os.sep in name:
-            config = read_config(path)
-    else:
-        raise InputTypeError(f"model must be a name, a path or 'module:function', found {type(model).__name__}")
+    config = config_of(model)
     if config is not None:
         return build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
-    if _FACTORY.fullmatch(name):
-        if max_positions is not None:
-            raise InputError(f"max_positions cannot be set for {name}; set it inside the function")
-        _check_options(dtype, checkpoint, max_positions)
-        built = _call_factory(name, dtype, device)
-        enable_checkpointing(built, checkpoint)
-        return built.train()
-    unknown = unknown_name("model", name, model_names())
-    raise InputError(f"{unknown}; or give a config.json, or module:function")
+    if max_positions is not None:
+        raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
+    _check_options(dtype, checkpoint, max_positions)
+    built = _call_factory(str(model), dtype, device)
+    enable_checkpointing(built, checkpoint)
+    return built.train()
+
+
+def config_of(model: str | ModelShape) -> Mapping[str, Any] | None:
+    """The values of a model's ``config.json``; None for ``module:function``, which is not called.
+
+    Raises:
+        InputError: the name is unknown, or the file cannot be read.
+    """
+    if isinstance(model, ModelShape):
+        return model.config
+    if not isinstance(model, str):
+        raise InputTypeError(f"model must be a name, a path or 'module:function', found {type(model).__name__}")
+    path, shape = Path(model).expanduser(), find(model)
+    if shape is not None:
+        return shape.config
+    if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
+        return read_config(path)
+    if _FACTORY.fullmatch(model):
+        return None
+    raise InputError(f"{unknown_name('model', model, model_names())}; or give a config.json, or module:function")
 
 
 def build_config(

@@ -50,7 +50,10 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
         _check_count("seq", seq)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
-        raise InputError(f"{type(model).__name__} is no transformers model: pass inp, a dict of its inputs")
+        raise InputError(
+            f"{type(model).__name__} is no transformers model: pass inp, a dict of its inputs, "
+            "and step_fn unless its output has a loss"
+        )
     if "labels" not in inspect.signature(model.forward).parameters:
         raise InputError(f"{type(model).__name__} takes no labels, so it has no loss: pass inp and step_fn")
     generator = torch.Generator(device="cpu").manual_seed(_SEED)

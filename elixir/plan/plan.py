@@ -385,7 +385,7 @@ class Plan(Artifact):
             parts.append(f"{predicted.flops_per_s / 1e12:.3g} TFLOP/s a device, {100 * share:.0f} % of its peak")
         hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
         if hosted and self.host_threads is None and self.hardware_name in preset_names():
-            parts.append("a typical host is supposed, so measure yours")
+            parts.append("a typical host is assumed, so measure yours")
         return "".join(f"; {part}" for part in parts)
 
     @property
@@ -420,7 +420,7 @@ class Plan(Artifact):
         """The plan in three lines."""
         lines = self._lines()
         return (
-            f"plan {lines['plan']}\n  {lines['chunks']}; states {lines['states']}\n"
+            f"plan {lines['plan']}\n  chunks {lines['chunks']}; states {lines['states']}\n"
             f"  device {lines['device peak']}, host {lines['host peak']}, step {self.predicted.time_text()} predicted"
         )
 
@@ -452,7 +452,8 @@ class Plan(Artifact):
             if streamed
             else "none: every chunk is resident",
             "device peak": _peak(predicted.device_peak_bytes, self.device_budget_bytes, self.device_reserve_bytes),
-            "host peak": _peak(predicted.host_peak_bytes, self.host_budget_bytes, self.host_reserve_bytes),
+            "host peak": _peak(predicted.host_step_bytes, self.host_budget_bytes, self.host_reserve_bytes)
+            + (f"; {format_bytes(predicted.host_peak_bytes)} during a save" if predicted.checkpoint_bytes else ""),
             "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
             "moved a step": f"{links}{of_several}",
             "step": f"{predicted.time_text()} predicted{of_several}"
@@ -473,12 +474,17 @@ class HasPlan(Protocol):
         """The plan."""
 
 
-def plan_of(given: Plan | HasPlan) -> Plan:
+def plan_of(given: Plan | HasPlan | None) -> Plan:
     """The plan that is given, alone or in the answer of a search (`elixir.search.Answer`).
 
     Raises:
         InputTypeError: it is neither.
     """
+    if given is None:
+        raise InputTypeError(
+            "a plan is missing: give the answer of optimal_search(model, world_size) or Plan.load(path), or call "
+            "elixir.wrap(model, optimizer, inp=batch), which plans by itself"
+        )
     plan = getattr(given, "plan", given)
     if not isinstance(plan, Plan):
         raise InputTypeError(

@@ -236,6 +236,11 @@ def profile_for(hardware: HardwareProfile | str | None, model: nn.Module | StepT
             DEFAULT_HARDWARE,
         )
         return _with_memory_of(found)
+    logger.log(
+        logging.WARNING if on_rank_0() else logging.DEBUG,
+        "no hardware given, and no GPU found here: planning for %s (hardware=, --hardware)",
+        DEFAULT_HARDWARE,
+    )
     return preset(DEFAULT_HARDWARE)
 
 

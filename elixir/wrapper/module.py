@@ -99,7 +99,7 @@ class ElixirModule(nn.Module):
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
         self,
         module: nn.Module,
-        plan: Plan | HasPlan,
+        plan: Plan | HasPlan | None = None,
         group: dist.ProcessGroup | None = None,
         prefetch: bool = True,
         dtype: torch.dtype | str | None = None,

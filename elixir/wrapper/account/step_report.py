@@ -11,6 +11,7 @@ import torch
 
 from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
+from elixir.hardware.profile import preset_names
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.plan import MATRIX_STAGES, Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
@@ -239,7 +240,10 @@ class StepReport:
         lane = max(self.waited_s, key=lambda name: self.waited_s[name], default="")
         if self.waited_s.get(lane):
             causes.append(f"compute waited longest for {lane} ({format_seconds(self.waited_s[lane])})")
-        causes.append(f"the rates of {self.hardware_name} are not this machine's (elixir hardware --measure)")
+        wrong = f"the rates of {self.hardware_name} are not this machine's"
+        causes.append(f"{wrong}: plan with those that `elixir hardware --measure --out hw.json` finds here")
+        if self.hardware_name in preset_names():  # nobody measured them here
+            causes.insert(0, causes.pop())
         times, slowest = self.times_slowest or 0.0, format_seconds(self.slowest_s or 0.0)
         return (
             f"the step took {times:.1f} times the {slowest} at which its prediction ends; likely causes: "

@@ -264,7 +264,7 @@ def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
 def agree_on_plan(
     group: Group,
     module: nn.Module,
-    given: Plan | HasPlan,
+    given: Plan | HasPlan | None,
     dtype: torch.dtype | None,
     disk_folders: Sequence[str] = (),
     *,

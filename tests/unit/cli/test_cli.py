@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elixir.artifact import Artifact
-from elixir.cli import main
+from elixir.cli import main, output
 from elixir.cli.options import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
 from elixir.hardware.profile import preset
@@ -46,6 +46,7 @@ class Stub:
             ),
             "load_hardware": make_hardware(),
             "measure": make_hardware("here"),
+            "config_of": None,
         }
         modules: dict[str, tuple[str, ...]] = {
             "elixir.models.loading": ("build",),
@@ -54,6 +55,7 @@ class Stub:
             "elixir.search": ("plan_from_trace",),
             "elixir.hardware.profile": ("load_hardware",),
             "elixir.microbench": ("measure",),
+            "elixir.cli.commands": ("config_of",),
         }
         for module, names in modules.items():
             for name in names:
@@ -532,3 +534,28 @@ def test_the_installed_command_is_main() -> None:
     assert isinstance(main, types.FunctionType)
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert 'elixir = "elixir.cli:main"' in text
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "missing.json"])
+def test_a_model_that_is_missing_is_named_before_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for machine in ("", " --hardware h200"):  # whose host memory nobody gave
+        said = fails(capsys, *f"plan {model}{machine}".split())
+        assert model in said
+        assert "memory" not in said
+
+
+def test_a_plan_for_no_machine_says_for_which(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["plan", "x", "--brief"]) == 0
+    assert "no hardware given, and no GPU found here: planning for h200" in caplog.text
+
+
+def test_a_slow_command_says_without_a_terminal_that_it_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.progress() as quick:
+        quick("opt-125m on 1 x h200", 0, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "_SILENCE_S", 0.0)
+    with output.progress() as slow:
+        slow("opt-125m on 2 x h200", 1, 2)
+    assert capsys.readouterr().err == "2/2 opt-125m on 2 x h200\n"

@@ -24,6 +24,7 @@ from elixir.errors import InputError, UserInterruptError, shortened
 from elixir.models import user_code
 from elixir.models.loading import build
 from elixir.models.step import default_input
+from tests.common.command_line import fails
 
 ROOT = Path(__file__).parents[3]
 
@@ -340,3 +341,12 @@ def test_long_values_are_shortened() -> None:
     assert len(text) < 90
     assert text.startswith("aaa")
     assert "z (5,001 characters)" in text
+
+
+def test_a_function_without_input_is_told_of_both_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plain_models.py").write_text(
+        "import torch\ndef make(): return torch.nn.Linear(2, 2)\ndef batch(): return {'input': torch.ones(1, 2)}\n"
+    )
+    assert "(here: --inp module:function, --step module:function)" in fails(capsys, "profile", "plain_models:make")
+    without_step = fails(capsys, "profile", "plain_models:make", "--inp", "plain_models:batch")
+    assert without_step.strip().endswith("pass a step_fn that computes a loss (here: --step module:function)")

@@ -42,7 +42,7 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
     assert status == 0
     assert all(out.count(f" {ranks} x {machine} ") == 1 for ranks in (1, 8) for machine in ("t4", "h200"))
     assert "[1] t4 has 4 devices a machine" in out
-    assert "host memory supposed" in err
+    assert "host memory assumed" in err
     with table.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["machine"], row["world_size"], row["fits"]) for row in rows] == [

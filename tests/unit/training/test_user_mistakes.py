@@ -47,6 +47,13 @@ def model() -> ElixirModule:
 # ------------------------------------------------------------------------------------------------------------- wrapping
 
 
+def test_a_plan_that_is_forgotten_is_asked_for() -> None:
+    with pytest.raises(
+        InputTypeError, match=r"a plan is missing: give the answer of optimal_search.* or call elixir\.wrap"
+    ):
+        ElixirModule(small())
+
+
 def test_something_else_than_a_plan() -> None:
     with pytest.raises(InputTypeError, match=r"got str; Plan\.load\(path\)"):
         ElixirModule(small(), "plan.json", device="cpu")  # type: ignore[arg-type]

@@ -441,3 +441,16 @@ def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, famil
     assert not model.last_report.surprises()
     assert engine_of(model).arena.peak_bytes["host"] <= model.plan.predicted.host_step_bytes
     model.close()
+
+
+@pytest.mark.parametrize(("verbose", "lines"), [(True, 9), (None, 3), (False, 0)])
+def test_a_plan_is_shown_before_it_runs(
+    verbose: bool | None, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.logger, "hasHandlers", lambda: False)
+    it = case("gpt2")
+    model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, verbose=verbose)
+    printed = "".join(capsys.readouterr())
+    assert len(printed.splitlines()) == lines
+    assert not lines or printed.startswith(f"plan {model.plan.fingerprint}: ")
+    assert lines != 3 or "\n  chunks " in printed
