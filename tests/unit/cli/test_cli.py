@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from elixir.artifact import Artifact
 from elixir.cli import main, output
@@ -38,7 +39,7 @@ class Stub:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: dict[str, dict[str, Any]] = {}
         self.results: dict[str, Any] = {
-            "build": object(),
+            "build": nn.Identity(),
             "input_to_trace": {"input_ids": None},
             "trace_step": make_trace(),
             "plan_from_trace": SimpleNamespace(
