@@ -269,7 +269,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 def _how_far(needed_bytes: int, available_bytes: int) -> str:
-    text = f"needed {readable_bytes(needed_bytes, up=True)}, available {readable_bytes(available_bytes)}"
+    available = readable_bytes(available_bytes, up=available_bytes < needed_bytes)  # or 4.8 MiB would be read as 4.79
+    text = f"needed {readable_bytes(needed_bytes, up=True)}, available {available}"
     lacking = needed_bytes - available_bytes
     return text + (f", short by {readable_bytes(lacking, up=True)}" if lacking > 0 else "")
 

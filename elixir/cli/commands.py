@@ -113,7 +113,7 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     if args.json:
         output.say_json(plan.to_dict())
         return 0
-    if choice is not None:
+    if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
     _print_plan(plan, brief=args.brief)
     _say_whole_host(answer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
+from elixir.plan.prediction import CHECKPOINT_PART
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,4 +126,6 @@ def shorten(text: str, limit: int) -> str:
 
 def part_label(name: str) -> str:
     """The name of a part of a plan's memory, as people write it."""
+    if name == CHECKPOINT_PART:
+        return "copies during a save"  # not of activation checkpointing
     return name.replace("_", " ").replace("rcache", "rCache")

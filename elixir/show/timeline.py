@@ -24,18 +24,19 @@ _COLOURS = {
     "norm": style.YELLOW,
     "fetch": style.ORANGE,
     "copy": style.GREY,
-    "gather": style.YELLOW,
-    "reduce": "#882255",  # wine, of Paul Tol's muted scheme
+    "gather": "#999933",  # this and the four like it are of Paul Tol's muted scheme
+    "reduce": "#882255",
     "offload": style.RED,
     "deliver": style.PALE,
     "update": style.PURPLE,
-    "early update": style.GREEN,
-    "add": style.ORANGE,
-    "refresh": style.SKY,
+    "early update": "#117733",
+    "add": "#DDCC77",
+    "refresh": "#44AA99",
     "read": style.SKY,
     "write": style.DARK,
 }
-"""Name of a span -> its colour; no two in one lane are alike to the colour-blind."""
+"""Name of a span -> its colour; no two of the steps of most plans share one, and no two in one lane are
+alike to the colour-blind."""
 LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
 """The lanes from the top: a chunk's way through a step."""
 _LANE_IN, _BAR = 0.34, 0.72
@@ -76,7 +77,7 @@ def plot_timeline(
     axes.set_ylim(-0.5, len(lanes) - 0.5)
     axes.set_yticks(range(len(lanes)), [style.RESOURCE_LABELS[name] for name in reversed(lanes)])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time since the optimizer has all gradients ({unit})", fontsize=style.TEXT_PT, labelpad=2)
+    axes.set_xlabel(f"time since the optimizer began ({unit})", fontsize=style.TEXT_PT, labelpad=2)
     text = f"{format_seconds(simulation.step_s)} a step, bound by {style.RESOURCE_LABELS[simulation.bound_by]}"
     axes.set_title(f"{title}: {text}" if title else text, **style.title_style())
     used = dict.fromkeys(span.name for span in simulation.timeline)

@@ -26,6 +26,8 @@ TOLERANCE = 0.05
 _LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
 MUCH_SLOWER = 2.0
 """A step that takes this many times the upper end of its predicted range is reported: rates alone do not explain it."""
+SHOWN_S = 0.0005
+"""Shorter waits are not shown."""
 SHORT_S = 0.02
 """In shorter steps Python's work is noticeable: about 20 us for each of some hundred operators."""
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
@@ -217,8 +219,8 @@ class StepReport:
             lines.append(f"early updates: {self.early}; in all steps so far {self.early_so_far}")
             if not self.early.made and self.early_so_far.made:
                 lines.append(PAUSED)
-        waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
-        lines.append(f"compute waited for {waits}")
+        waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items() if seconds >= SHOWN_S)
+        lines.append(f"compute waited for {waits or 'no lane'}")
         if self.times_slowest is not None:
             lines.append(self.slow_text())
         if self.not_compared:
