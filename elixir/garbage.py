@@ -1,4 +1,4 @@
-"""Python's garbage collection, held off while much is made that is not garbage."""
+"""Pauses Python's garbage collection while many objects are made that stay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """While open, nothing looks for cycles: each look goes through all objects of the process, in vain, and would free
-    cycles of others at random moments."""
+    """Pauses the collector, whose runs would go through all objects of the process in vain, and would free other code's
+    cycles at random moments."""
     enabled = gc.isenabled()
     gc.disable()
     try:

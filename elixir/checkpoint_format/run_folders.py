@@ -77,7 +77,7 @@ def find_checkpoints(root: PathLike, *, files: Files = FILES) -> tuple[tuple[Pat
 
 
 def newest_checkpoints(root: PathLike, damaged: list[CheckpointError], *, files: Files = FILES) -> Iterator[Path]:
-    """Gives what `find_checkpoints` finds one after the other: the latest does not wait for those before it.
+    """Yields what `find_checkpoints` returns, one at a time: the latest is there before older ones are read.
 
     Args:
         root: the folder around them.
@@ -100,7 +100,7 @@ def newest_checkpoints(root: PathLike, damaged: list[CheckpointError], *, files:
 def sequences(root: PathLike, *, files: Files = FILES) -> tuple[dict[str, int], tuple[CheckpointError, ...]]:
     """Name of each folder in `root` that has a checkpoint -> the `sequence` in its index, and why others have none.
 
-    It reads how each index begins and checks no checksum: to read a thousand as a whole would take seconds in each
+    Only the beginning of each index is read, and no checksum: reading a thousand in full would take seconds at every
     save.
     """
     found: dict[str, int] = {}

@@ -40,7 +40,7 @@ def scalar_state(value: Any) -> Any:
 
 
 _TOO_MANY_BYTES = 2**63
-"""torch counts bytes in 64 bits, also those that an empty tensor would have but for its sizes of 0."""
+"""torch counts bytes in 64 bits. For an empty tensor it counts as if sizes of 0 were 1."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint: of one rank's file, or with all its pieces."""
+    """A tensor of a checkpoint, with its pieces in one rank's file or in all files."""
 
     dtype: str
     shape: tuple[int, ...]

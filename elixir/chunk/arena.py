@@ -44,7 +44,7 @@ class Arena:
         nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device.
 
         Raises:
-            NoMemoryError: there is not so much memory; torch's own error for that of a CUDA device.
+            NoMemoryError: host memory ran out. On a CUDA device, torch's own error is raised.
         """
         try:
             buffer = self._made(numel, dtype, home, pin=pin, paged=paged)

@@ -81,7 +81,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def without_loss(self, then: str) -> Iterator[None]:
-        """Lets an error lose nothing while this lasts, since what is written has a copy; `then` says what is left."""
+        """Treats errors as harmless while this lasts, since what is written has a copy; `then` says what is left."""
         before, self._left = self._left, then
         try:
             yield
@@ -129,7 +129,7 @@ class StoredTensors:
 
     Args:
         file: has the extent.
-        name: of what the tensors belong to, for errors.
+        name: what the tensors belong to, for errors.
         nbytes: size of the extent.
     """
 
@@ -138,7 +138,7 @@ class StoredTensors:
         self._file = file
         self._extent = file.new_extent(nbytes, name)
         self._written_bytes = 0
-        """Bytes from which on the extent has zeros."""
+        """The extent holds zeros from this byte on."""
         self._regions: dict[str, _Region] = {}
         self._views: list[_View] = []
         self._memory: torch.Tensor | None = None
@@ -297,7 +297,7 @@ class StoredTensors:
                     part[begin:end].copy_(values[begin - at : end - at])
 
     def read(self, name: str, first: int, stop: int) -> torch.Tensor:
-        """Reads elements of a region into separate memory, straight from the disk: for a reader that takes no turn.
+        """Reads elements of a region into separate memory, straight from the disk, for a reader that has no buffer.
 
         Nothing may write the extent meanwhile.
         """

@@ -32,14 +32,14 @@ class Run:
 
     Args:
         module: the model.
-        optimizers: of it.
+        optimizers: those of the model.
         is_main: whether this rank logs and writes what all share.
     """
 
     def __init__(self, module: ElixirModule, optimizers: Sequence[ElixirOptimizer], *, is_main: bool) -> None:
         self.module, self.optimizers, self.is_main = module, list(optimizers), is_main
         self._known: set[str] = set()
-        """Numbers that were not 0 in all steps so far."""
+        """Names of numbers that have been other than 0 in some step."""
         if is_main:
             logger.info("%s", module.plan)
 
@@ -48,19 +48,22 @@ class Run:
 
         Args:
             folder: the framework's checkpoint.
-            frozen: with parameters that are not trained.
+            frozen: whether to save parameters that are not trained.
         """
         elixir.save_checkpoint(Path(folder) / STATES, self._state(), wait=True, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Loads what `save` wrote; whether there is any. Random numbers are the framework's. All ranks call this."""
+        """Loads what `save` wrote, and returns whether there was any. All ranks call this.
+
+        The framework restores random numbers.
+        """
         if not (Path(folder) / STATES).is_dir():
             return False
         elixir.load_checkpoint(Path(folder) / STATES, self._state(), rng=False)
         return True
 
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the plan of now into `folder`, on one rank."""
+        """Writes the current plan into `folder`, on one rank."""
         if self.is_main:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.module.plan.save(Path(folder) / PLAN)

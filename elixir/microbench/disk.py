@@ -26,9 +26,9 @@ from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
 from elixir.units import MIB, format_bytes
 
 FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}
-"""Size of the one file, by whether it is quick. Each amount walks through all of it, so that no drive's cache
-answers. A run does not wait for the drive's cache after each write as a measurement does: of amounts that are much
-smaller that would be a good part of the time."""
+"""Size of the one file, by whether the measurement is quick. Each amount walks through all of it, so that no drive's
+cache answers. Much smaller amounts are not measured: a measurement waits for the drive's cache after each
+write, which a run does not, and that wait would be a good part of their time."""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
@@ -36,8 +36,8 @@ KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """Limit on the seconds of an amount, once there are enough amounts for a fit."""
 WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
-"""How often each amount has its turn, and how long a turn lasts at least, by whether it is quick. Disks have fast and
-slow seconds: each amount has one turn before any has the next, and the median counts."""
+"""Turns of each amount, and the least seconds of a turn, by whether the measurement is quick. Disks have fast and slow
+seconds: each amount has one turn before any has the next, and the median counts."""
 
 
 def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:

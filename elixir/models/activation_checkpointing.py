@@ -39,11 +39,11 @@ def enable_checkpointing(model: nn.Module, checkpoint: str) -> None:
 
     Args:
         model: with `gradient_checkpointing_enable`, unless `checkpoint` is ``none``.
-        checkpoint: see `parse_checkpoint`. Of some layers the first ones are checkpointed: what the last ones keep
-            lives shortest.
+        checkpoint: see `parse_checkpoint`. A number checkpoints the first layers, since activations of the last ones
+            live shortest.
 
     Raises:
-        InputError: it cannot, or has fewer layers that can be checkpointed one by one.
+        InputError: the model cannot checkpoint, or has fewer layers that can be checkpointed one by one.
     """
     form, count = parse_checkpoint(checkpoint)
     if form == "none":

@@ -79,7 +79,7 @@ def step_traffic(
         routes: of every chunk, by index.
         loads: per chunk, how often it comes into a block in all micro-batches (`Schedule.step`).
         backwards: of the step.
-        stepped: False where the optimizer left the step out, so that no weights are new.
+        stepped: False if the optimizer skipped the step, so that no weights are new.
     """
     host_to_device = device_to_host = network = 0
     for index, route in enumerate(routes):

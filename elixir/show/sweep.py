@@ -41,7 +41,7 @@ def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
 
 
 def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Prices | None = None) -> Table:
-    """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich).
+    """One line per combination; one that does not fit shows the number of its reason in `reasons`, from 1 (rich).
 
     With `prices` a column says what an hour and a million tokens cost.
     """

@@ -1,8 +1,8 @@
 """An Adam step of PyTorch's operators, in pieces that fit a cache: torch's fused kernel, or the rule written out.
 
-Written as cast, step, cast over a whole shard, Adam moves half as many bytes again as it must, and allocates a float32
-gradient. On pieces the float32 gradient is a small buffer that stays in the cache, and so do the new master weights
-until they are rounded; so even without a compiler the shard passes through memory about once.
+A step that casts, steps and casts over a whole shard moves 1.5 times the bytes that it must, and allocates a float32
+gradient. In pieces, the float32 gradient is a small buffer that stays in the cache, as do the new master weights until
+they are rounded. So the shard passes through memory about once, even without a compiler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ IN_PIECES, PLAIN = "in pieces", "plain"
 """Forms of an eager step: torch's fused kernel on pieces, or PyTorch's operators on pieces."""
 
 _CPU_PIECE_NUMEL = 2**18
-"""Per thread: 1 MiB of float32. Shorter pieces stay in a core's second-level cache more surely, but threads meet after
-each operator on each piece, which costs a time slice where others want the cores too."""
+"""Per thread: 1 MiB of float32. Shorter pieces fit a core's second-level cache more surely, but threads meet after each
+operator on each piece, which costs a time slice if other programs use the cores."""
 
 
 def eager_step(

@@ -96,7 +96,7 @@ _lock = threading.Lock()
 
 
 def wishes(use_fused_kernels: bool | Mapping[str, str]) -> dict[str, str] | None:
-    """The wishes: kind -> provider for those that are named, an empty dict for the best of each; None for off.
+    """Returns the provider that is wanted for each kind named; other kinds take the best. None: fused kernels are off.
 
     Args:
         use_fused_kernels: True, False, or providers by kind; the environment is read as well.

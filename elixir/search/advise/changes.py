@@ -18,7 +18,7 @@ Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
 FACTOR = 2
-"""How many times as much of a part of the machine a change gives."""
+"""A change of the machine multiplies one part of it by this."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Change:
     """Another machine; None: the same."""
 
     def __add__(self, other: Change) -> Change:
-        """Both at once; of different kinds, and of the same machine."""
+        """Both changes at once; neither may bring another machine."""
         return Change(
             self.kinds + other.kinds,
             f"{self.action}, and {other.action}",
@@ -48,11 +48,11 @@ class Change:
         )
 
     def applied(self, question: Question) -> Question:
-        """The question with it.
+        """The question with the change made.
 
         Raises:
-            InputError: it does not go with what else is asked.
-            TraceError: the step cannot be traced so.
+            InputError: the change contradicts something else that is asked.
+            TraceError: the changed step cannot be traced.
         """
         trace, hardware = question.trace, self.hardware or question.hardware
         if self.step:
@@ -61,7 +61,7 @@ class Change:
 
 
 def of_the_training(question: Question) -> Iterator[Change]:
-    """Changes of the training, not of the machine, whose options are not what they would set already."""
+    """Changes of the training, not of the machine, that are not in effect already."""
     trace, request = question.trace, question.request
     if request.moments == "float32" and is_adam(optimizer_name(request.optimizer_type)):
         for moments in ("bfloat16", "8bit"):

@@ -25,8 +25,8 @@ def spilled(model: MemoryModel, placement: Placement, *, host_bytes: int | None 
     """The placement with states on the disk where `Setting.spill` allows it and the host cannot hold them.
 
     States that no update needs go first, then those of chunks that forward asks for last: the disk has most time for
-    these. An outsized chunk makes the window as large as itself, twice; so leaving these on the host is tried as well,
-    and what needs less of the disk is taken. Where nothing is enough, it is what saves most.
+    these. An outsized chunk needs a window of twice its size, so a choice without outsized chunks is tried as well, and
+    the one that needs less of the disk is taken. If neither is enough, the one that saves more is taken.
 
     Args:
         model: of the packing; its chunks are numbered in order of use.
