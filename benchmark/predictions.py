@@ -25,16 +25,23 @@ from benchmark.common import Row, append_rows, conditions
 from elixir.cli import main as elixir_main
 from elixir.units import GIB
 
-CARDS = ("rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200")
-MODELS = ("llama-3.1-8b", "qwen2.5-7b", "opt-13b", "qwen2.5-14b", "qwen2.5-32b", "mixtral-8x7b")
+CARDS = ("rtx3090", "rtx4090", "rtx5090", "a6000", "a100", "h100", "h200")
+MODELS = ("llama-3.1-8b", "qwen2.5-7b", "opt-13b", "qwen2.5-14b", "qwen2.5-32b", "mixtral-8x7b", "flux.1-dev LoRA")
 STEP = "--batch 4 --seq 2048 --accumulation 4 --activation-checkpointing --fused-kernels"
 HOST = {"mixtral-8x7b": "1TiB"}
 """Host memory that is offered; the column says how much of it the plan takes."""
 USUAL_HOST = "512GiB"
+OF_AN_EXAMPLE = {
+    "flux.1-dev LoRA": "flux_lora:make_model --inp flux_lora:batch --step flux_lora:train_step --host-memory 64GiB"
+}
+"""Models that a file in ``example/`` makes (which need diffusers) -> the arguments of their command, from there."""
+EXAMPLES = Path(__file__).resolve().parent.parent / "example"
 
 
 def command(card: str, model: str) -> str:
     """The call whose answer is the row of a card and a model."""
+    if model in OF_AN_EXAMPLE:
+        return f"elixir plan {OF_AN_EXAMPLE[model]} --hardware {card}"
     return f"elixir plan {model} --hardware {card} --host-memory {HOST.get(model, USUAL_HOST)} {STEP}"
 
 
@@ -50,7 +57,7 @@ def row(card: str, model: str) -> Row:
         return {**found, "tokens_per_s": "", "low": "", "high": "", "device_gib": "", "host_gib": "", **before}
     plan = json.loads(out.getvalue())
     predicted, step = plan["predicted"], plan["step"]
-    tokens = plan["accumulation"] * step["tokens"] * plan["world_size"]
+    tokens = plan["accumulation"] * (step["tokens"] or image_tokens()) * plan["world_size"]
     low_s, high_s = predicted["range_s"]
     return {
         **found,
@@ -61,6 +68,13 @@ def row(card: str, model: str) -> Row:
         "host_gib": round(predicted["host_peak_bytes"] / GIB, 2),
         **before,
     }
+
+
+def image_tokens() -> int:
+    """Tokens of the images of a micro-batch, 4,096 of 1024 x 1024 pixels each."""
+    import flux_lora
+
+    return int(flux_lora.SAMPLES * flux_lora.IMAGE_TOKENS)
 
 
 def _rounded(value: float) -> str:
@@ -95,6 +109,7 @@ def main() -> None:
     parser.add_argument("--cards", default=",".join(CARDS))
     parser.add_argument("--no-record", action="store_true", help="do not append to the results")
     args = parser.parse_args()
+    sys.path.insert(0, str(EXAMPLES))
     for model in args.models.split(","):
         for card in args.cards.split(","):
             found = row(card, model)
