@@ -102,7 +102,7 @@ class SaveOptions:
     keep: int | None = None
     """Number of checkpoints that stay in the folder around this one, if it `retains`; None for all."""
     retains: bool = False
-    """Whether the folder around this one is of one run, so that what is no longer wanted there goes."""
+    """Whether the folder around this one belongs to one run, so that the save removes old checkpoints there."""
     pool_bytes: int | None = None
     """Limit of memory for copies; None: see `TrainingStates.pool_bytes`. For tests."""
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_BYTES = 8 * MIB
 """Bytes of one call; the kernel cuts it into requests of the drive, so that one call is many of them in flight. On the
-disks that were measured larger or more calls at a time were no faster (docs/appendix/hardware_fits.md)."""
+disks that were measured, neither larger nor more calls were faster (docs/appendix/hardware_fits.md)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ REQUESTS = (Requests(), Requests(8 * MIB, 2), Requests(MIB, 2), Requests(MIB, 4)
 NOTICEABLE = 0.95
 """Other requests are taken if they need less than this part of the time."""
 TRIED_BYTES, TRIED_ROUNDS = 64 * MIB, 3
-"""Written and read with each of them before a run, and how often: a disk has slow moments."""
+"""Bytes written and read with each of `REQUESTS` before a run, and how often: a disk has slow moments."""
 WORTH_TRYING_BYTES = 4 * GIB
 """A run with fewer bytes on a disk would win less in its steps than the trial takes."""
 

@@ -71,7 +71,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return {} if self.elixir_leaves_out_states else self.optimizer.state_dict(rank0_only=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from states of torch's layout, the same on all ranks."""
+        """Loads states in torch's layout, the same on all ranks."""
         if not self.elixir_leaves_out_states:
             self.optimizer.load_state_dict(state_dict)
 

@@ -27,14 +27,14 @@ def run_script(
     needs_ranks: bool = False,
     needs_folder: bool = False,
 ) -> str:
-    """Parses the command line, measures, writes what was asked for; gives the table to print, lines ended.
+    """Parses the command line, measures, and writes what was asked for; returns the table to print, with line ends.
 
     Under torchrun all ranks measure at once, and rank 0 writes; the others give an empty text. A mistake of the user's
     ends the process as argparse does: one line on stderr, status 2. Outputs and device are checked before anything is
     measured.
 
     Args:
-        jobs: from the bench to what is measured; an importable function.
+        jobs: an importable function that makes the jobs from a bench.
         description: the script's docstring, shown by ``--help``.
         arguments: instead of those of the process.
         needs_folder: ``--disk-folder`` must be given and is the second argument of `jobs`.

@@ -111,7 +111,7 @@ def _grouped(explanation: Explanation, lists: Sequence[list[ChunkReasons]]) -> t
 
 
 def explanation_record(explanation: Explanation) -> dict[str, Any]:
-    """All of it as one object; keys ending in ``_bytes`` and ``_s`` say units."""
+    """The whole explanation as one object; keys ending in ``_bytes`` and ``_s`` say units."""
 
     def of_change(change: Difference) -> dict[str, Any]:
         return {**dataclasses.asdict(change), "fits": change.fits}
@@ -199,7 +199,7 @@ def elsewhere_table(explanation: Explanation, most: int) -> Table:
 
 
 def blocks_table(explanation: Explanation) -> Table:
-    """One rCache block fewer and more (rich)."""
+    """The step with one rCache block fewer, and with one more (rich)."""
     rows = [
         [str(change.block_count), _seconds(change.change_s), _signed_bytes(change.device_change_bytes), _fits(change)]
         for change in explanation.blocks
@@ -208,7 +208,7 @@ def blocks_table(explanation: Explanation) -> Table:
 
 
 def levers_table(explanation: Explanation) -> Table:
-    """Gains of one change of machine each, planned again (rich)."""
+    """The gain of each change of the machine, planned again (rich)."""
     rows = [
         [lever.action, format_seconds(lever.step_s or 0.0), _percent(lever.change_s or 0.0, explanation.step_s)]
         for lever in explanation.levers

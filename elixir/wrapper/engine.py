@@ -88,7 +88,7 @@ class AnyStepper(Protocol):
         """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
-        """Returns the norm of the gradients; the next step clips to `max_norm`. That of `others`, too."""
+        """Returns the norm of these gradients and those of `others`, whose next steps clip to `max_norm`, too."""
 
 
 class Engine:

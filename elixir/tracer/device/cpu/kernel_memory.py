@@ -1,10 +1,10 @@
-"""Memory that kernels of the CPU allocate beyond their results, read off the allocator of this machine.
+"""Measures memory that CPU kernels allocate beyond their results, by the allocator of this machine.
 
-oneDNN copies what it convolves to layouts that depend on the processor, kernels of linear algebra keep workspaces that
-no schema tells of. No formula follows all that, so a trace for the CPU runs such an operator once for each signature it
-meets: on made-up values, outside of every mode, while PyTorch's own profiler lists what is allocated. A convolution too
-large to be run for a number is run for two smaller batches, and what it allocates is continued to the whole one, since
-copies of activations grow with the batch and those of weights do not.
+oneDNN copies operands of convolutions to layouts that depend on the processor, and kernels of linear algebra keep
+workspaces that no schema mentions. No formula follows all that. So a trace for the CPU runs such an operator once for
+each signature, on made-up values and outside of every mode, while PyTorch's profiler lists what is allocated. A
+convolution that is too large runs for two smaller batches, and its memory is extrapolated: copies of activations grow
+with the batch, those of weights do not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, t
 aten = torch.ops.aten
 
 MAX_RUN_BYTES = 1 << 28
-"""Operands of an operator that is run: 256 MiB."""
+"""Most bytes of the operands of an operator that is run."""
 MAX_RUN_FLOPS = 4e9
-"""About a tenth of a second of one core."""
+"""Most FLOPs of an operator that is run: about a tenth of a second of one core."""
 MAX_SLOW_RUN_FLOPS = 4e10
 """The same for a convolution that is too large with a batch of two: about a second."""
 
@@ -49,7 +49,7 @@ PLAIN = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )  # fmt: skip
-"""Operators of which it is known, from their sources, what they allocate; `CpuTarget` has what is not their result."""
+"""Operators whose allocations are known from their sources; `CpuTarget` counts those that are not their results."""
 
 _NEW = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "new", "scalar", "normal", "eye", "linspace"})
 """First words of the names of operators that only make tensors."""
