@@ -133,7 +133,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         verbose: print the plan on rank 0. None prints its summary to standard error if no logging is set up; if it is,
             the summary is logged.
         compile: give each layer that the model repeats to torch.compile, with these arguments if it is a dict. Layers
-            compiled before stay so without it. The layers stay compiled after `ElixirModule.close`.
+            compiled before stay so without it, those that ``torch.compile(layer)`` has replaced in place. The layers
+            stay compiled after `ElixirModule.close`.
         options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
             says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given. With

@@ -383,7 +383,7 @@ class ElixirModule(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads weights and buffers into their homes; master weights take the values unrounded.
 
-        With several ranks all must load the same values.
+        With several ranks all must load the same values. Names may have ``_orig_mod.``, as `torch.compile` gives them.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, like `torch.nn.Module.load_state_dict`, which also raises the
@@ -392,6 +392,8 @@ class ElixirModule(nn.Module):
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
         self._engine.exchange("load_state_dict()", None)
+        if any("_orig_mod." in name for name in state_dict):
+            state_dict = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
         with self._engine.window.keeping():
             return self.module.load_state_dict(state_dict, strict=strict)
 

@@ -136,6 +136,10 @@ def test_layers_that_torch_compile_has_replaced_keep_their_plain_names(mode: str
         assert list(pair.module.state_dict()) == names == list(it.model.state_dict())
         save_checkpoint(tmp_path, {"model": pair.module, "optimizer": pair.optimizer}, wait=True)
         after = pair.train(1)
+        of_replaced = replaced(copy.deepcopy(pair.plain)).state_dict()
+        assert any("_orig_mod." in name for name in of_replaced)
+        pair.module.load_state_dict({name: value.zero_() for name, value in of_replaced.items()})
+        assert not any(value.any() for value in pair.module.state_dict().values())
     assert tuple(compiled_units(it.model).values()) == LAYERS
     fresh()
     other = case("llama")  # a checkpoint of replaced layers goes on with layers that are not compiled, and back
