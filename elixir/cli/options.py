@@ -344,7 +344,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "fit": (
         "The smallest known machine that can train a model, and how fast.",
         {
-            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --prices --tokens --json",
+            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --prices --tokens --json "
+            "--brief",
             STEP: _ASKED,
         },
     ),

@@ -105,7 +105,8 @@ def run_fit(args: argparse.Namespace) -> int:
             f"of host memory"
         )
         _say_cost(best, prices, args.tokens)
-        _print_rows(found.rows, "the fewest devices of each machine, smallest first", prices)
+        if not args.brief:
+            _print_rows(found.rows, "the fewest devices of each machine, smallest first", prices)
         _say_cheapest(found.rows, prices, args.tokens)
         _say_host_memory(args, machines)
     if found.best is None:

@@ -85,6 +85,7 @@ def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixtu
     assert status == 0
     assert out.startswith("opt-125m (batch 2 a rank, bfloat16) fits 1 x t4: ")
     assert out.index("1 x t4") < out.index("1 x h200")
+    assert run(capsys, *argv, "--brief")[1] == out.splitlines(keepends=True)[0]
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 0
     assert json.loads(out)["best"]["machine"] == "t4"
