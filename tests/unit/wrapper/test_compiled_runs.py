@@ -49,6 +49,7 @@ def replaced(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     it = case("llama", "non-reentrant")
@@ -100,6 +101,7 @@ def test_a_whole_model_compiled_after_wrapping_is_refused(whole: str) -> None:
     module.close()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_compiled_autograd_is_refused(mode: str) -> None:
     it = case("llama")
@@ -117,6 +119,7 @@ def test_compiled_autograd_is_refused(mode: str) -> None:
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_that_torch_compile_has_replaced_keep_their_plain_names(mode: str, tmp_path: Path) -> None:
     it = case("llama")
@@ -156,6 +159,7 @@ def test_a_replaced_module_with_hooks_is_refused() -> None:
     assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama", checkpoint)
@@ -182,6 +186,7 @@ def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: p
         assert asked == [*units, *reversed(units)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
     class Model(nn.Module):
@@ -259,6 +264,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     model.close()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     it = case("llama", "reentrant")
