@@ -122,6 +122,33 @@ class Group:
         elif whole.data_ptr() != shard.data_ptr():
             shard.copy_(whole, non_blocking=True)
 
+    def swap(
+        self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]], what: str
+    ) -> None:
+        """Sends tensors to ranks, and fills others with what these send, in the same order between any two of them.
+
+        Args:
+            sent: contiguous tensors, each with the rank that gets it.
+            received: the same, each with the rank that it comes from.
+            what: the same on all ranks, also on those that send and receive nothing.
+
+        Raises:
+            RankError: another rank is gone, or does something else.
+        """
+        with self._issuing(f"swap {what}"):
+            operations = [
+                dist.P2POp(operation, tensor.view(torch.uint8), self._global_rank(rank), self._data)
+                for operation, tensors in ((dist.isend, sent), (dist.irecv, received))
+                for tensor, rank in tensors
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                # The work that follows reads what came, and fills what was sent. Not `_wait`: gloo gives up a transfer
+                # between two ranks that is looked at too early.
+                work.wait()
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self._given is None else dist.get_global_rank(self._given, rank)
+
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Exchanges a `value`, which can be pickled, in order of rank. Blocks until all ranks are here.
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from elixir.errors import InputError
-from elixir.optimizer_states import BLOCK_NUMEL, DIRECTION_BYTES, MASTER_BYTES, MomentKind, StateSize, master_bytes
+from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
 from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
@@ -220,12 +220,6 @@ class ChunkPlan:
         """Bytes of one rank's part in a checkpoint: its masters and states; of a frozen chunk, its weights."""
         numel, itemsize = self.numel // world_size, dtype_bytes(self.dtype)
         return numel * master_bytes(itemsize) + states.nbytes(numel, itemsize) if self.trainable else numel * itemsize
-
-    @property
-    def turned_bytes(self) -> int:
-        """Bytes of its matrices that go from the host to the device in a step, and back, to be made orthogonal."""
-        on_host = bool(self.matrices) and not self.home.states_on_device
-        return DIRECTION_BYTES * self.used_numel if on_host else 0
 
     def has_parameters_on(self, rank: int, world_size: int) -> bool:
         """Whether the shard of `rank` holds a part of any parameter; the last ranks' may be padding alone."""

@@ -16,6 +16,7 @@ from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.profile import preset_names
 from elixir.optimizer_states import (
+    DIRECTION_BYTES,
     MASTER_BYTES,
     MATRIX_STATES,
     MomentKind,
@@ -33,6 +34,7 @@ from elixir.plan.chunk_plan import (
     check_at_least,
     itemsize_of,
 )
+from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.schedule import Schedule, required_chunks
@@ -188,6 +190,13 @@ class Plan(Artifact):
         """Names of the parameters that are stepped as whole matrices."""
         return tuple(slot.name for chunk in self.chunks if chunk.matrices for slot in chunk.parameters)
 
+    def turned_bytes(self, chunk: ChunkPlan) -> int:
+        """Bytes of a chunk's matrices that go from one rank's host to its device in a step, and back, to be made
+        orthogonal."""
+        if not chunk.matrices or chunk.home.states_on_device:
+            return 0
+        return DIRECTION_BYTES * (chunk.used_numel if self.world_size == 1 else chunk.numel // self.world_size)
+
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""
         return extent_bytes(chunk.numel // self.world_size, itemsize_of(chunk.dtype), self.state_size)
@@ -335,7 +344,14 @@ class Plan(Artifact):
                 trainable=chunk.trainable,
                 gradient=chunk.reduce_order is not None,
                 stepped=chunk.has_parameters_on(rank, self.world_size),
-                turned_bytes=chunk.turned_bytes,
+                turned_bytes=self.turned_bytes(chunk),
+                exchanged_bytes=exchanged_bytes(
+                    chunk.matrices,
+                    [slot.offset for slot in chunk.parameters],
+                    chunk.numel // self.world_size,
+                    self.world_size,
+                    rank,
+                ),
             )
             for chunk in self.chunks
         )
@@ -501,9 +517,6 @@ STAGING_BUFFERS = 2
 PASSAGE_BUFFERS = 2
 """In host memory, through which gradients pass that are added to those of earlier batches: while one is added, the next
 comes."""
-MATRIX_STAGES = 2
-"""In host memory, through which matrices pass whose states live there: while the device has one, the host works on the
-other."""
 WINDOW_CHUNKS = 3
 """In host memory, through which states on a disk pass: one is stepped, one is read and one written back."""
 _COUNTS = (

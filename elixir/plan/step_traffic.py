@@ -24,7 +24,9 @@ class ChunkRoute(NamedTuple):
     stepped: bool = True
     """Whether the rank's shard holds a part of any parameter, so that there is something to step."""
     turned_bytes: int = 0
-    """See `ChunkPlan.turned_bytes`."""
+    """See `Plan.turned_bytes`."""
+    exchanged_bytes: int = 0
+    """See `elixir.plan.matrices.exchanged_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class StepTraffic:
     device_to_host_bytes: int
     """Gradients, and matrices that were made orthogonal. Evictions are clean and move nothing."""
     network_bytes: int
-    """Received from other ranks, when weights are gathered and gradients reduced."""
+    """Received from other ranks, when weights are gathered, gradients reduced, and matrices made orthogonal."""
 
 
 def step_traffic(
@@ -103,6 +105,7 @@ def step_traffic(
         if route.gradient:
             host_to_device += route.turned_bytes
             device_to_host += route.turned_bytes
+            network += route.exchanged_bytes
         if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
             host_to_device += route.shard_bytes
     return StepTraffic(host_to_device, device_to_host, network)

@@ -140,6 +140,8 @@ class Engine:
         """Bytes from host to device since the last report, for weights on the device that CPU Adam has updated."""
         self.turned_bytes = 0
         """Bytes from host to device, and back, since the last report, for matrices that the device made orthogonal."""
+        self.exchanged_bytes = 0
+        """Bytes received from other ranks since the last report, for matrices that ranks have made orthogonal."""
         self.regathered_bytes = 0
         """Bytes over the network since the last report, for resident weights whose shards were updated."""
         self.early_chunks = self.kept_chunks = 0

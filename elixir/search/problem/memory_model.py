@@ -24,11 +24,11 @@ from elixir.optimizer_states import (
     STEP_TEMPORARY_BYTES,
     extent_bytes,
     master_bytes,
-    matrix_room_bytes,
     second_set_bytes,
 )
 from elixir.plan.chunk_plan import Home
-from elixir.plan.plan import MATRIX_STAGES, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.matrices import exchanged_bytes, room_bytes, stage_numel, stages
+from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
@@ -120,13 +120,12 @@ class MemoryModel:
         facts, chunks, ranks = work.facts, work.chunks, setting.world_size
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
         self.transient: Ints = np.zeros(facts.stretches, dtype=np.int64)
-        shapes = [shape for chunk in chunks for shape in chunk.matrices]
-        self.matrix_room_bytes = max((matrix_room_bytes(*shape) for shape in shapes), default=0)
-        """Device bytes in which one matrix at a time is made orthogonal."""
+        self.matrix_room_bytes = room_bytes([(chunk.matrices, chunk.numel // ranks) for chunk in chunks], ranks)
+        """Device bytes in which matrices are made orthogonal."""
         self.base = self.base + self.matrix_room_bytes
-        widest = [max((rows * columns for rows, columns in chunk.matrices), default=0) for chunk in chunks]
-        self.largest_matrix: Ints = np.array(widest, dtype=np.int64)
-        """Elements of the largest matrix of each chunk."""
+        staged = [stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in chunks]
+        self.staged_numel: Ints = np.array(staged, dtype=np.int64)
+        """Elements of matrices of each chunk that are at once on the way to be made orthogonal."""
         # The step begins when the last gradient has been taken over.
         self.transient[facts.first_backward_stretch : -1] = facts.largest_grad_bytes
         self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
@@ -195,7 +194,7 @@ class MemoryModel:
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
             "new_states": EARLY * self.second_set_bytes[:, None],
-            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.largest_matrix)[:, None],
+            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.staged_numel)[:, None],
             # New weights, rounded by the host, return to the device through buffers.
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
         }
@@ -206,16 +205,18 @@ class MemoryModel:
 
         Links as in `StepTraffic`.
         """
-        facts_of = [
-            (chunk.bytes, chunk.trainable, chunk.grad_bytes > 0, DIRECTION_BYTES * sum(map(math.prod, chunk.matrices)))
-            for chunk in self.work.chunks
-        ]
+        ranks, facts_of = self.setting.world_size, []
+        for chunk in self.work.chunks:
+            shard_numel = chunk.numel // ranks
+            turned = sum(map(math.prod, chunk.matrices)) if ranks == 1 else shard_numel * bool(chunk.matrices)
+            received = exchanged_bytes(chunk.matrices, chunk.offsets, shard_numel, ranks, 0)
+            facts_of.append((chunk.bytes, chunk.trainable, chunk.grad_bytes > 0, DIRECTION_BYTES * turned, received))
         known = {facts: [self._link_bytes(*facts, home) for home in HOMES] for facts in dict.fromkeys(facts_of)}
         found: Ints = np.array([known[facts] for facts in facts_of], dtype=np.int64)
         return found[:, :, 0], found[:, :, 1]
 
     def _link_bytes(
-        self, nbytes: int, trainable: bool, gradient: bool, direction_bytes: int, home: Home
+        self, nbytes: int, trainable: bool, gradient: bool, direction_bytes: int, exchanged_bytes: int, home: Home
     ) -> tuple[list[int], list[int]]:
         """`link_bytes` of one chunk at one home."""
         setting = self.setting
@@ -228,6 +229,7 @@ class MemoryModel:
             trainable,
             gradient,
             turned_bytes=0 if home.states_on_device else direction_bytes,
+            exchanged_bytes=exchanged_bytes,
         )
         backwards = Backwards(setting.accumulation)
         none, one = (list(vars(step_traffic([route], {0: loads}, backwards)).values()) for loads in (0, 1))
@@ -250,7 +252,7 @@ class MemoryModel:
         parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
         parts["new_states"] = found["new_states"].sum(axis=1)
-        parts["matrix_staging"] = MATRIX_STAGES * found["matrix_staging"].max(axis=1, initial=0)
+        parts["matrix_staging"] = stages(self.setting.world_size) * found["matrix_staging"].max(axis=1, initial=0)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:
@@ -370,9 +372,9 @@ class MemoryModel:
         else:
             taken = self.shard_numel * FP32_BYTES * self._low_precision
         # The gradient in the dtype of the momentum, and the direction; or the orthogonal part in that of the weights.
-        piece = np.minimum(self.largest_matrix, LARGEST_PIECE_NUMEL)
+        piece = np.minimum(self.staged_numel, LARGEST_PIECE_NUMEL)
         width = np.array([master_bytes(chunk.weight_bytes) for chunk in self.work.chunks], dtype=np.int64)
-        taken = np.where(self.largest_matrix > 0, 2 * width * piece, taken)
+        taken = np.where(self.staged_numel > 0, 2 * width * piece, taken)
         return np.asarray(taken * self.trainable, dtype=np.float64)
 
     def _over(self, stretches: Ints) -> _Stretches:

@@ -109,6 +109,8 @@ class ChunkFacts:
     """Stretches in which its first and its last gradient arrive."""
     matrices: tuple[tuple[int, int], ...] = ()
     """Rows and columns of its parameters, if they are stepped as whole matrices."""
+    offsets: tuple[int, ...] = ()
+    """The first element of each parameter in the chunk."""
 
     @property
     def weight_bytes(self) -> int:
@@ -208,6 +210,7 @@ class PackedStep:
             grad_bytes=chunk.bytes if arrivals else 0,
             grad_stretches=(self.facts.stretch(arrivals[0]), self.facts.stretch(arrivals[1])) if arrivals else None,
             matrices=tuple((rows, columns) for rows, columns in shapes),
+            offsets=tuple(offset // itemsize for offset in chunk.offset_bytes),
         )
 
 

@@ -153,6 +153,7 @@ class Replay:
         self._early_runs.clear()
         began_s = self.now_s
         for c in times.update_order:
+            self.moved_bytes[NETWORK] += times.exchanged_bytes[c]
             if placement.state_on_device[c]:
                 self._doing, self._doing_chunk = "optimizer", c
                 self.now_s += times.device_adam_s[c]

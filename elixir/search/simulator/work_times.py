@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from elixir.optimizer_states import DIRECTION_BYTES
+from elixir.plan.matrices import exchanged_bytes, owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
@@ -92,6 +93,8 @@ class WorkTimes:
         """The same seconds while gradients of other chunks come down as well."""
         self.turned_bytes = [0] * len(work.chunks)
         """Bytes of matrices that pass through the device if the host steps them, by chunk."""
+        self.exchanged_bytes = [0] * len(work.chunks)
+        """Bytes that a rank receives while ranks step matrices, by chunk."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
         for c, chunk in enumerate(work.chunks):
             if chunk.matrices:
@@ -101,15 +104,20 @@ class WorkTimes:
     def _measure_matrices(self, rates: Rates, c: int, matrices: Sequence[tuple[int, int]]) -> None:
         """Takes the seconds of a chunk that is stepped as whole matrices: with states on the host each passes through
         the device, while the host works on the next."""
-        numel = np.array([rows * columns for rows, columns in matrices], dtype=np.int64)
-        orthogonal_s, low_precision = rates.orthogonal_s(matrices), self.rounded[c]
-        rounding_s = float(rates.device_memory(6 * numel).sum()) if low_precision else 0.0
-        self.device_adam_s[c] = float(rates.matrix_step(numel, on_host=False).sum()) + orthogonal_s + rounding_s
+        ranks, shard_numel = self.world_size, self.work.chunks[c].numel // self.world_size
+        numel = np.array([rows * columns for rows, columns in matrices] if ranks == 1 else [shard_numel])
+        device_s = rates.orthogonal_s(slowest(matrices, ranks))
+        if ranks > 1:  # as a gather in which one rank receives so much, there and back
+            most = DIRECTION_BYTES * owned_numel([(matrices, shard_numel)], ranks)
+            device_s += 2 * float(rates.gather([most * ranks // (ranks - 1)]).sum())
+            self.exchanged_bytes[c] = exchanged_bytes(matrices, self.work.chunks[c].offsets, shard_numel, ranks, 0)
+        rounding_s = float(rates.device_memory(6 * numel).sum()) if self.rounded[c] else 0.0
+        self.device_adam_s[c] = float(rates.matrix_step(numel, on_host=False).sum()) + device_s + rounding_s
         host_s = float(rates.matrix_step(numel, on_host=True).sum())
         turned = DIRECTION_BYTES * numel
-        turning_s = float((rates.fetch(turned) + rates.offload(turned)).sum()) + orthogonal_s
-        parts = (host_s, turning_s)
-        both_s = sum(parts) if rates.computes_on_host else max(parts) + min(parts) / len(matrices)
+        turning_s = float((rates.fetch(turned) + rates.offload(turned)).sum()) + device_s
+        parts, one_by_one = (host_s, turning_s), rates.computes_on_host or ranks > 1
+        both_s = sum(parts) if one_by_one else max(parts) + min(parts) / len(matrices)
         self.host_adam_s[c] = self.host_adam_early_s[c] = both_s
         self.turned_bytes[c] = int(turned.sum())
 

@@ -13,7 +13,8 @@ from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
 from elixir.hardware.profile import preset_names
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
-from elixir.plan.plan import MATRIX_STAGES, Plan
+from elixir.plan.matrices import stage_numel, stages
+from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
 from elixir.plan.step_traffic import Backwards, step_traffic
 from elixir.schedule import Schedule
@@ -334,7 +335,7 @@ def make_report(
             + engine.refreshed_bytes
             + engine.turned_bytes,
             "device_to_host": moved.offloaded + engine.turned_bytes,
-            "network": counts.network_bytes + moved.network + engine.regathered_bytes,
+            "network": counts.network_bytes + moved.network + engine.regathered_bytes + engine.exchanged_bytes,
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
@@ -372,7 +373,8 @@ def make_report(
     )
     engine.early_chunks = engine.kept_chunks = 0
     engine.gradients.forget_counts()
-    engine.refreshed_bytes = engine.regathered_bytes = engine.turned_bytes = 0
+    engine.refreshed_bytes = engine.regathered_bytes = 0
+    engine.turned_bytes = engine.exchanged_bytes = 0
     for lane in lanes.all():
         lane.waited_s = 0.0
     return report
@@ -388,8 +390,9 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     on a disk, and, with a device, gradients that are added to others."""
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
     total = staging_kind(plan).nbytes + window_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
-    staged = [rows * columns for chunk in plan.chunks if chunk.turned_bytes for rows, columns in chunk.matrices]
-    total += MATRIX_STAGES * DIRECTION_BYTES * max(staged, default=0)
+    ranks, hosted = plan.world_size, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
+    staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
+    total += stages(ranks) * DIRECTION_BYTES * staged
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":

@@ -6,25 +6,33 @@ The momentum lies and is updated at the home of the states. Each direction then 
     device:                               orthogonal (i)
 
 With states on the host there are two staging buffers, so that CPU work on one matrix runs while the device has another.
+
+Several ranks exchange directions in between: each matrix has an owner, which makes it orthogonal.
+
+    momentum, direction (part)  -> owner: orthogonal (whole)  -> new weights (part)
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.group import Group
 from elixir.errors import StateError
 from elixir.kernels.muon import MOMENTUM, MuonRule
 from elixir.memory_order import flattened, order_of, shaped
-from elixir.optimizer_states import DIRECTION_BYTES, matrix_room_bytes
-from elixir.plan.plan import MATRIX_STAGES, Plan
+from elixir.optimizer_states import DIRECTION_BYTES
+from elixir.plan.matrices import directions_numel, owned_numel, owners, part_of, room_bytes, stage_numel, stages
+from elixir.plan.plan import Plan
 from elixir.wrapper.step.class_states import ClassStates, MakesOptimizer
 from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.states import BY_CLASS
@@ -43,12 +51,15 @@ class MatrixRoom:
     """
 
     def __init__(self, arena: Arena, plan: Plan, bytes_per_s: float | None = None) -> None:
-        matrices = [(shape, chunk.update_home) for chunk in plan.chunks for shape in chunk.matrices]
-        numel = max(matrix_room_bytes(*shape) for shape, _ in matrices) // DIRECTION_BYTES
-        self._memory = arena.make(numel, _WIDTH, "device", "matrix_room")
-        staged = max((rows * columns for (rows, columns), home in matrices if home == "host"), default=0)
+        ranks = plan.world_size
+        chunks = [(chunk.matrices, chunk.numel // ranks) for chunk in plan.chunks]
+        self._memory = arena.make(room_bytes(chunks, ranks) // DIRECTION_BYTES, _WIDTH, "device", "matrix_room")
+        numels = (directions_numel(chunks), owned_numel(chunks, ranks)) if ranks > 1 else (0, 0)
+        *_, self.directions, self.own = self._memory.split([self._memory.numel() - sum(numels), *numels])
+        hosted = [chunk for chunk in plan.chunks if chunk.update_home == "host"]
+        staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
         self._stages = [
-            arena.make(staged, _WIDTH, "host", "matrix_staging") for _ in range(MATRIX_STAGES * bool(staged))
+            arena.make(staged, _WIDTH, "host", "matrix_staging") for _ in range(stages(ranks) * bool(staged))
         ]
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()  # compute's thread and the one of CPU Adam both step
@@ -66,7 +77,7 @@ class MatrixRoom:
 
     def stage(self, turn: int, numel: int) -> torch.Tensor:
         """The staging buffer of a turn, flat."""
-        return self._stages[turn % MATRIX_STAGES][:numel]
+        return self._stages[turn % len(self._stages)][:numel]
 
     def of_device(
         self,
@@ -90,7 +101,7 @@ class MatrixRoom:
                 torch.cuda.current_stream().wait_event(self._last)  # the stream below may still use the room
             direction = self._memory[: segment.slot.numel]
             rule.direction(*inputs, options, direction)
-            rule.change(weights, self._turned(rule, segment, options), segment.slot.shape, options)
+            rule.change(weights, self.turned(rule, segment.slot, options), segment.slot.shape, options)
             if self._stream is not None:
                 self._last = torch.cuda.current_stream().record_event()
 
@@ -103,16 +114,15 @@ class MatrixRoom:
                 self._stream.wait_event(self._last)  # compute may still use the room
             began = time.perf_counter()
             self._memory[: stage.numel()].copy_(stage, non_blocking=True)
-            stage.copy_(self._turned(rule, segment, options), non_blocking=True)
+            stage.copy_(self.turned(rule, segment.slot, options), non_blocking=True)
             if self._bytes_per_s is not None:
                 time.sleep(max(2 * stage.nbytes / self._bytes_per_s - (time.perf_counter() - began), 0))
             if self._stream is not None:
                 self._last = self._stream.record_event()
             return self._last
 
-    def _turned(self, rule: type[MuonRule], segment: Segment, options: Mapping[str, Any]) -> torch.Tensor:
-        """The direction in the room made orthogonal, flat in the order of the chunk."""
-        slot = segment.slot
+    def turned(self, rule: type[MuonRule], slot: Slot, options: Mapping[str, Any]) -> torch.Tensor:
+        """The direction in the first elements of the room made orthogonal, flat in the order of the chunk."""
         numel = slot.numel
         found = rule.orthogonal(shaped(self._memory[:numel], slot.shape, slot.order), self._memory, options)
         if order_of(found.shape, found.stride()) == slot.order:
@@ -122,12 +132,72 @@ class MatrixRoom:
         shaped(other, slot.shape, slot.order).copy_(found)
         return other
 
+    def turn_own(self, rule: type[MuonRule], slot: Slot, whole: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Makes a direction that was put together from several ranks orthogonal, in place."""
+        self._memory[: slot.numel].copy_(whole)
+        whole.copy_(self.turned(rule, slot, options))
+
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
+class Exchange:
+    """The matrices of one optimizer in one chunk, of which each rank has parts.
+
+    Args:
+        chunk: the chunk.
+        group: its ranks.
+        room: takes the directions of this rank's shard, and all matrices that it owns.
+        group_of: see `cut_segments`.
+    """
+
+    def __init__(self, chunk: Chunk, group: Group, room: MatrixRoom, group_of: Mapping[nn.Parameter, int]) -> None:
+        self._group, self._room, self._what = group, room, f"matrices of chunk {chunk.index}"
+        self.directions = room.directions[: chunk.shard_numel]
+        """Takes the directions of this rank's parts, where these lie in the shard."""
+        self._of_others: list[tuple[torch.Tensor, int]] = []  # this rank's parts of what others own, by owner
+        self._from_others: list[tuple[torch.Tensor, int]] = []  # parts of what this rank owns, by the rank that has it
+        self._own: list[tuple[Slot, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        at = 0
+        for slot, owner in zip(chunk.slots, owners(chunk.plan.matrices, group.size), strict=True):
+            parts = [part_of(slot.offset, slot.numel, chunk.shard_numel, rank) for rank in range(group.size)]
+            mine = parts[group.rank]
+            first = slot.offset + mine.start - chunk.shard_start
+            here = self.directions[first : first + mine.stop - mine.start] if mine.stop > mine.start else room.own[:0]
+            if slot.parameter not in group_of:
+                continue
+            if owner != group.rank:
+                self._of_others += [(here, owner)] if here.numel() else []
+                continue
+            whole = room.own[at : at + slot.numel]
+            at += slot.numel
+            others = ((whole[part], rank) for rank, part in enumerate(parts) if rank != group.rank)
+            self._from_others += [(part, rank) for part, rank in others if part.numel()]
+            self._own.append((slot, group_of[slot.parameter], whole, whole[mine], here))
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this rank receives in a step."""
+        return sum(part.nbytes for part, _ in (*self._of_others, *self._from_others))
+
+    def run(self, rule: type[MuonRule], options: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the directions of all ranks orthogonal, in place; all ranks call this.
+
+        Args:
+            rule: of the optimizer.
+            options: by group.
+        """
+        for *_, part, here in self._own:
+            part.copy_(here)
+        self._group.swap(self._of_others, self._from_others, self._what)
+        for slot, index, whole, part, here in self._own:
+            self._room.turn_own(rule, slot, whole, options[index])
+            here.copy_(part)
+        self._group.swap(self._from_others, self._of_others, f"orthogonal {self._what}")
+
+
 class MatrixStates(ClassStates):
-    """See `States`. Every segment is a whole matrix.
+    """See `States`. On one rank every segment is a whole matrix; several ranks have an `Exchange`.
 
     Args:
         user: gives groups and options.
@@ -137,6 +207,7 @@ class MatrixStates(ClassStates):
         room: makes matrices orthogonal.
         staged: whether the states live on the host.
         weights: see `States`.
+        exchange: of several ranks.
     """
 
     def __init__(
@@ -149,9 +220,13 @@ class MatrixStates(ClassStates):
         *,
         staged: bool,
         weights: torch.Tensor | None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__(user, master, segments, weights=weights)
-        self._rule, self._room, self._staged = rule, room, staged
+        self._rule, self._room, self._staged, self._exchange = rule, room, staged, exchange
+        if exchange is not None:
+            self.turn, self.exchanged_bytes = self._run_turn, exchange.received_bytes
+            self._parts = room.stage(0, len(exchange.directions)) if staged else exchange.directions
 
     def step(
         self,
@@ -164,6 +239,11 @@ class MatrixStates(ClassStates):
         """See `States`."""
         if into is not None:
             raise StateError("chunks of matrices are not updated early")
+        if self._exchange is not None:
+            for segment, _ in arrived:
+                part = self._parts[segment.part]
+                self._rule.change(self._weights(segment), part, segment.slot.shape, self._options(segment))
+            return {BY_CLASS}
         if self._staged:
             self._step_staged(arrived, factor)
             return {BY_CLASS}
@@ -171,6 +251,22 @@ class MatrixStates(ClassStates):
             inputs = gradient, self._momentum(segment), factor
             self._room.of_device(self._rule, segment, inputs, self._options(segment), self._weights(segment))
         return {BY_CLASS}
+
+    def begin(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
+        """See `States`."""
+        for segment, gradient in arrived:
+            out = self._parts[segment.part]
+            self._rule.direction(gradient, self._momentum(segment), factor, self._options(segment), out)
+
+    def _run_turn(self) -> None:
+        if self._exchange is None:
+            raise StateError("one rank exchanges no matrices")
+        directions = self._exchange.directions
+        if self._staged:
+            directions.copy_(self._parts, non_blocking=True)
+        self._exchange.run(self._rule, self.optimizer.param_groups)
+        if self._staged:
+            self._parts.copy_(directions, non_blocking=True)
 
     def _step_staged(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
         """Steps matrices whose states live on the host: the momentum of one while the device has the one before."""

@@ -193,6 +193,8 @@ class Shard:
         self._engine, self._user, self.chunk = engine, user, chunk
         brought = engine.gradients.by_chunk.get(chunk.index)
         self.gradients = ShardGradients(chunk, brought, [s for s in chunk.slots if s.parameter in user.group_of])
+        self.is_concerned = any(slot.parameter in user.group_of for slot in chunk.slots)
+        """Whether the optimizer steps any parameter of the chunk, on any rank."""
         self._separate = chunk.masters is not None
         chunk.follow_writes()  # writes between wrapping and now
         master = chunk.shard_weights if chunk.masters is None else chunk.masters
@@ -324,6 +326,17 @@ class Shard:
         writes, changes = self.chunk.writes, self.gradients.changes
         return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
 
+    def begin(self, states: States, inputs: Inputs) -> None:
+        """Runs the first part of a step that has a `States.turn`; for arguments see `step`."""
+        states.set_options(inputs.options)
+        states.begin(inputs.arrived, inputs.multiply_in_place(states.master.dtype))
+
+    def begin_and_turn(self, states: States, inputs: Inputs) -> None:
+        """Runs all but the last part of such a step; for arguments see `step`."""
+        self.begin(states, inputs)
+        if states.turn is not None:
+            states.turn()
+
     def step(self, states: States, inputs: Inputs, staged: torch.Tensor | None = None) -> None:
         """Steps in place; the caller runs `copy_out` afterwards.
 
@@ -332,8 +345,10 @@ class Shard:
             inputs: the inputs of the step.
             staged: takes the shard's new weights in their dtype, from where a lane copies them to the device.
         """
-        arrived, factor = inputs.arrived, inputs.multiply_in_place(states.master.dtype)
-        states.set_options(inputs.options)
+        arrived, factor = inputs.arrived, inputs.factor
+        if states.turn is None:  # otherwise `begin` has read the gradients
+            factor = inputs.multiply_in_place(states.master.dtype)
+            states.set_options(inputs.options)
         out = staged
         if self._writes_itself:
             out = self.chunk.shard_weights if states.weights is None else states.weights

@@ -202,6 +202,15 @@ class States(Protocol):
             The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
         """
 
+    exchanged_bytes: int = 0
+    """Bytes that this rank receives from others in each step."""
+    turn: Callable[[], None] | None = None
+    """Work between `begin` and `step`, on the lane of the network; None if `step` does it all."""
+
+    def begin(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
+        """Runs the first part of a step with a `turn`, before which `factor` multiplies the gradients."""
+        return
+
     shares_call: bool = False
     """Whether one call of the class may step several shards."""
 

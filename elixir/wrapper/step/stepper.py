@@ -221,12 +221,15 @@ class Stepper:
     def _update(self, factor: Factor, options: list[dict[str, Any]], *, in_place: bool) -> None:
         """Updates all shards.
 
-        Shards of the host go first, so that CPU Adam begins while this thread submits the others. If the norm is still
+        Shards of the host go first, so that CPU Adam begins while this thread submits the others; but after those of
+        the device that ranks exchange, which would wait for the exchanges of the host. If the norm is still
         on the device, this thread first submits the shards that accept the factor as a tensor, then waits for the
         number.
         """
-        engine, order = self._engine, ("host", "device")
-        shards = sorted(self.shards, key=lambda shard: order.index(shard.chunk.plan.update_home))
+        engine, order = self._engine, ((True, "device"), (True, "host"), (False, "host"), (False, "device"))
+        shards = sorted(
+            self.shards, key=lambda it: order.index((it.states.turn is not None, it.chunk.plan.update_home))
+        )
         updates: list[Ticket] = []
         if isinstance(factor.value, torch.Tensor):
             first = [shard for shard in shards if shard.accepts_tensor_factor]
@@ -245,6 +248,8 @@ class Stepper:
         together: list[tuple[Shard, Inputs]] = []
         for shard in shards:
             shard.writes.copy_to_masters()
+            if not shard.is_concerned:
+                continue
             inputs = shard.inputs(self.gradients.used, factor, options, in_place=in_place)
             if can_share(shard, inputs):
                 together.append((shard, inputs))
@@ -259,6 +264,7 @@ class Stepper:
     def _updated(self, shard: Shard, inputs: Inputs) -> list[Ticket]:
         if inputs.in_place:
             shard.gradients.forget_norms()
+        self._engine.exchanged_bytes += shard.states.exchanged_bytes
         shard.writes.record_step(inputs.arrived, self.gradients.used)
         ticket = publish(self._engine, shard.chunk)
         return [] if ticket is None else [ticket]

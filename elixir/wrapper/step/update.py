@@ -43,6 +43,10 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
             _poison_second(engine, shard)
     elif chunk.plan.update_home != "host":
         _before_compute(shard)
+        if shard.states.turn is not None:
+            # In one piece on the lane: other chunks' matrices pass through the same memory there. Compute reads the
+            # result next.
+            engine.lanes.network.submit(partial(shard.begin_and_turn, shard.states, inputs)).wait()
         shard.step(shard.states, inputs)
         shard.copy_out(inputs.arrived)()
     elif chunk.stored is None or inputs.arrived or not shard.skips_without_gradients:
@@ -112,7 +116,13 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         buffer, read = engine.window.begin_step(chunk.stored, makes_states=makes_states)
         step = partial(chunk.stored.step, buffer, read, step)
         after.append(Settled(read))  # the read fills the buffer in which the step works
-    engine.turned_bytes += chunk.plan.turned_bytes if inputs.arrived else 0
+    if inputs.arrived or shard.states.turn is not None:
+        engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
+    if shard.states.turn is not None:
+        # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
+        begin = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
+        begun = lanes.host_adam.submit(begin, after=after)
+        after = [lanes.network.submit(shard.states.turn, after=[begun])]
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
     shard.gradients.uses.written_by(stepped)  # the step may have multiplied them

@@ -27,7 +27,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, options_of, same_options
 from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
-from elixir.wrapper.step.matrix_states import MatrixRoom, MatrixStates
+from elixir.wrapper.step.matrix_states import Exchange, MatrixRoom, MatrixStates
 from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.states import States
 
@@ -255,7 +255,11 @@ class UserOptimizer:
             emulation = self._engine.options.debug.emulation
             speed = None if emulation is None else emulation.bytes_per_s
             room = MatrixRoom.of(self._engine.arena, self._engine.plan, speed)
-            return MatrixStates(self, master, segments, self._rule, room, staged=on_host, weights=weights)
+            group = self._engine.group
+            exchange = Exchange(chunk, group, room, self.group_of) if group.size > 1 and chunk.plan.matrices else None
+            return MatrixStates(
+                self, master, segments, self._rule, room, staged=on_host, weights=weights, exchange=exchange
+            )
         if chunk.plan.update_home == "device" and self._shares_calls:
             shared = self._shared = self._shared or self.over([])
         made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)

@@ -122,7 +122,7 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
         assert seen["device_buffers"] == said["device_buffers"] - unpadded["device"]
         assert seen["host_peak"] == said["host_peak"] - unpadded["host"]
         assert said["device_buffers"] <= plan.predicted.device_peak_bytes
-    turned = sum(chunk.turned_bytes for chunk in plan.chunks)
+    turned = sum(map(plan.turned_bytes, plan.chunks))
     assert turned == sum(2 * c.used_numel for c in plan.chunks if c.matrices and c.state_home == "host")
     assert bool(turned) == (mode != "resident")
     module.close()
@@ -242,8 +242,6 @@ def test_other_plans_ranks_homes_and_classes_are_refused() -> None:
         make_plan(given, "streamed", optimizer_type="Muon", matrices=("model.norm.weight",))
     with pytest.raises(InputError, match="on a disk"):
         elixir.optimal_search(given.model, 1, inp=given.inp, optimizer_type="Muon", disk_memory="1GiB", hardware="a100")
-    with pytest.raises(InputError, match="several ranks"):
-        elixir.optimal_search(given.model, 2, inp=given.inp, optimizer_type="Muon", hardware="cpu")
     with pytest.raises(InputError, match="matrices need"):
         make_plan(given, "streamed", optimizer_type="AdamW", matrices=("lm_head.weight",))
     plan = make_plan(given, "streamed", optimizer_type="AdamW")
