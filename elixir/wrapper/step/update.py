@@ -122,7 +122,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
         begin = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
         begun = lanes.host_adam.submit(begin, after=after)
-        after = [lanes.network.submit(shard.states.turn, after=[begun])]
+        after = [lanes.network.submit(shard.states.turn, after=[begun])]  # which reads what `begin` writes
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
     shard.gradients.uses.written_by(stepped)  # the step may have multiplied them

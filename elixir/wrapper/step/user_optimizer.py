@@ -57,14 +57,13 @@ class UserOptimizer:
         self.given = given
         self._shared: torch.optim.Optimizer | None = None  # steps all shards on the device in one call
         self._groups, self._engine = groups, engine
-        self._changing = changing
+        self._changing, self._rule = changing, matrix_rule(given)
         self._changed: dict[tuple[int, str], dict[str, Any]] = {}
         self._lock = threading.Lock()  # several lanes step
         self._rehearsal = Rehearsal(self._over_groups, len(groups())) if changing else None
         self.number = len(engine.steppers)
         """Its number among the optimizers of the engine."""
         self.fusible = can_fuse(given)
-        self._rule = matrix_rule(given)
         self.begins_with_states = bool(given.state)
         """Whether the constructor of the class creates states."""
         self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
