@@ -78,30 +78,30 @@ _DROPOUTS = {
 }
 
 
-def shape_of(family: str) -> ModelShape:
+def shape_of(family: str, layers: int = _LAYERS, vocabulary: int = VOCABULARY) -> ModelShape:
     """A model of the family's proportions, small enough for a second on one core."""
     real = describe(_SHAPES[family])
     fewer: dict[str, Any] = {"patch_size": 14, "image_size": 224} if family == "vit" else {}
     return real.changed(
-        name=f"{family} {_LAYERS}x{_HIDDEN}",
-        layers=_LAYERS,
+        name=f"{family} {layers}x{_HIDDEN}",
+        layers=layers,
         hidden=_HIDDEN,
         heads=_HEADS,
         kv_heads=max(1, _HEADS * real.kv_heads // real.heads),
         ffn=_HIDDEN * real.ffn // real.hidden,
-        vocabulary=real.vocabulary if family == "vit" else VOCABULARY,
+        vocabulary=real.vocabulary if family == "vit" else vocabulary,
         positions=real.positions if real.positions is None or family == "vit" else 512,
         **fewer,
     )
 
 
 def build_case(
-    family: str, checkpoint: str, dtype: torch.dtype, dropout: float
+    family: str, checkpoint: str, dtype: torch.dtype, dropout: float, shape: ModelShape | None = None
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A real model with random weights, and its batch."""
+    """A real model with random weights, and its batch; `shape` replaces the family's."""
     torch.manual_seed(0)
     options = dict.fromkeys(_DROPOUTS[family], dropout)
-    model = build(shape_of(family).changed(**options), dtype=dtype, checkpoint=checkpoint, device="cpu")
+    model = build((shape or shape_of(family)).changed(**options), dtype=dtype, checkpoint=checkpoint, device="cpu")
     seq = None if family == "vit" else SEQUENCE
     return model, default_input(model, batch=BATCH, seq=seq)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,9 +85,15 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
                 module._compiled_call_impl = call
 
 
+def inductor_settings(module: nn.Module) -> Mapping[str, Any] | None:
+    """Settings with which inductor compiles a module, all of them; None if another backend does, or none."""
+    found: Mapping[str, Any] | None = getattr(module._compiled_call_impl, "get_compiler_config", lambda: None)()
+    return found
+
+
 def has_cuda_graphs(module: nn.Module) -> bool:
     """Whether a compiled module was asked to record CUDA graphs; False where its backend does not say."""
-    config = getattr(module._compiled_call_impl, "get_compiler_config", lambda: None)()
+    config = inductor_settings(module)
     return bool(config and config.get("triton.cudagraphs"))
 
 

@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from elixir.torch_private import DisableTorchDispatch, DisableTorchFunction
 
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-_STATE_BYTES = torch.get_rng_state().nbytes
+STATE_BYTES = torch.get_rng_state().nbytes
 
 
 class HostRandom:
@@ -167,7 +167,7 @@ class CheckpointedRegions:
         @functools.wraps(function, updated=())
         def again(*args: Any, **kwargs: Any) -> Any:
             with DisableTorchDispatch():  # it is no operator of the step
-                present = torch.empty(_STATE_BYTES, dtype=torch.uint8)
+                present = torch.empty(STATE_BYTES, dtype=torch.uint8)
             self._count_state(present)
             return replayed(*args, **kwargs)
 

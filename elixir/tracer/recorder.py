@@ -10,7 +10,7 @@ import torch
 
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
-from elixir.step_trace import Kind
+from elixir.step_trace import Kind, Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
 from elixir.tracer.device.common.autocast import Autocast
@@ -19,7 +19,7 @@ from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
 from elixir.tracer.ledger import Ledger, StorageRecord
-from elixir.tracer.operation_kinds import passing
+from elixir.tracer.operation_kinds import operation_of, passing
 from elixir.tracer.operator_cache import (
     KNOWN_TRAITS,
     Arguments,
@@ -28,6 +28,7 @@ from elixir.tracer.operator_cache import (
     OperatorCache,
     Remembered,
     Traits,
+    count_flops,
     remade,
     traits,
 )
@@ -242,8 +243,21 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            self._order.cost(passing(arguments.tensors[0], moved))
+            self._order.cost(self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved))
         return result
+
+    def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:
+        """A matrix product that writes to ``out=``, with the memory and work of one that makes its result."""
+        out = kwargs.get("out")
+        plain = getattr(op.func._overloadpacket, "default", None) if isinstance(out, torch.Tensor) else None
+        others = {name: value for name, value in kwargs.items() if name != "out"}
+        flops = 0 if plain is None else count_flops(plain, args, others, out)
+        if not flops:
+            return None
+        if nbytes := self._target.transient_bytes(plain, args, others, [out]):
+            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
+        factors = [item for item in args if isinstance(item, torch.Tensor)]
+        return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes)
 
     def _follow_new(self, result: Any, func: Any) -> None:
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""

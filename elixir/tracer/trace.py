@@ -8,13 +8,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
-from elixir.access.compiled_units import compiled_in_place, compiled_units
+from elixir.access.compiled_units import compiled_in_place, compiled_units, inductor_settings
 from elixir.access.interception import Interception
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
@@ -30,6 +31,7 @@ from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnin
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.generated_code import GeneratedCode
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
@@ -72,6 +74,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     cache: bool = True,
     use_fused_kernels: bool | Mapping[str, str] = False,
     compile: bool = False,
+    generated_code: bool = True,
     checkpoint: str | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
@@ -91,6 +94,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         cache: remember shape propagation; the result is the same without, only later.
         use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
         compile: whether the layers that the model repeats will be compiled; those compiled already count anyway.
+        generated_code: whether layers that inductor compiles for the CPU are traced as the code that it generates, if
+            it can. Otherwise they are traced uncompiled, which takes a few seconds less for each kind of layer.
         checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
             from a name; written down as `StepShape.checkpoint`.
 
@@ -100,11 +105,12 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     """
     if not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+    asked = {name: value for name, value in locals().items() if name not in ("model", "inp", "step_fn")}
     started = time.perf_counter()
     target = target_for(hardware)
     with compiled_in_place(model):
         twin = meta_copy(model, dtype)
-        units = _unit_names(model, compile)
+        units = _units(model, compile)
         batch, inputs = meta_input(inp, dtype)
         parameters = twin.parameters
         ledger = Ledger(target.round_bytes)
@@ -123,6 +129,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
+        generated = GeneratedCode(_generated_units(twin, units, target) if generated_code else {}, order.cost)
         try:
             with (
                 user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
@@ -132,7 +139,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
             ):
-                _run_step(twin, batch, step_fn, recorder, order, ledger)
+                _run_step(twin, batch, step_fn, recorder, order, ledger, generated)
             order.finish()
             order.join_units(units)
             step_end, operators = len(ledger), ledger.operators
@@ -152,22 +159,35 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 step_begin=step_begin,
                 step_end=step_end,
                 operators=operators,
-                assumptions=_assumptions(twin, target, shadows, fused, units),
+                assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(units)),
                 unverified=target.unverified,
-                step=_shape_of(inp, bool(fused.counts), checkpoint, units),
+                step=_shape_of(inp, bool(fused.counts), checkpoint, tuple(units)),
             )
             return assemble(observed, ledger, order, started)
+        except TraceError as error:
+            if not generated.layers:
+                raise
+            refused = str(error)
         finally:
+            generated.remove()
             fused.remove()
             for parameter in parameters:
                 parameter.grad = None  # the twin may be the caller's own meta model
+    without = trace_step(model, inp, step_fn, **asked | {"generated_code": False})
+    return replace(without, assumptions=(*without.assumptions, refused))
 
 
 def _run_step(
-    twin: MetaCopy, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
+    twin: MetaCopy,
+    inp: dict[Any, Any],
+    step_fn: StepFn,
+    recorder: Recorder,
+    order: UseOrder,
+    ledger: Ledger,
+    generated: GeneratedCode,
 ) -> None:
     unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
-    access = Interception(twin.model, order, scripts=False)
+    access = Interception(twin.model, order, scripts=False, units=generated.layers)
     try:
         with recorder:
             step_fn(twin.model, inp)
@@ -212,10 +232,26 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
     return unheard
 
 
-def _unit_names(model: nn.Module, compile: bool) -> tuple[str, ...]:
-    """Names of the outermost modules that are compiled, or will be."""
-    names = {**(repeated_layers(model) if compile else {}), **compiled_units(model)}.values()
-    return tuple(name for name in names if not any(name != other and is_inside(name, other) for other in names))
+def _units(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | None]:
+    """The outermost modules that are compiled, or will be -> the settings of inductor, None of another compiler."""
+    compiled = compiled_units(model)
+    names = {**(repeated_layers(model) if compile else {}), **compiled}
+    return {
+        name: inductor_settings(module) if module in compiled else {}
+        for module, name in names.items()
+        if not any(name != other and is_inside(name, other) for other in names.values())
+    }
+
+
+def _generated_units(
+    twin: MetaCopy, units: Mapping[str, Mapping[str, Any] | None], target: Target
+) -> dict[str, tuple[nn.Module, Mapping[str, Any]]]:
+    """The compiled modules with settings of inductor, if it can generate the code of all: for the CPU."""
+    if target.kind != "cpu":
+        return {}
+    found = {name: settings for name, settings in units.items() if settings is not None}
+    whole = found if len(found) == len(units) else {}
+    return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
 def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None, units: tuple[str, ...]) -> StepShape:
@@ -231,15 +267,11 @@ def _tensors(inp: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(inp) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
-def _assumptions(
-    twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels, units: tuple[str, ...]
-) -> tuple[str, ...]:
+def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
     """Assumptions of the numbers, said so that nobody takes them for measured."""
     found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
-    if units:
-        found.append(f"{len(units)} compiled modules with the memory and time that they take uncompiled")
     if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in twin.modules):
         found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
     return tuple(found)

@@ -1,0 +1,377 @@
+"""Runs compiled layers of a trace as the code that inductor generates for the CPU: its buffers, kernels and products.
+
+Inductor is given each kind of layer once, on fake tensors, and asked for its code. No kernel is built: in a trace they
+only cost what they read and write. The rest of the code allocates, frees and multiplies on meta, under the trace's
+dispatch mode, and PyTorch's own wrapper keeps what it saves for backward. So peaks and lifetimes are those of the
+real compiled step.
+
+If one layer cannot be compiled so, the trace begins anew with uncompiled layers, as on other devices. Private names of
+the compiler are in this file alone; where a version lacks one, all layers run uncompiled.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from elixir.errors import TraceError
+from elixir.step_trace import Operation
+from elixir.torch_private import tree_flatten, tree_leaves, tree_unflatten, while_nothing_compiles
+from elixir.tracer.checkpointed_regions import STATE_BYTES
+from elixir.tracer.operation_kinds import passing
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""Size, strides and dtype of a tensor, and whether it requires a gradient."""
+
+_ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_BUILDS_KERNELS = "async_compile = AsyncCompile()"
+"""The line of generated code after which its kernels are defined."""
+_DRAWS = "torch.ops.higher_order."
+"""The place of operators that set the generator's state around another operator, so that it draws alike again."""
+_FRESH = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
+"""Settings of inductor under which code without kernels reaches no cache, and no worker process starts."""
+_AHEAD = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+"""Settings of AOTAutograd: backward is compiled together with forward, and not when a trace calls it."""
+
+
+class GeneratedCode:
+    """Compiled layers of one trace, which call generated code until `remove`.
+
+    Args:
+        layers: name of a layer -> the layer, and settings of inductor; empty for those that it has now.
+        cost: is told what each kernel costs.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, tuple[nn.Module, Mapping[str, Any]]], cost: Callable[[Operation], None]
+    ) -> None:
+        self._cost = cost
+        self._kinds: dict[Any, Callable[[list[torch.Tensor]], Any]] = {}
+        self._settings: dict[nn.Module, Any] = {}
+        self.layers = [layer for layer, _ in layers.values()]
+        """The layers that call generated code."""
+        self._before = {layer: layer._compiled_call_impl for layer in self.layers}
+        for name, (layer, settings) in layers.items():
+            flags = tuple(_flags(layer, name.rpartition(".")[2]))
+            layouts = tuple(map(_layout, _tensors_of(layer).values()))
+            self._settings[layer] = settings, (repr(settings), type(layer), flags, layouts)
+            layer._compiled_call_impl = partial(self._call, layer)
+
+    def remove(self) -> None:
+        """Gives the layers back the calls that they had before."""
+        for layer, call in self._before.items():
+            layer._compiled_call_impl = call
+
+    def assumption(self, units: int) -> tuple[str, ...]:
+        """Says what a trace with so many compiled modules assumes of them."""
+        if not units:
+            return ()
+        if self.layers:
+            return (f"{units} compiled modules as the code that inductor generates on this machine",)
+        return (f"{units} compiled modules with the memory and time that they take uncompiled",)
+
+    def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a layer on meta tensors as its generated code would.
+
+        Raises:
+            TraceError: there is no such code for the layer.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        settings, kind = self._settings[layer]
+        key = kind, str(spec), tuple(map(_layout, given)), repr(others), torch.is_grad_enabled()
+        if key not in self._kinds:
+            try:
+                _check(given, others)
+                self._kinds[key] = _generated(layer, leaves, spec, settings, self._cost)
+            except Exception as error:  # whatever a compiler raises
+                said = f"{type(error).__name__}: {error}".split("\n")[0]
+                raise TraceError(f"{type(layer).__name__} has no generated code: {said}") from error
+        return self._kinds[key]([*_tensors_of(layer).values(), *given])
+
+
+def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:
+    if not all(tensor.is_meta for tensor in given):
+        raise NotImplementedError("a tensor on the host among its arguments")
+    if not all(isinstance(item, _ATOMS) for item in others):
+        raise NotImplementedError("an object among its arguments, which may hold tensors")
+    if torch.is_autocast_enabled("cpu"):
+        raise NotImplementedError("autocast")
+
+
+def _generated(
+    layer: nn.Module, leaves: list[Any], spec: Any, settings: Mapping[str, Any], cost: Callable[[Operation], None]
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does."""
+    if settings.get("max_autotune") or settings.get("cpp_wrapper"):
+        raise NotImplementedError("code that is chosen by running it")
+    own = _tensors_of(layer)
+    names = list(own)
+    layouts = [_layout(item) for item in (*own.values(), *leaves) if isinstance(item, torch.Tensor)]
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    arguments = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    inner = _Uncompiled(layer)
+    outside: list[Any] = []
+
+    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        """The layer without its compiled call, as a function of tensors that returns tensors."""
+        filled = list(arguments)
+        for place, tensor in zip(places, tensors[len(names) :], strict=True):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        result = functional_call(inner, {f"layer.{n}": t for n, t in zip(names, tensors, strict=False)}, args, kwargs)
+        found, form = tree_flatten(result)
+        outside[:] = [form]
+        return tuple(found)
+
+    def compiled() -> tuple[Callable[..., Any], list[int]]:
+        with _checkpoints_in_the_graph(layer):
+            return _compiled(flat, layouts, len(names), settings, cost)
+
+    run, order = _in_a_thread_of_its_own(compiled, torch.is_grad_enabled())
+    return lambda tensors: tree_unflatten(list(run(*[tensors[place] for place in order])), outside[0])
+
+
+class _Uncompiled(nn.Module):
+    """Calls a layer past its compiled call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer._call_impl(*args, **kwargs)
+
+
+def _compiled(
+    flat: Callable[..., Any],
+    layouts: Sequence[Layout],
+    weights: int,
+    settings: Mapping[str, Any],
+    cost: Callable[[Operation], None],
+) -> tuple[Callable[..., Any], list[int]]:
+    """Returns a compiled function, and which tensors it takes in which order.
+
+    Args:
+        flat: takes tensors of these layouts, of which the first `weights` belong to the layer.
+    """
+    import torch._functorch.config as aot_config  # the compiler takes a second to import
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype, _ in layouts]
+    for tensor, (_, _, _, trained) in zip(fakes, layouts, strict=True):
+        tensor.requires_grad_(trained)
+    ours = {name: value for name, value in settings.items() if getattr(inductor_config, name, value) != value}
+    ahead = {name: value for name, value in _AHEAD.items() if hasattr(aot_config, name)}
+    with mode, _FirstUses(fakes[:weights]) as uses:
+        results = len(flat(*fakes))
+    order = sorted(range(len(fakes)), key=lambda place: uses.first.get(id(fakes[place]), _NEVER))
+    with (
+        while_nothing_compiles(),
+        inductor_config.patch(ours | _FRESH),
+        aot_config.patch(ahead),
+        _code_without_kernels(cost),
+    ):
+        graph = _as_dynamo_gives_it(flat, results, fakes, order, weights)
+        return cast(Callable[..., Any], compile_fx(graph, [fakes[place] for place in order])), order
+
+
+_CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+_REQUIRES_GRAD = torch.Tensor.requires_grad
+_NEVER = (sys.maxsize, False, 0)
+
+
+class _FirstUses(TorchFunctionMode):
+    """Notes when each tensor is first an argument of a function: the order in which Dynamo makes inputs of a graph.
+
+    Args:
+        weights: come before the other arguments of a function, as a module looks them up while it builds the call.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._weights = set(map(id, weights))
+        self._calls = 0
+        self.first: dict[int, tuple[int, bool, int]] = {}
+        """By `id` of a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is _REQUIRES_GRAD and func.__name__ == "__set__":
+            raise NotImplementedError("it sets requires_grad, around which the compiler breaks its graph")
+        self._calls += 1
+        for place, item in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(item, torch.Tensor):
+                self.first.setdefault(id(item), (self._calls, id(item) not in self._weights, place))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_dynamo_gives_it(
+    flat: Callable[..., Any], results: int, fakes: Sequence[torch.Tensor], order: Sequence[int], weights: int
+) -> torch.fx.GraphModule:
+    """A graph that calls `flat`, with Dynamo's notes on its inputs: weights are free to be saved for backward."""
+    from torch._dynamo.source import LocalSource
+
+    graph = torch.fx.Graph()
+    inputs: list[Any] = [None] * len(fakes)
+    for place in order:
+        node = inputs[place] = graph.placeholder(f"input_{place}")
+        node.meta["example_value"] = fakes[place]
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if place < weights else {}
+        node._dynamo_source = LocalSource(f"input_{place}", is_input=True)  # noqa: SLF001 - as Dynamo does
+    returned = graph.call_function(flat, tuple(inputs))
+    graph.output(tuple(graph.call_function(operator.getitem, (returned, place)) for place in range(results)))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    module.meta["dynamo_compile_id"] = "elixir"
+    vars(module)["_param_name_to_source"] = {}
+    return module
+
+
+@contextmanager
+def _checkpoints_in_the_graph(layer: nn.Module) -> Iterator[None]:
+    """Makes the checkpoints that a layer's modules hold leave marks in the graph, as Dynamo's do: the compiler decides
+    what is computed again."""
+    held = [
+        (module, name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if getattr(value, "func", value) is checkpoint
+    ]
+    for module, name, value in held:
+        setattr(module, name, partial(_marked, **getattr(value, "keywords", {})))
+    try:
+        yield
+    finally:
+        for module, name, value in held:
+            setattr(module, name, value)
+
+
+def _marked(function: Callable[..., Any], *args: Any, context_fn: Any = None, **options: Any) -> Any:
+    if context_fn is not None:
+        raise NotImplementedError("a checkpoint that keeps some results")
+    kept = {name: value for name, value in options.items() if name not in _CHECKPOINT_OPTIONS}
+
+    def contexts() -> tuple[Any, Any]:
+        first, again = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+        first.ac_graph_id = 0
+        return first, again
+
+    with torch.fx.traceback.preserve_node_meta():
+        return checkpoint(
+            partial(function, **kept),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            early_stop=False,
+            context_fn=contexts,
+        )
+
+
+def _in_a_thread_of_its_own(work: Callable[[], Any], grad: bool) -> Any:
+    """Runs `work` where no mode, hook or autocast of the trace is on: all of these belong to a thread."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                outcome.append((work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="elixir-generated-code")
+    thread.start()
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+@contextmanager
+def _code_without_kernels(cost: Callable[[Operation], None]) -> Iterator[None]:
+    """Makes inductor return its code on this thread before it is written to a file and its kernels are built."""
+    from torch._inductor.graph import GraphLowering
+
+    real, thread = GraphLowering.compile_to_module, threading.get_ident()
+
+    def loaded(graph: Any) -> Any:
+        return _loaded(graph, cost) if threading.get_ident() == thread else real(graph)
+
+    GraphLowering.compile_to_module = loaded  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        GraphLowering.compile_to_module = real  # type: ignore[method-assign]
+
+
+def _loaded(graph: Any, cost: Callable[[Operation], None]) -> Any:
+    """Runs a module of generated code; its buffers will lie on meta, and its kernels only cost what they touch."""
+    source: str = graph.codegen()[0].value
+    if _BUILDS_KERNELS not in source or "empty_strided_cpu" not in source or graph.constants:
+        raise NotImplementedError("generated code of another form")
+
+    def kernel(*arguments: Any) -> None:
+        touched = {id(item): item for item in arguments if isinstance(item, torch.Tensor)}
+        if touched:
+            last = list(touched.values())[-1]
+            cost(passing(last, sum(_touched_bytes(item) for item in touched.values())))
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+    def saving(operator: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        return torch.empty(STATE_BYTES, dtype=torch.uint8, device="meta"), operator(*args, **kwargs)
+
+    def restoring(_: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        return saving(operator, *args, **kwargs)[1]  # it saves the present state, too
+
+    builder = SimpleNamespace(cpp_pybinding=lambda *_: kernel, wait=lambda _: None)
+    names: dict[str, Any] = {"__name__": "elixir_generated_code", "async_compile": builder}
+    source = source.replace(_BUILDS_KERNELS, "").replace(_DRAWS, "elixir_draws.")
+    exec(compile(source, "<generated code>", "exec"), names)
+    names["empty_strided_cpu"] = empty
+    names["elixir_draws"] = SimpleNamespace(run_and_save_rng_state=saving, run_with_rng_state=restoring)
+    return SimpleNamespace(call=names["call"], runner=names.get("runner"), __file__="<generated code>")
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of distinct elements: an expanded tensor is read once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.itemsize
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def _flags(layer: nn.Module, number: str) -> Iterator[tuple[str, str, Any]]:
+    """All by which two layers of a class may differ in code: settings of their modules, and the modules' classes.
+
+    Settings that are the layer's `number` in its list, such as ``layer_idx``, are left out.
+    """
+    for name, module in layer.named_modules():
+        yield name, "", type(module)
+        for attribute, value in vars(module).items():
+            if isinstance(value, _ATOMS) and (type(value) is not int or str(value) != number):
+                yield name, attribute, value

@@ -1,0 +1,82 @@
+"""Compiled layers are traced as the code that inductor generates for the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.compiled_peaks import passes, peak_row
+from elixir.hardware import preset
+from elixir.step_trace import StepTrace
+from elixir.tracer import generated_code
+from elixir.tracer.trace import trace_step
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, given: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, range(3)))
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.given)
+        return x
+
+
+def traced(model: nn.Module, **options: Any) -> StepTrace:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        model(**inp).sum().backward()
+
+    return trace_step(model, {"x": torch.zeros(8, 16)}, step, hardware=preset("cpu"), compile=True, **options)
+
+
+def moved_bytes(trace: StepTrace) -> int:
+    return sum(trace.operations[index].moved_bytes for access in trace.accesses for index in access.operations)
+
+
+def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[Any] = []
+    real = generated_code._generated
+    monkeypatch.setattr(generated_code, "_generated", lambda *args: kinds.append(args[0]) or real(*args))
+    with torch.device("meta"):
+        model = Model()
+    found, eager = traced(model), traced(model, generated_code=False)
+    assert "generates" in found.assumptions[-1], found.assumptions  # a version may lack a private name
+    assert len(kinds) == 2  # the first input needs no gradient, the other two do
+    assert found.backward_peak_bytes < eager.backward_peak_bytes
+    assert moved_bytes(found) < moved_bytes(eager)
+    assert found.flops == eager.flops > 0
+    assert [param.grad_access for param in found.parameters] == [
+        next(i for i, access in enumerate(found.accesses) if access.phase == "backward" and index in access.parameters)
+        for index in range(len(found.parameters))
+    ]
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+
+
+def test_layers_without_generated_code_are_traced_uncompiled() -> None:
+    model = Model(given=object())
+    found, eager = traced(model), traced(model, generated_code=False)
+    assert "an object among its arguments" in found.assumptions[-1]
+    assert found.accesses == eager.accesses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+def test_the_peak_is_that_of_a_real_compiled_step(checkpoint: str) -> None:
+    row = peak_row("llama", checkpoint, 0.1, torch.float32)
+    assert passes(row), row
