@@ -170,6 +170,8 @@ class Lever:
     """The argument of a search, or of the traced step, that does it; may be empty."""
     value: str = ""
     """The value for it; empty if that is the user's choice."""
+    comes_first: bool = False
+    """Whether it is named before all others: the step computes the same, and takes no longer."""
     comes_last: bool = False
     """Whether all others are named first, although it saves more: it makes steps slower, and they need not be."""
     options: tuple[tuple[str, str], ...] = ()
@@ -206,10 +208,12 @@ class PlanError(ElixirError, RuntimeError):
         return "\n".join(lines)
 
 
-def _by_worth(lever: Lever) -> tuple[bool, float, bool, bool, int, str]:
-    """Sorts levers: first what suffices, by step time; then what saves most; last what does not suffice by itself."""
+def _by_worth(lever: Lever) -> tuple[bool, bool, float, bool, bool, int, str]:
+    """Sorts levers: first what costs nothing; then what suffices, by step time; then what saves most; last what does
+    not suffice by itself."""
     return (
-        lever.step_s is None, lever.step_s or 0.0, lever.comes_last, not lever.enough, -lever.saves_bytes, lever.action
+        not lever.comes_first, lever.step_s is None, lever.step_s or 0.0, lever.comes_last, not lever.enough,
+        -lever.saves_bytes, lever.action
     )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def _lever(change: Change, answer: Answer | None) -> Lever:
     if answer is None:
         return Lever(change.action, 0, argument=name, options=change.options, enough=False)
     step_s = answer.plan.predicted.step_s
-    return Lever(change.action, 0, argument=name, value=value, options=change.options, step_s=step_s)
+    first = change.kinds == ("kernels",)
+    return Lever(change.action, 0, argument=name, value=value, options=change.options, step_s=step_s, comes_first=first)
 
 
 def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change]:
@@ -114,6 +115,7 @@ def _estimated(
         yield Lever(f"keep back less of the {which}", reserve_bytes, "adds", f"{which}_reserve")
     if short_of_device and not question.trace.checkpointed_modules and "checkpoint" not in settled:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
+    sliced = None if question.trace.step.fused_kernels else _without_logits(question.trace)
     setting, ranks = setting_for(*question), 2 * question.request.world_size
     if budgets.disk_bytes:
         setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
@@ -125,6 +127,9 @@ def _estimated(
         (f"halve the batch of each rank{half}", "batch", "", Unmet(halved, setting)),
         (f"run on {ranks} ranks", "world_size", str(ranks), Unmet(question, more)),
     ]
+    if sliced is not None:
+        action = "slice the loss, which then never holds all logits: use_fused_kernels=True (--fused-kernels)"
+        others.insert(0, (action, "fused_kernels", "", Unmet(question._replace(trace=sliced), setting)))
     if question.request.search != "optimal":
         optimal = question._replace(request=replace(question.request, search="optimal"))
         others.append(("let optimal_search choose the chunk size", "", "", Unmet(optimal, setting)))
@@ -135,8 +140,9 @@ def _estimated(
         if argument not in settled:
             saved = error.needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)
             if saved > 0:
+                first = argument == "fused_kernels" and saved >= error.needed_bytes - error.available_bytes
                 last = fewer_bits and argument == "disk_memory"
-                yield Lever(action, saved, argument=argument, value=value, comes_last=last)
+                yield Lever(action, saved, argument=argument, value=value, comes_first=first, comes_last=last)
 
 
 def _disk_action(unmet: Unmet) -> str:
@@ -155,6 +161,28 @@ def _half_batch(trace: StepTrace) -> StepTrace:
         for access in trace.accesses
     )
     return replace(trace, accesses=accesses, input_bytes=trace.input_bytes // 2)
+
+
+def _without_logits(trace: StepTrace) -> StepTrace | None:
+    """The trace as if logits were never whole, if they rule its peak; None otherwise.
+
+    Logits are what a last layer with more outputs than inputs gives, in whose access the loss sums over them.
+    """
+    turn = next((at for at, access in enumerate(trace.accesses) if access.phase != "forward"), 0)
+    if not 2 <= turn < len(trace.accesses) - 1:
+        return None
+    last, loss = trace.accesses[turn - 1], trace.accesses[turn]
+    kinds = {trace.operations[index].kind for index in last.operations}
+    wide = any(
+        len(shape) == 2 and shape[0] > shape[1]
+        for shape in (trace.parameters[index].shape for index in last.parameters)
+    )
+    highest = max(access.live_bytes for access in trace.accesses)
+    if not wide or "reduction" not in kinds or highest > max(last.live_bytes, loss.live_bytes):
+        return None
+    around = max(trace.accesses[turn - 2].live_bytes, trace.accesses[turn + 1].live_bytes)
+    capped = (replace(access, live_bytes=min(access.live_bytes, around)) for access in (last, loss))
+    return replace(trace, accesses=(*trace.accesses[: turn - 1], *capped, *trace.accesses[turn + 1 :]))
 
 
 def _lora(trace: StepTrace, budgets: Budgets) -> Iterator[Lever]:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
-from elixir.search import plan_from_trace
+from elixir.models.step import default_step
+from elixir.search import optimal_search, plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.advise.changes import of_the_training
 from elixir.search.planner import planned
@@ -19,6 +21,7 @@ from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.synthetic_trace import StackShape, stack_trace
+from tests.common.tiny_models import tiny
 
 MACHINE = preset("rtx4090")
 SHAPE = StackShape(1024, 8, 4096, 8000, 512)
@@ -84,6 +87,22 @@ def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: Step
     )
     assert advised.host_peak_bytes <= 1.05 * least.host_peak_bytes
     assert advised.step_s < 0.95 * least.step_s
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 64])
+def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabulary: int) -> None:
+    """The model is given as an object, so it cannot be traced again to try it."""
+    model = tiny("llama", vocabulary=vocabulary, positions=512, device="meta")
+    ids = torch.zeros(2, 512, dtype=torch.long)
+    asked = {"inp": {"input_ids": ids, "labels": ids}, "step_fn": default_step, "hardware": MACHINE}
+    budgets = {"device_memory": 250 * MIB if vocabulary > 64 else 4 * MIB, "host_memory": GIB}
+    with pytest.raises(PlanError) as caught:
+        optimal_search(model, 1, **asked, **budgets)
+    first, *others = (lever.argument for lever in caught.value.levers)
+    assert "fused_kernels" not in others
+    assert (first == "fused_kernels") == (vocabulary > 64)
+    if vocabulary > 64:
+        optimal_search(model, 1, **asked, **budgets, use_fused_kernels=True)
 
 
 def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> None:
