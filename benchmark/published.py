@@ -7,7 +7,8 @@ checkpointing of its source, planned on the preset that its machine is (with the
 simulated. Shown for every point, as predicted over published tokens/s:
 
 * `preset`: with the rates that the preset has;
-* `left out`: with sustained shares of FLOP/s and memory bandwidth that are fitted to the other points of its card;
+* `left out`: with sustained shares of FLOP/s and memory bandwidth that are fitted to the other points of its card, and a
+  rate of attention, as a part of that of matrix products, that is fitted to the other points of all cards;
 * `card out`: with shares that the points of all other cards give, as for a card of which nothing is known.
 
 The last two come with the range that a plan prints: how many of them contain the published value, and how wide they are.
@@ -56,6 +57,9 @@ FEWEST = 3
 """Points of a card to fit it on its own; with fewer it gets what the other cards give."""
 SHARES = np.arange(0.35, 0.95, 0.01)
 MEMORY_SHARES = np.arange(0.40, 1.01, 0.05)
+ATTENTION_PARTS = np.arange(0.30, 1.01, 0.10)
+"""Rates of attention over those of matrix products. Only runs of long sequences tell them apart, one of each card, so
+there is one for all cards."""
 USUAL_MEMORY_SHARE = 0.6
 """Measured norms, activations and residual adds reach about so much together (vidur's tables: 0.3 to 0.9). Runs of large
 products say little about it, so the fit is drawn there, weakly."""
@@ -91,11 +95,15 @@ class Run:
 
     @cached_property
     def table(self) -> Floats:
-        """Log of predicted over published seconds, by `SHARES` and `MEMORY_SHARES`: the plan's step with other
-        compute."""
+        """Log of predicted over published seconds, by `ATTENTION_PARTS`, `SHARES` and `MEMORY_SHARES`: the plan's step
+        with other compute."""
         rest_s = self.plan.predicted.seconds["total"] - self._compute_s(self.hardware)
         found = [
-            [self._compute_s(sustained(self.hardware, share, memory)) for memory in MEMORY_SHARES] for share in SHARES
+            [
+                [self._compute_s(sustained(self.hardware, share, memory, part)) for memory in MEMORY_SHARES]
+                for share in SHARES
+            ]
+            for part in ATTENTION_PARTS
         ]
         logs: Floats = np.log((np.array(found) + rest_s) / self.published_s)
         return logs
@@ -118,9 +126,15 @@ class Run:
         return fast, slow
 
 
-def sustained(hardware: HardwareProfile, share: float, memory_share: float) -> HardwareProfile:
-    """The machine whose training steps reach these shares of its FLOP/s and of its memory's bandwidth."""
-    return dataclasses.replace(hardware, sustained_flops_share=share, sustained_memory_share=memory_share)
+def sustained(hardware: HardwareProfile, share: float, memory_share: float, attention_part: float) -> HardwareProfile:
+    """The machine whose training steps reach these shares of its FLOP/s, the last in attention as a part of the first,
+    and of its memory's bandwidth."""
+    return dataclasses.replace(
+        hardware,
+        sustained_flops_share=share,
+        sustained_memory_share=memory_share,
+        sustained_attention_share=share * attention_part,
+    )
 
 
 def machine(points: dict[str, Any], name: str) -> HardwareProfile:
@@ -164,38 +178,57 @@ def _longer(point: dict[str, Any]) -> int | None:
     return int(point["seq"]) if point["model"].startswith("llama-2") and point["seq"] > 4096 else None
 
 
-def fitted(runs: Sequence[Run]) -> tuple[float, float]:
-    """The shares of FLOP/s and of memory bandwidth with the least mean error, as logarithms, over these runs."""
+def _errors(runs: Sequence[Run]) -> Floats:
+    """Mean errors of some runs, as logarithms, by attention's part and both shares."""
     drawn = DRAWN * np.log(MEMORY_SHARES / USUAL_MEMORY_SHARE) ** 2
-    errors = np.mean([np.abs(run.table) for run in runs], axis=0) + drawn[None, :]
+    errors: Floats = np.mean([np.abs(run.table) for run in runs], axis=0) + drawn
+    return errors
+
+
+def of_cards(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of each card that has enough of them."""
+    cards = [[run for run in runs if run.card == card] for card in sorted({run.card for run in runs})]
+    return [theirs for theirs in cards if len(theirs) >= FEWEST]
+
+
+def attention_part(runs: Sequence[Run]) -> int:
+    """The index of the part of the products' rate with the least mean error if each card has its best shares."""
+    errors = sum(len(theirs) * _errors(theirs).min(axis=(1, 2)) for theirs in of_cards(runs))
+    return int(np.argmin(errors))
+
+
+def fitted(runs: Sequence[Run], part: int) -> tuple[float, float, float]:
+    """The shares of FLOP/s and of memory bandwidth with the least mean error over these runs, and attention's part."""
+    errors = _errors(runs)[part]
     share, memory = np.unravel_index(int(errors.argmin()), errors.shape)
-    return round(float(SHARES[share]), 3), round(float(MEMORY_SHARES[memory]), 3)
+    found = (SHARES[share], MEMORY_SHARES[memory], ATTENTION_PARTS[part])
+    return round(float(found[0]), 3), round(float(found[1]), 3), round(float(found[2]), 3)
 
 
 def of_other_cards(runs: Sequence[Run], card: str, hardware: HardwareProfile) -> HardwareProfile:
     """A card of which no run is known: it loses as much of the rate of its best products as the others do."""
-    lost, memory = borrowed([run for run in runs if run.card != card])
-    return sustained(hardware, hardware.matmul_efficiency * lost, memory)
+    lost, memory, part = borrowed([run for run in runs if run.card != card])
+    return sustained(hardware, hardware.matmul_efficiency * lost, memory, part)
 
 
-def borrowed(runs: Sequence[Run]) -> tuple[float, float]:
-    """Share of `matmul_efficiency`, and share of memory bandwidth: the geometric means over cards with enough runs."""
-    lost, memories = [], []
-    for card in sorted({run.card for run in runs}):
-        theirs = [run for run in runs if run.card == card]
-        if len(theirs) >= FEWEST:
-            share, memory = fitted(theirs)
-            lost.append(share / statistics.geometric_mean(run.hardware.matmul_efficiency for run in theirs))
-            memories.append(memory)
-    return statistics.geometric_mean(lost), statistics.geometric_mean(memories)
+def borrowed(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """Share of `matmul_efficiency`, and share of memory bandwidth: the geometric means over cards with enough runs; and
+    attention's part."""
+    lost, memories, chosen = [], [], attention_part(runs)
+    for theirs in of_cards(runs):
+        share, memory, _ = fitted(theirs, chosen)
+        lost.append(share / statistics.geometric_mean(run.hardware.matmul_efficiency for run in theirs))
+        memories.append(memory)
+    return statistics.geometric_mean(lost), statistics.geometric_mean(memories), float(ATTENTION_PARTS[chosen])
 
 
 def left_out(runs: Sequence[Run], run: Run) -> HardwareProfile:
     """The run's machine, its shares fitted to the other runs of its card."""
-    others = [other for other in runs if other.card == run.card and other is not run]
+    known = [other for other in runs if other is not run]
+    others = [other for other in known if other.card == run.card]
     if len(others) < FEWEST:
         return of_other_cards(runs, run.card, run.hardware)
-    return sustained(run.hardware, *fitted(others))
+    return sustained(run.hardware, *fitted(others, attention_part(known)))
 
 
 def known_runs(points: dict[str, Any], only: str) -> list[Run]:
@@ -222,9 +255,11 @@ def main() -> int:
     runs = known_runs(json.loads(args.points.read_text()), args.only)
     if args.fit:
         for card in sorted({run.card for run in runs}):
-            print(card, *fitted([run for run in runs if run.card == card]))
-        lost, memory = borrowed(runs)
-        print(f"other cards: {lost:.3f} of the rate of their best products, {memory:.3f} of memory bandwidth")
+            print(card, *fitted([run for run in runs if run.card == card], attention_part(runs)))
+        lost, memory, part = borrowed(runs)
+        print(
+            f"other cards: {lost:.3f} of the rate of their best products, {memory:.3f} of memory bandwidth, {part:.2f}"
+        )
         return 0
     rows = [row_of(runs, run) for run in runs]
     kinds = ("preset", "left_out", "card_out")

@@ -45,7 +45,7 @@ _POSITIVE_FIELDS = (
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _START_FIELDS = ("host_pin_bytes_per_s",)
 _NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention", "early_steps")
-_SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "launch_s")
+_SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "sustained_attention_share", "launch_s")
 _SHARE_FIELDS = ("host_adam_least", "link_least", "early_kept")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
@@ -79,9 +79,10 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 8
+    schema_version: ClassVar[int] = 9
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
-        7: dict.fromkeys(("host_adam_least", "link_least", "early_kept", "early_steps"))
+        7: dict.fromkeys(("host_adam_least", "link_least", "early_kept", "early_steps", "sustained_attention_share")),
+        8: {"sustained_attention_share": None},
     }
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
@@ -140,6 +141,8 @@ class HardwareProfile(Artifact):
     device, next to collectives. Asked where no fit was measured; None: `matmul_efficiency`."""
     sustained_memory_share: float | None = None
     """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it."""
+    sustained_attention_share: float | None = None
+    """Share of `flops_per_s` that attention reaches, masked scores not counted; None: `sustained_flops_share`."""
     step_range: tuple[float, float] | None = None
     """The multiples of the predicted seconds between which steps fell on machines like this one; None if no run is
     known."""
@@ -165,6 +168,14 @@ class HardwareProfile(Artifact):
     clipped. None: no run has said."""
     early_steps: int | None = None
     """Steps of runs from which that share is known."""
+
+    @classmethod
+    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
+        """Measurements of causal attention up to version 8 counted the masked half of the scores as well."""
+        fits = data.get("fits")
+        if not isinstance(fits, dict):
+            return data
+        return data | {"fits": {key: _unmasked(fit) if _is_attention(key, fit) else fit for key, fit in fits.items()}}
 
     def ranks_per_host(self, world_size: int) -> int:
         """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
@@ -333,6 +344,16 @@ class HardwareProfile(Artifact):
         if family in ("disk_read", "disk_write"):
             return RateFit(0.0, self._disk_rate(f"{family}_bytes_per_s"), 0.0)
         return RateFit(0.0, getattr(self, PLAIN_FIELDS[family]), 0.0)
+
+
+def _is_attention(key: str, fit: Any) -> bool:
+    return key.startswith("attention.") and isinstance(fit, dict) and {"per_s", "points"} <= fit.keys()
+
+
+def _unmasked(fit: dict[str, Any]) -> dict[str, Any]:
+    """A fit of causal attention, as a file has it, with half the FLOPs in the same seconds."""
+    points = [[point[0] / 2, *point[1:]] for point in fit["points"]]
+    return fit | {"per_s": fit["per_s"] / 2, "points": points}
 
 
 def preset_names() -> tuple[str, ...]:

@@ -141,8 +141,7 @@ def operator_series(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Se
 def attention_series(bench: Bench, dtype: torch.dtype) -> Series:
     """Causal ``scaled_dot_product_attention``, forward, growing sequences; the kernel is the one PyTorch picks.
 
-    FLOPs are those of the whole square of scores, as `torch.utils.flop_counter` and so the tracer count them, although
-    causal kernels leave out the upper half.
+    FLOPs are those of the scores on and below the diagonal, as the tracer counts them: causal kernels skip the others.
     """
     plan = bench.effort()
 
@@ -151,7 +150,7 @@ def attention_series(bench: Bench, dtype: torch.dtype) -> Series:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     lengths = _growing(_SMALLEST[bench.device.type], _LARGEST[bench.device.type])
-    cases = ((4.0 * _HEADS * _HEAD_DIM * length**2, partial(prepare, length)) for length in lengths)
+    cases = ((2.0 * _HEADS * _HEAD_DIM * length * (length + 1), partial(prepare, length)) for length in lengths)
     how = f"causal attention, {_HEADS} heads of {_HEAD_DIM}, {dtype_name(dtype)} on {bench.device}"
     return sweep(bench, plan, f"attention.{dtype_name(dtype)}", "FLOP", how, cases, longest_s=plan.longest_s)
 

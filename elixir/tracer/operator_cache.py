@@ -64,10 +64,18 @@ _QUICK_VIEWS: dict[Any, Callable[..., Any]] = {
 """The most frequent views, which are half of all operators -> the method that calls the same operator in half the time,
 as its arguments are parsed by generated code and not by the schema."""
 
+_COUNTS_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Operators without a formula of PyTorch's -> those with the same products."""
+
 _QUERY_AT = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 0,
     aten._scaled_dot_product_efficient_attention: 0,
     aten._scaled_dot_product_flash_attention: 0,
     aten._scaled_dot_product_cudnn_attention: 0,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
     aten._scaled_dot_product_efficient_attention_backward: 1,
     aten._scaled_dot_product_flash_attention_backward: 1,
     aten._scaled_dot_product_cudnn_attention_backward: 1,
@@ -440,13 +448,36 @@ def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none."""
-    formula = flop_registry.get(func._overloadpacket)
+    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none.
+
+    Causal attention counts the scores that a query may see, about half: its kernels skip the blocks above the diagonal
+    (`num_keys` in `FlashAttentionKernel.cpp` and `kernel_forward.h`, `n_block_max` of flash). A causal mask that comes
+    as a tensor counts in full, as kernels do not look into it.
+    """
+    packet = func._overloadpacket
+    formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
     if formula is None:
         return 0
-    if not _FORMULAS_TAKE_GROUPS and func._overloadpacket in _QUERY_AT:
-        args = _ungrouped(args, _QUERY_AT[func._overloadpacket])
-    return int(formula(*args, **kwargs, out_val=result))
+    query_at = _QUERY_AT.get(packet)
+    if query_at is None:
+        return int(formula(*args, **kwargs, out_val=result))
+    queries, keys = args[query_at].shape[-2], args[query_at + 1].shape[-2]
+    if not _FORMULAS_TAKE_GROUPS:
+        args = _ungrouped(args, query_at)
+    flops = int(formula(*args, **kwargs, out_val=result))
+    return flops * causal_scores(queries, keys) // (queries * keys) if _is_causal(func, args, kwargs) else flops
+
+
+def causal_scores(queries: int, keys: int) -> int:
+    """The number of scores of one head if query i sees keys 0 to i."""
+    seeing_fewer = min(queries, keys)
+    return seeing_fewer * (seeing_fewer + 1) // 2 + (queries - seeing_fewer) * keys
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """The argument `is_causal` of a call of attention, False by default."""
+    at = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
+    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _ungrouped(args: Any, query_at: int) -> tuple[Any, ...]:

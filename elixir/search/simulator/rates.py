@@ -216,7 +216,8 @@ class Rates:
             return self._line(key)
         family, dtype, *_ = key.split(".")
         if family in ("matmul", "attention"):
-            share = hardware.sustained_flops_share
+            share = hardware.sustained_attention_share if family == "attention" else None
+            share = hardware.sustained_flops_share if share is None else share
             return self._line(key) if share is None else Line(0.0, share * hardware.flops_per_s[dtype])
         share = hardware.sustained_memory_share
         return Line(0.0, (1.0 if share is None else share) * hardware.device_memory_bytes_per_s)

@@ -83,6 +83,7 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "launch_s": st.none() | SOME,
         "sustained_flops_share": st.none() | SOME,
         "sustained_memory_share": st.none() | SOME,
+        "sustained_attention_share": st.none() | SOME,
         "host_adam_least": st.none() | SHARES,
         "link_least": st.none() | SHARES,
         "early_kept": st.none() | SHARES,
@@ -383,6 +384,15 @@ def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:
         StepTrace.from_dict(make_trace(layers=1).to_dict() | {"schema_version": 1})
     with pytest.raises(ArtifactError, match=r"'schema_version' is 4, .* reads \d+; measure it anew"):
         HardwareProfile.from_dict(make_hardware().to_dict() | {"schema_version": 4})
+
+
+def test_causal_attention_measured_with_its_masked_half_gets_half_the_rate() -> None:
+    fits = {key: RateFit(1e-6, 4e12, 0.1, ((8e9, 2e-3),)) for key in ("attention.bfloat16", "matmul.bfloat16.square")}
+    profile = dataclasses.replace(make_hardware(), fits=fits)
+    old = HardwareProfile.from_dict(profile.to_dict() | {"schema_version": 8})
+    assert old.fits["matmul.bfloat16.square"] == fits["matmul.bfloat16.square"]
+    assert old.fits["attention.bfloat16"] == RateFit(1e-6, 2e12, 0.1, ((4e9, 2e-3),))
+    assert HardwareProfile.from_dict(profile.to_dict()) == profile
 
 
 def test_another_artifact_is_refused() -> None:
