@@ -27,7 +27,7 @@ from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lanes, failure
+from elixir.chunk.lanes import Lanes, Ticket, failure
 from elixir.errors import InputError, StateError
 from elixir.schedule import Schedule
 
@@ -389,20 +389,16 @@ class RCache:
             raise
 
     def _fill(self, chunk: Chunk) -> None:
-        whole, shard = self.memory(chunk.index), chunk.shard
-        if shard is None:
-            raise StateError(f"chunk {chunk.index} has no shard to fetch from")
+        whole, (shard, after) = self.memory(chunk.index), self._home_of(chunk)
         self.counts.loads += 1
         self._fresh.add(chunk.index)
-        # The optimizer's step writes the shard that is read here: without `after` a block would hold weights of two
-        # steps. The lane itself waits for compute that was submitted so far, which may still read the block's old
-        # weights.
-        source, after = shard, chunk.home_uses.to_read()
-        host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
+        source = shard
+        host_bytes = 0 if chunk.plan.home.weights_on_device else shard.nbytes
         self.counts.host_to_device_bytes += host_bytes
         if host_bytes or self._group.size == 1:
             source = part = whole[chunk.mine]
-            # Overlaps with compute on the chunks that are in blocks already; `after` protects the shard, see above.
+            # Overlaps with compute on the chunks that are in blocks already. The lane itself waits for compute that was
+            # submitted so far, which may still read the block's old weights.
             fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
@@ -419,3 +415,10 @@ class RCache:
         )
         if source is shard:
             chunk.home_uses.read_by("fetch", chunk.filled)
+
+    def _home_of(self, chunk: Chunk) -> tuple[torch.Tensor, list[Ticket]]:
+        """This rank's weights of a chunk at their home, and the work after which they are there."""
+        if chunk.shard is None:
+            raise StateError(f"chunk {chunk.index} has no shard to fetch from")
+        # The optimizer's step writes the shard: without its ticket a block would hold weights of two steps.
+        return chunk.shard, chunk.home_uses.to_read()

@@ -69,20 +69,21 @@ class Home(Enum):
     ) -> None:
         self.weights, self.states, self.update = weights, states, update
         self.resident = weights == "resident"
-        self.weights_on_device = weights != "host"
+        self.weight_home: Memory = "device" if weights == "resident" else weights
+        """The memory of the shard of weights."""
+        self.weights_on_device = self.weight_home == "device"
         self.states_on_device = states == "device"
         self.states_on_disk = states == "disk"
         self.early = update == "early"
         """Whether new states are made during backward next to the old ones: a second set."""
-        self.without_states = update == "after_norm" and states == ("host" if weights == "host" else "device")
+        self.without_states = update == "after_norm" and states == self.weight_home
         """Whether a frozen chunk may be there."""
         self.returns = self.weights_on_device and not self.states_on_device
         """Whether the host updates weights that live on the device, to which new ones return."""
 
     def having(self, states: str | None = None, update: Update = "after_norm") -> Home:
         """The home with these states (None: its own) and this update; `InputError` if there is none."""
-        memory = "device" if self.weights_on_device else "host"
-        return Home.find(self.resident, memory, states or self.states, update)
+        return Home.find(self.resident, self.weight_home, states or self.states, update)
 
     @classmethod
     def find(cls, resident: bool, weight_home: str, state_home: str, update: Update = "after_norm") -> Home:
@@ -103,7 +104,7 @@ class Home(Enum):
 
 
 _BY_FIELDS: dict[tuple[bool, str, str, str], Home] = {
-    (home.resident, "device" if home.weights_on_device else "host", home.states, home.update): home for home in Home
+    (home.resident, home.weight_home, home.states, home.update): home for home in Home
 }
 
 

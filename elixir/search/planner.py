@@ -474,7 +474,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 trainable=chunk.trainable,
                 numel=chunk.bytes // itemsize,
                 parameters=slots,
-                weight_home="device" if home.weights_on_device else "host",
+                weight_home=home.weight_home,
                 state_home=home.states,
                 resident=home.resident,
                 reduce_order=order.get(index),

@@ -36,6 +36,7 @@ from elixir.search.problem.placement import (
     DISK,
     EARLY,
     HOMES,
+    HOSTED,
     RESIDENT,
     STATES,
     WEIGHTS,
@@ -187,7 +188,7 @@ class MemoryModel:
         grads = (~STATES * (self.grad_shard_bytes * self.trainable)[:, None]).astype(np.int64)
         rounded = self.shard_bytes * (self.trainable & self._low_precision)
         return {
-            "weights": ~WEIGHTS * self.shard_bytes[:, None],
+            "weights": HOSTED * self.shard_bytes[:, None],
             "optimizer_states": self.host_states,
             "gradients": grads,
             # Gradients that are added to those of the batch before pass through buffers.

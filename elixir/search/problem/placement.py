@@ -23,6 +23,8 @@ RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
 )
 """Flags by number of a home: resident; weights, states on the device; states on the disk; updated early."""
+HOSTED = np.array([home.weight_home == "host" for home in HOMES], dtype=bool)
+"""The same for weights in host memory."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +129,7 @@ class Setting:
     """Names of the parameters that are stepped as whole matrices, with `elixir.optimizer_states.MATRIX_STATES`."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""
+
+    def away(self, trainable: bool) -> Home:
+        """The home of a streamed chunk of which nothing lives on the device."""
+        return Home.HOST

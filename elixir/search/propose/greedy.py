@@ -13,10 +13,11 @@ from elixir.search.problem.placement import HOMES, Floats, Placement
 
 _RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)
 _HOME_OF = {
-    (home.resident, home.weights_on_device, home.states_on_device): home
+    (home.resident, home.states_on_device): home
     for home in HOMES
-    if home.update == "after_norm" and not home.states_on_disk
+    if home.weights_on_device and home.update == "after_norm" and not home.states_on_disk
 }
+"""Homes of weights on the device, by whether they are resident, and whether the states are there as well."""
 
 
 class PlacementBuilder:
@@ -41,6 +42,7 @@ class PlacementBuilder:
         self.weight = list(self.resident)
         self.state = [chunk.outsized and not chunk.trainable for chunk in chunks]
         self.streamed = self.resident.count(False)
+        self._away = [model.setting.away(chunk.trainable) for chunk in chunks]
         gathering = np.flatnonzero(model.gets_gradients).tolist()
         self._outsized = tuple(c for c in gathering if chunks[c].outsized)
         self._grad_chunks = len(gathering) - len(self._outsized)
@@ -64,8 +66,10 @@ class PlacementBuilder:
 
     def placement(self) -> Placement:
         """The placement as it stands."""
-        homes = zip(self.resident, self.weight, self.state, strict=True)
-        return Placement(tuple(_HOME_OF[flags] for flags in homes))
+        homes = zip(self.weight, self._away, self.resident, self.state, strict=True)
+        return Placement(
+            tuple(_HOME_OF[resident, state] if weight else away for weight, away, resident, state in homes)
+        )
 
     def peak_bytes(self) -> int:
         """Device peak as it stands."""

@@ -30,10 +30,11 @@ def possible_homes(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[i
     """
     facts, several = model.work.chunks[chunk], model.setting.world_size > 1
     found: tuple[Home, ...] = (Home.RESIDENT_HOST, Home.RESIDENT)
+    away = model.setting.away(facts.trainable)
     if several and not gathered and not facts.outsized:
-        found = (Home.HOST, Home.DEVICE_HOST, Home.DEVICE)
+        found = (away, Home.DEVICE_HOST, Home.DEVICE)
     elif not several and not facts.outsized:
-        found = (Home.HOST, *found)
+        found = (away, *found)
     return tuple(HOMES.index(home) for home in found if facts.trainable or home.without_states)
 
 
