@@ -37,6 +37,8 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "may_update_early": lambda wish: {"may_speculate": wish, "may_step_in_backward": False},
     "new_states": lambda amount: {"undo": amount},
     "matrices": lambda _: {},
+    "frozen_weights": lambda place: {} if place == "host" else {"frozen_weights": place},
+    "weight_files": lambda files: {"weight_files": files} if files else {},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast, overload
 
@@ -31,6 +31,7 @@ from elixir.models.compiled_layers import layers_compiled
 from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.plan.weight_file import WeightFile
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
 from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
@@ -40,6 +41,7 @@ from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts, StepReport
 from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
+from elixir.wrapper.assemble.frozen_weights import safetensors_in, weight_records
 from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
@@ -139,6 +141,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
             says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given. With
             ``disk_memory`` give ``disk_folder``, a folder on that disk, which is measured unless `hardware` knows it.
+            ``frozen_weights="files"`` leaves frozen weights that do not fit the device in the safetensors of `weights`.
             ``strict=True`` first refuses what a smaller machine would refuse (`elixir.check`), which takes two steps
             on the CPU; ``strict=False`` takes `weights` with other names.
 
@@ -287,11 +290,21 @@ class _Question:
 
     @cached_property
     def machine(self) -> HardwareProfile:
-        """The profile, with the disk that states may go to; measured on the rank that asks."""
+        """The profile, with the disk that states may go to or frozen weights are on; measured on the rank that asks."""
         folders = folders_of(self.for_module.get("disk_folder"))
-        if self.asked.get("disk_memory") is None or not folders or self.profile.knows_disk:
+        in_files = self.asked.get("frozen_weights") == "files"
+        if self.profile.knows_disk or not (in_files or (folders and self.asked.get("disk_memory") is not None)):
             return self.profile
-        return with_disk(self.profile, *folders)
+        if folders:
+            return with_disk(self.profile, *folders)
+        there = {os.path.dirname(os.path.abspath(path)) for path in safetensors_in(self.for_module.get("weights"))}
+        try:
+            return with_disk(self.profile, min(there))
+        except InputError as error:
+            raise InputError(
+                f"{error}: to plan with frozen_weights='files', the disk is measured; give disk_folder=, a folder on "
+                "that disk, or hardware= of a machine whose disk was measured"
+            ) from error
 
     def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
         """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
@@ -308,6 +321,9 @@ class _Question:
     def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
             check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
+        files: tuple[WeightFile, ...] = ()
+        if self.asked.get("frozen_weights") == "files":
+            files = weight_records(self.for_module.get("weights"))
         if self.checked:
             raise_refusals(
                 refusals(
@@ -336,7 +352,7 @@ class _Question:
         }
         request = SearchRequest(**{**self.asked, **settled, "world_size": world_size})
         answer = answer_to(self.step, self.machine, request, read_host=self.read_host)
-        return answer.plan, answer.trace
+        return replace(answer.plan, weight_files=files), answer.trace
 
     def _loop(self, optimizers: list[torch.optim.Optimizer], moments: str) -> str:
         """The part of `elixir.optimizer_states.optimizer_name` that says how states are stepped that stay in place."""

@@ -238,6 +238,11 @@ class StepTrace(Artifact):
         return sum(param.numel for param in self.parameters)
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the parameters that are not trained."""
+        return sum(param.numel * dtype_bytes(param.dtype) for param in self.parameters if not param.trainable)
+
+    @property
     def flops(self) -> int:
         """FLOPs of the step, recomputed ones included, the optimizer's not."""
         return sum(self.access_flops(access) for access in self.accesses)

@@ -69,7 +69,8 @@ def save_checkpoint(
             tensors and numpy, in each other. Random number generators, buffers and the loss scale are saved as well.
         step: kept in the checkpoint for people.
         wait: return only when the checkpoint is whole.
-        frozen: also save parameters that are not trained. Without, loading leaves them as they are.
+        frozen: also save parameters that are not trained, but for those that live in files. Loading leaves parameters
+            that are not saved as they are.
         files: the file operations it uses.
 
     Returns:
@@ -442,6 +443,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "moments": plan.moments if optimizers and is_adam(plan.optimizer) else None,
         "model_fingerprint": plan.model_fingerprint,
         "plan_fingerprint": plan.fingerprint,
+        "has_frozen": options.frozen and not plan.reads_files,
     }
     empty = [
         Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
@@ -487,7 +489,6 @@ def _index(
         tensors=tensors,
         steps={name: each.step for name, each in sorted(small.items()) if each.step is not None},
         scalars={name: encode(each.others, name)[0] for name, each in sorted(small.items()) if each.others},
-        has_frozen=options.frozen,
         rng=tuple(part.rng for part in parts),
         rank_values=tuple(part.rank_values for part in parts) if parts[0].rank_values else (),
         **common,

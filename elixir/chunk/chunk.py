@@ -16,6 +16,7 @@ from elixir.access.placeholders import absent, storage_of, unmarked
 from elixir.chunk.lanes import MemoryUses, Ticket, failure
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError, StateError, few
+from elixir.extents.weight_files import FileShard
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors
@@ -192,6 +193,8 @@ class Chunk:
         """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
         states, in float32 or wider. None where the weights themselves are there and no less precise. Look at the values
         inside of `at_hand` only: on a disk they are in memory at no other time."""
+        self.filed: FileShard | None = None
+        """This rank's part of frozen weights that live in files; `shard` is None then."""
         self.stored: StoredStates | None = None
         """Masters and optimizer states on a disk; None where they are in memory."""
         self.before_write: Callable[[], None] | None = None
@@ -221,9 +224,11 @@ class Chunk:
 
     @property
     def shard_weights(self) -> torch.Tensor:
-        """This rank's part of the weights, wherever they are."""
+        """This rank's part of the weights, wherever they are; if in files, a copy that is read each time."""
         if self.shard is not None:
             return self.shard
+        if self.filed is not None:
+            return self.filed.read()
         if self.whole is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no weights yet")
         return self.whole[self.mine]
@@ -325,11 +330,22 @@ class Chunk:
         if held is None:
             return
         own = flat[held.first : held.first + held.numel]
+        self.refuse_unlike_file(slot, own)
         if self.shard is not None:
             self.shard[held.part].copy_(own)
         if self.masters is not None:
             with self.at_hand(write=True):
                 self.masters[held.part].copy_(own)
+
+    def refuse_unlike_file(self, slot: Slot, own: torch.Tensor) -> None:
+        """Raises `InputError` if weights that live in a file are to be written, unless `own`, this rank's part, is what
+        the file has."""
+        if self.filed is not None and not self.filed.has(slot.name, own):
+            raise InputError(
+                f"{slot.name} lives in {self.filed.files.file_of(self.filed.names[slot.name])}, which is not written "
+                "to: other values would be lost; save them as safetensors and wrap the model with these, or plan with "
+                "frozen_weights='host'"
+            )
 
     def synchronize_weights(self) -> None:
         """Blocks until the weights at home, and the gathered ones of a resident chunk, are those of the last step."""
@@ -369,6 +385,8 @@ class Chunk:
             if self.whole is not None:
                 begin, stop = slot.offset, slot.offset + slot.numel
                 self.whole[begin:stop].copy_(memory[begin:stop])
+            if self.filed is not None and slot.name in self.held:
+                self.refuse_unlike_file(slot, memory[self.mine][self.held[slot.name].part])
             if self.shard is not None and slot.name in self.held:
                 part = self.held[slot.name].part
                 self.shard[part].copy_(memory[self.mine][part])
@@ -381,9 +399,10 @@ class Chunk:
 
     @property
     def may_be_written_inside(self) -> bool:
-        """Whether a forward may write to its weights, see `take_written`: masters have to be in memory, or to follow in
-        the next step."""
-        return self.stored is None or (self.whole is not None and self.on_one_rank)
+        """Whether a forward may write to its weights, see `take_written`: not to files, and masters have to be in
+        memory, or to follow in the next step."""
+        in_memory = self.stored is None and self.filed is None
+        return in_memory or (self.whole is not None and self.on_one_rank)
 
     def take_written(self, parameter: nn.Parameter) -> None:
         """Keeps what was written to a parameter while the gathered weights are there."""
@@ -473,7 +492,7 @@ class Chunk:
 
     def let_go(self) -> None:
         """Gives up all memory, because others have the weights now."""
-        self.shard = self.whole = self.masters = None
+        self.shard = self.whole = self.masters = self.filed = None
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""

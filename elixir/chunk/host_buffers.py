@@ -22,7 +22,7 @@ import torch
 from elixir.chunk.arena import Arena
 from elixir.chunk.lanes import MemoryUses
 from elixir.errors import StateError
-from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
+from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
 
 STAGING = "staging"
@@ -33,6 +33,9 @@ SUMMANDS = "summands"
 """Kind: gradients from the device pass through here to be added to those of earlier backwards: one buffer is copied
 into while the CPU-Adam thread adds the other."""
 
+FILE_WINDOW = "weights from files"
+"""Kind: weights that live in files pass through here: the disk lane reads a shard into one buffer while the one before
+is copied to the device from the other."""
 WINDOW = "states from a disk"
 """Kind: masters and states that live on a disk are here while they are stepped, read ahead or written back
 (`elixir.chunk.state_window`)."""
@@ -189,6 +192,12 @@ def staging_kind(plan: Plan) -> BufferKind:
     """Buffers for the new weights of chunks that return to the device in fewer bits."""
     sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
     return BufferKind(STAGING, "staging", max(sizes, default=0), min(len(sizes), STAGING_BUFFERS))
+
+
+def file_window_kind(plan: Plan) -> BufferKind:
+    """Buffers for weights that live in files."""
+    sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.weight_home == "files"]
+    return BufferKind(FILE_WINDOW, "file_window", max(sizes, default=0), min(len(sizes), FILE_BUFFERS))
 
 
 def window_kind(plan: Plan) -> BufferKind:

@@ -27,7 +27,8 @@ from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lanes, Ticket, failure
+from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
+from elixir.chunk.lanes import Lanes, MemoryUses, Ticket, failure, settled
 from elixir.errors import InputError, StateError
 from elixir.schedule import Schedule
 
@@ -49,6 +50,8 @@ class CacheCounts:
     deviations: int = 0
     host_to_device_bytes: int = 0
     network_bytes: int = 0
+    file_bytes: int = 0
+    """Read from files in which weights live."""
 
 
 class RCache:
@@ -58,19 +61,21 @@ class RCache:
         chunks: all chunks of the plan, by index.
         schedule: the plan's order without the resident chunks.
         pool: the blocks.
-        lanes: fetch and network are used.
+        lanes: fetch, network and disk are used.
+        buffers: of the host, through which weights from files pass.
         group: over which chunks are sharded.
         gradients: with several ranks, use the network in the same order; the cache reports every position to them.
         backward_from: first position that is not forward.
         evict_always: evict whatever is not pinned after every use; for tests.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a load passes through
         self,
         chunks: Sequence[Chunk],
         schedule: Schedule,
         pool: BlockPool,
         lanes: Lanes,
+        buffers: HostBuffers,
         group: Group,
         gradients: GradientFlow,
         *,
@@ -81,6 +86,7 @@ class RCache:
         self._schedule = schedule
         self._pool = pool
         self._lanes = lanes
+        self._buffers = buffers
         self._group = group
         self._gradients = gradients
         self._evict_always = evict_always
@@ -389,7 +395,7 @@ class RCache:
             raise
 
     def _fill(self, chunk: Chunk) -> None:
-        whole, (shard, after) = self.memory(chunk.index), self._home_of(chunk)
+        whole, (shard, after, uses) = self.memory(chunk.index), self._home_of(chunk)
         self.counts.loads += 1
         self._fresh.add(chunk.index)
         source = shard
@@ -402,7 +408,7 @@ class RCache:
             fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
-            chunk.filled = chunk.home_uses.read_by("fetch", fetched)
+            chunk.filled = uses.read_by("fetch", fetched)
             after = [chunk.filled]
         if self._group.size == 1:
             return
@@ -414,11 +420,22 @@ class RCache:
             lambda: self._group.gather(whole, source, f"chunk {chunk.index}"), after=after, nbytes=network_bytes
         )
         if source is shard:
-            chunk.home_uses.read_by("fetch", chunk.filled)
+            uses.read_by("fetch", chunk.filled)
 
-    def _home_of(self, chunk: Chunk) -> tuple[torch.Tensor, list[Ticket]]:
-        """This rank's weights of a chunk at their home, and the work after which they are there."""
+    def _home_of(self, chunk: Chunk) -> tuple[torch.Tensor, list[Ticket], MemoryUses]:
+        """This rank's weights of a chunk at their home, or on their way from files; the work after which they are
+        there, and the users of that memory."""
+        if chunk.filed is not None:
+            filed = chunk.filed
+            buffer = self._buffers.take(FILE_WINDOW, filed.nbytes)
+            memory = buffer.view(filed.numel, filed.dtype)
+            self.counts.file_bytes += filed.read_bytes
+            # Overlaps with the copy from the other buffer, and with compute. The last copy from this buffer must be
+            # over; the use of its chunk raises its error, if there was one.
+            after = settled(buffer.uses.to_write())
+            read = self._lanes.disk.submit(lambda: filed.read_into(memory), after=after, nbytes=filed.read_bytes)
+            return memory, [read], buffer.uses
         if chunk.shard is None:
             raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         # The optimizer's step writes the shard: without its ticket a block would hold weights of two steps.
-        return chunk.shard, chunk.home_uses.to_read()
+        return chunk.shard, chunk.home_uses.to_read(), chunk.home_uses

@@ -219,6 +219,12 @@ FLAGS: dict[str, Flag] = {
         "const": False,
         "help": "for a run that does not clip gradients by their norm (default: it does)",
     },
+    "--frozen-weights": _flag(
+        "where weights are that are not trained and do not fit the device: in host memory, or in the files that they "
+        "come in (default: host)",
+        choices=("host", "files"),
+        default="host",
+    ),
     "--assume": _flag(
         "what to plan for: scenarios (the plan that loses least in all that the hardware profile thinks possible) or "
         "nominal (the fastest at its rates) (default: scenarios)",
@@ -291,7 +297,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --early-updates --no-clipping --assume"
+_SEARCH = "--accumulation --moments --early-updates --no-clipping --frozen-weights --assume"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {

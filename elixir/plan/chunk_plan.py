@@ -13,6 +13,10 @@ from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, State
 from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
+WeightHome = Literal["device", "host", "files"]
+StateHome = Literal["device", "host", "disk", "files"]
+FrozenHome = Literal["host", "files"]
+"""The home of frozen weights that do not fit the device."""
 Phase = Literal["forward", "recompute", "backward"]
 Update = Literal["after_norm", "early"]
 """The moment at which a chunk's states are updated: see `Home`."""
@@ -43,7 +47,8 @@ class Home(Enum):
     Weights are *resident* (gathered on the device for the whole step), or streamed through rCache blocks from their
     shards on the device or the host. The shard of gradients, master weights and states is updated on the device only
     next to weights that live there. With states on the disk the host updates them, and gradients wait on the host. A
-    frozen chunk has no states; it counts as if they were where its weights are.
+    frozen chunk has no states; it counts as if they were where its weights are. Only its weights may stay in the files
+    that they came in (safetensors): each load reads them from there.
 
     The host may update the states that it has *early*: it makes new ones during backward, and
     `ElixirOptimizer.step` keeps those that are right. All others are updated after the norm of the gradients is known.
@@ -60,17 +65,18 @@ class Home(Enum):
     RESIDENT_EARLY = ("resident", "host", "early")
     DEVICE_EARLY = ("device", "host", "early")
     HOST_EARLY = ("host", "host", "early")
+    FILES = ("files", "files")
 
     def __init__(
         self,
-        weights: Literal["resident", "device", "host"],
-        states: Literal["device", "host", "disk"],
+        weights: Literal["resident", "device", "host", "files"],
+        states: StateHome,
         update: Update = "after_norm",
     ) -> None:
         self.weights, self.states, self.update = weights, states, update
         self.resident = weights == "resident"
-        self.weight_home: Memory = "device" if weights == "resident" else weights
-        """The memory of the shard of weights."""
+        self.weight_home: WeightHome = "device" if weights == "resident" else weights
+        """The memory of the shard of weights, or its files."""
         self.weights_on_device = self.weight_home == "device"
         self.states_on_device = states == "device"
         self.states_on_disk = states == "disk"
@@ -98,6 +104,11 @@ class Home(Enum):
         if (resident, weight_home, state_home, "after_norm") in _BY_FIELDS:
             raise InputError(
                 f"field 'update' may be {update!r} for states on the host, found state_home {state_home!r}"
+            )
+        if "files" in (weight_home, state_home):
+            raise InputError(
+                "field 'weight_home' may be 'files' for a streamed frozen chunk with state_home 'files'; found "
+                f"weight_home {weight_home!r}, state_home {state_home!r}, resident {resident}"
             )
         why = "for a chunk that is resident there" if resident else "where the states are updated there"
         raise InputError(f"field 'weight_home' must be 'device' {why}, found {weight_home!r}")
@@ -134,9 +145,9 @@ class ChunkPlan:
     """Elements of the buffer, padding included; a multiple of the world size."""
     parameters: tuple[ParamSlot, ...]
     """Its parameters with their places in the buffer."""
-    weight_home: Memory
-    """The memory of the rank's shard of the weights."""
-    state_home: Literal["device", "host", "disk"]
+    weight_home: WeightHome
+    """The memory of the rank's shard of the weights; with ``files``, the safetensors in which they came."""
+    state_home: StateHome
     """The memory of the shard of gradients, master weights and optimizer states; for a frozen chunk, its weight home.
     With ``disk``, master weights and states are read from there for their update and written back; gradients wait on
     the host.
@@ -180,6 +191,8 @@ class ChunkPlan:
             )
         if self.matrices and [rows * columns for rows, columns in self.matrices] != [s.numel for s in self.parameters]:
             raise InputError("field 'matrices' must have rows and columns of each parameter")
+        if self.trainable and home is Home.FILES:
+            raise InputError("field 'weight_home' may be 'files' for frozen chunks only, found it for a trainable one")
         if self.update != "after_norm" and (not self.trainable or self.grad_entry is None):
             raise InputError(
                 f"field 'update' may be {self.update!r} for trainable chunks with gradients, found trainable "
@@ -224,8 +237,17 @@ class ChunkPlan:
 
     def has_parameters_on(self, rank: int, world_size: int) -> bool:
         """Whether the shard of `rank` holds a part of any parameter; the last ranks' may be padding alone."""
+        return self.held_numel(rank, world_size) > 0
+
+    def held_numel(self, rank: int, world_size: int) -> int:
+        """Elements of parameters in the shard of `rank`, padding and gaps not counted."""
         start, end = rank * self.numel // world_size, (rank + 1) * self.numel // world_size
-        return any(slot.offset < end and slot.offset + slot.numel > start for slot in self.parameters)
+        parts = (min(slot.offset + slot.numel, end) - max(slot.offset, start) for slot in self.parameters)
+        return sum(part for part in parts if part > 0)
+
+    def file_bytes(self, rank: int, world_size: int) -> int:
+        """Bytes that a load reads from files on `rank`."""
+        return self.held_numel(rank, world_size) * dtype_bytes(self.dtype) if self.home is Home.FILES else 0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from elixir.plan.chunk_plan import (
     UPDATES,
     ChunkPlan,
     ChunkUse,
+    FrozenHome,
     alignment_bytes,
     check_at_least,
     itemsize_of,
@@ -37,6 +38,7 @@ from elixir.plan.chunk_plan import (
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
+from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape
 from elixir.units import format_bytes, format_seconds
@@ -47,13 +49,14 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 22
+    schema_version: ClassVar[int] = 23
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
         19: {},
         20: {},
         21: {},
+        22: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -133,12 +136,18 @@ class Plan(Artifact):
     """Name of the device it was made for, as its hardware profile has it."""
     step: StepShape = field(default_factory=StepShape)
     """The step that was traced for it: a micro-batch of one rank."""
+    frozen_weights: FrozenHome = "host"
+    """The home of frozen weights that do not fit the device: ``host`` memory, or the ``files`` that they came in."""
+    weight_files: tuple[WeightFile, ...] = ()
+    """These files as they were when the plan was made; empty if nobody named them."""
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
         is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
-        no plan knew compiled modules, and until 21 none knew optimizers of matrices."""
+        no plan knew compiled modules, until 21 none knew optimizers of matrices, and until 22 frozen weights were in
+        memory."""
+        data = {"frozen_weights": "host", "weight_files": []} | data
         if isinstance(data.get("step"), dict):
             data = data | {"step": {"units": []} | data["step"]}
         data = data.copy()
@@ -168,6 +177,11 @@ class Plan(Artifact):
     def uses_disk(self) -> bool:
         """Whether any chunk's states live there."""
         return any(chunk.state_home == "disk" for chunk in self.chunks)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether any chunk's weights live in files."""
+        return any(chunk.weight_home == "files" for chunk in self.chunks)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -202,7 +216,7 @@ class Plan(Artifact):
         return extent_bytes(chunk.numel // self.world_size, itemsize_of(chunk.dtype), self.state_size)
 
     def disk_bytes(self, rank: int = 0) -> int:
-        """Bytes that a step of `rank` reads from the disk; it writes as many."""
+        """Bytes of states that a step of `rank` reads from the disk; it writes as many."""
         return sum(
             self.extent_bytes(chunk)
             for chunk in self.chunks
@@ -297,6 +311,8 @@ class Plan(Artifact):
                         f"field 'chunks[{index}].parameters': {slot.name!r} is in chunk {seen[slot.name]} already"
                     )
                 seen[slot.name] = index
+        if self.reads_files and self.frozen_weights != "files":
+            raise InputError(f"field 'frozen_weights' must be 'files' for weights there, found {self.frozen_weights!r}")
         if self.grad_block_count and not self.block_bytes:
             raise InputError(
                 f"field 'block_bytes' must be above 0 for {self.grad_block_count} gradient blocks, found 0"
@@ -352,6 +368,7 @@ class Plan(Artifact):
                     self.world_size,
                     rank,
                 ),
+                file_bytes=chunk.file_bytes(rank, self.world_size),
             )
             for chunk in self.chunks
         )
@@ -369,6 +386,7 @@ class Plan(Artifact):
                 "host_to_device": moved.host_to_device_bytes,
                 "device_to_host": moved.device_to_host_bytes,
                 "network": moved.network_bytes,
+                "disk_read": self.disk_bytes() + moved.file_bytes,
             },
         )
 
@@ -446,11 +464,12 @@ class Plan(Artifact):
 
     def _lines(self) -> dict[str, str]:
         streamed = sum(not chunk.resident for chunk in self.chunks)
+        in_files = sum(chunk.weight_home == "files" for chunk in self.chunks)
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
         updates = Counter(chunk.update for chunk in trainable)
         predicted, moved = self.predicted, self.predicted.moved_bytes
-        shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk]
+        shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk or self.reads_files]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
         of_several = f", per optimizer step of {self.accumulation} micro-batches" if self.accumulation > 1 else ""
         blocks = (
@@ -459,7 +478,8 @@ class Plan(Artifact):
         return {
             "plan": f"{self.fingerprint}: {self._setting()}",
             "training": self._training(),
-            "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
+            "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device"
+            + (f", {in_files} frozen ones in their files" if in_files else ""),
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
@@ -517,6 +537,8 @@ STAGING_BUFFERS = 2
 PASSAGE_BUFFERS = 2
 """In host memory, through which gradients pass that are added to those of earlier batches: while one is added, the next
 comes."""
+FILE_BUFFERS = 2
+"""In host memory, through which weights pass from files to the device: while one is copied, the next is read."""
 WINDOW_CHUNKS = 3
 """In host memory, through which states on a disk pass: one is stepped, one is read and one written back."""
 _COUNTS = (

@@ -27,6 +27,8 @@ class ChunkRoute(NamedTuple):
     """See `Plan.turned_bytes`."""
     exchanged_bytes: int = 0
     """See `elixir.plan.matrices.exchanged_bytes`."""
+    file_bytes: int = 0
+    """Bytes that each load reads from files."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class StepTraffic:
     """Gradients, and matrices that were made orthogonal. Evictions are clean and move nothing."""
     network_bytes: int
     """Received from other ranks, when weights are gathered, gradients reduced, and matrices made orthogonal."""
+    file_bytes: int
+    """Read from files in which frozen weights live."""
 
 
 def step_traffic(
@@ -83,11 +87,12 @@ def step_traffic(
         backwards: of the step.
         stepped: False if the optimizer skipped the step, so that no weights are new.
     """
-    host_to_device = device_to_host = network = 0
+    host_to_device = device_to_host = network = files = 0
     for index, route in enumerate(routes):
         from_others = route.weight_bytes - route.shard_bytes
         loaded = loads.get(index, 0)
         network += loaded * from_others
+        files += loaded * route.file_bytes
         if not route.weight_on_device:
             host_to_device += loaded * route.shard_bytes
         if not route.trainable:
@@ -108,4 +113,4 @@ def step_traffic(
             network += route.exchanged_bytes
         if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
             host_to_device += route.shard_bytes
-    return StepTraffic(host_to_device, device_to_host, network)
+    return StepTraffic(host_to_device, device_to_host, network, files)

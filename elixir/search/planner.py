@@ -297,6 +297,8 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
+    if request.frozen_weights == "files":
+        hardware.rate("disk_read")  # refuses a machine whose disk is not known
     kind = check_kind(request.moments)
     wide = [p for p in trace.parameters if p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES]
     if kind != "float32" and wide:
@@ -318,6 +320,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         matrices=matrices,
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
+        frozen_weights=request.frozen_weights,
     )
 
 
@@ -401,7 +404,7 @@ def to_plan(
                 "host_to_device": best.moved.host_to_device_bytes,
                 "device_to_host": best.moved.device_to_host_bytes,
                 "network": best.moved.network_bytes,
-                "disk_read": best.moved.disk_bytes,
+                "disk_read": best.moved.disk_bytes + best.moved.file_bytes,
                 "disk_write": best.moved.disk_bytes,
             },
             loads=best.moved.loads,
@@ -423,6 +426,7 @@ def to_plan(
         start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
         device_name=space.hardware.device_name,
         step=trace.step,
+        frozen_weights=space.setting.frozen_weights,
     )
 
 

@@ -204,6 +204,7 @@ def correct(
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if not keeps:
         what += f"; of the early updates {seen.early.kept:.0%} were kept, so none are planned"
+    found = replace(found, weight_files=plan.weight_files)
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")
     if over:
@@ -241,6 +242,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
         placement=plan.placement,
         clipping=plan.clipping,
         assume=plan.assume,
+        frozen_weights=plan.frozen_weights,
         chunks_of=plan,
     )
     try:

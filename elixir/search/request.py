@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.optimizer_states import state_size
+from elixir.plan.chunk_plan import FrozenHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.units import parse_bytes
 
@@ -67,6 +68,10 @@ class SearchRequest:
     faster at all. False: nowhere."""
     clipping: bool | None = None
     """Whether the run clips gradients by their norm, which a step has to read. None: it does."""
+    frozen_weights: FrozenHome = "host"
+    """The home of weights that are not trained and do not fit the device: ``host`` memory, or the ``files`` that they
+    come in (safetensors, `weights` of `ElixirModule`), from which each load reads them; the host needs no memory for
+    them then. The profile must know how fast the disk is."""
     device_reserve: Size = None
     """How much of one device is kept back where `device_memory` is None; None: enough for what a plan does not
     count."""
@@ -90,7 +95,8 @@ class SearchRequest:
         if self.world_size > MOST_RANKS:
             raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
         check_count("accumulation", self.accumulation)
-        for name, kind in (("placement", HomeChoice), ("search", SearchName), ("assume", Assumption)):
+        choices = {"placement": HomeChoice, "search": SearchName, "assume": Assumption, "frozen_weights": FrozenHome}
+        for name, kind in choices.items():
             known = get_args(kind)
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")

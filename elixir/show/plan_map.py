@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HOME_COLOURS = {"device": "#332288", "host": "#DDCC77", "disk": "#882255"}
+HOME_COLOURS = {"device": "#332288", "host": "#DDCC77", "disk": "#882255", "files": "#44AA99"}
 """Indigo, sand and wine of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
 
 _PART_COLOURS = (

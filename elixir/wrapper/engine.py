@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.autograd import backward_is_running
 from elixir.access.compiled_units import compiled_units
 from elixir.access.interception import CountedParameter, Interception
+from elixir.chunk import host_buffers as kinds
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
-from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, staging_kind, summands_kind, window_kind
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
@@ -113,7 +113,7 @@ class Engine:
                 self.lanes = make_lanes(device, options.debug.emulation)
                 started.callback(self.lanes.close)
             started.pop_all()
-        self.host_buffers = HostBuffers(Arena(device))
+        self.host_buffers = kinds.HostBuffers(Arena(device))
         """All host memory of this rank that no chunk owns. Kinds that do not belong to the plan survive a change of
         plan."""
         open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
@@ -170,7 +170,7 @@ class Engine:
         self.window.count_in(self.arena, plan.disk_bytes(self.group.rank))
         with self.group.together("have buffers for states on a disk"):
             if plan.uses_disk:
-                self.host_buffers.replace(window_kind(plan))
+                self.host_buffers.replace(kinds.window_kind(plan))
         for chunk in build(self.model, plan, self.arena, self.group, self.window):
             self.chunks[chunk.index : chunk.index + 1] = [chunk]
         with self.group.together("have its blocks and buffers"):
@@ -219,14 +219,16 @@ class Engine:
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
         wide = self.options.reduce_fp32 and self.group.size > 1
-        self.host_buffers.add(staging_kind(plan))
-        self.host_buffers.add(summands_kind(plan, self.device.type, backwards=plan.accumulation, wide=wide))
+        self.host_buffers.add(kinds.staging_kind(plan))
+        self.host_buffers.add(kinds.file_window_kind(plan))
+        self.host_buffers.add(kinds.summands_kind(plan, self.device.type, backwards=plan.accumulation, wide=wide))
         self.gradients = self._gradient_flow()
         self.cache = RCache(
             self.chunks,
             self.schedule,
             pool,
             self.lanes,
+            self.host_buffers,
             self.group,
             self.gradients,
             evict_always=debug.evict_always,
@@ -260,7 +262,7 @@ class Engine:
     def release_memory(self) -> None:
         """Calls `uninstall`, and frees all memory except the chunks and the window of the disk."""
         self.uninstall()
-        for kind in (STAGING, SUMMANDS):
+        for kind in (kinds.STAGING, kinds.SUMMANDS, kinds.FILE_WINDOW):
             self.host_buffers.drop(kind)
         for name in ("cache", "uses", "gradients"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
@@ -278,7 +280,7 @@ class Engine:
             if self.chunks[index].stored is not states:
                 states.give_back()
         if not self.plan.uses_disk:
-            self.host_buffers.drop(WINDOW)
+            self.host_buffers.drop(kinds.WINDOW)
             try:
                 self.window.close()
             except ElixirError as error:  # chunks have moved; going back would separate this rank from the others

@@ -39,6 +39,7 @@ from elixir.wrapper.assemble.chunks import (
     move_chunks,
     warn_if_made_elsewhere,
 )
+from elixir.wrapper.assemble.frozen_weights import open_frozen
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
@@ -78,7 +79,8 @@ class ElixirModule(nn.Module):
             training, gives no logits along with a loss. A dict names providers by kind, such as ``{"cross_entropy":
             "plain"}``.
         weights: values that replace the model's own: a state dict, safetensors (a file, several, a folder), or the
-            folder of a checkpoint. The model's modules initialise whatever is on meta and gets no value.
+            folder of a checkpoint. The model's modules initialise whatever is on meta and gets no value. Where the plan
+            has ``frozen_weights="files"``, safetensors in which frozen weights stay.
         strict: refuse `weights` that lack some of the model's names or have others. Otherwise missing values come from
             the model, others are ignored, and both are logged.
         device: the device of compute; by default the current CUDA device, or the CPU without one.
@@ -146,8 +148,11 @@ class ElixirModule(nn.Module):
             self._engine = engine = Engine(module, ranks, where, options)
             undone.push(partial(_undo, self._origins, engine))
             kept = self._cast if follow else None
+            self._frozen = frozen = open_frozen(ranks, module, made, weights, debug.files)
+            undone.callback(lambda: None if frozen is None else frozen.files.close())
+            build = partial(build_chunks, weights=weights, frozen=frozen, strict=strict, buffer_dtype=kept)
             with engine.window.file.without_loss("the model is as it came"):
-                engine.install(made, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
+                engine.install(made, build)
             if self._fused.counts:
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
@@ -297,7 +302,8 @@ class ElixirModule(nn.Module):
         with engine.window.file.without_loss("the chunks are where they were, and the training can go on"):
             for stepper in engine.steppers:
                 stepper.give_up_states()
-            engine.change_plan(plan, partial(move_chunks, before=engine.chunks, leaving=engine.leaving))
+            moved = partial(move_chunks, before=engine.chunks, leaving=engine.leaving, frozen=self._frozen)
+            engine.change_plan(plan, moved)
             with engine.group.together("move its optimizer states"):
                 for stepper in engine.steppers:
                     stepper.take_states()
@@ -469,6 +475,8 @@ class ElixirModule(nn.Module):
             ends.callback(self._fused.remove)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))
             ends.callback(lambda: vars(self.module).pop("_apply"))
+            if self._frozen is not None:
+                ends.callback(self._frozen.files.close)
             ends.callback(engine.stop)
             ends.callback(self._state.remove)
             unread = self._origins.give_back(engine, alone=not engine.end())

@@ -165,10 +165,11 @@ class TrainingStates:
             )
 
     def chunks(self, *, frozen: bool = True) -> list[ChunkStates]:
-        """The chunks in the order of their next updates; without `frozen` only trained ones."""
+        """The chunks in the order of their next updates; without `frozen` only trained ones. Those in files stay there,
+        and are none of these."""
         found = []
         for chunk in self._engine.chunks_by_use():
-            if frozen or chunk.plan.trainable:
+            if chunk.plan.trainable or (frozen and chunk.filed is None):
                 shards = [stepper.shards[chunk.index] for stepper in self._steppers.values() if chunk.plan.trainable]
                 found.append(ChunkStates(chunk, shards))
         return found
@@ -262,6 +263,13 @@ class TrainingStates:
                     saved.filled()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
                     chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are rounded masters
+        for chunk in self._engine.chunks:  # saved with another home
+            for name, held in chunk.held.items() if chunk.filed is not None else ():
+                if name not in skipped:
+                    own = torch.empty(held.numel, dtype=chunk.dtype, device="cpu")
+                    notes |= fill_weights(name, held.first, own)
+                    saved.filled()
+                    chunk.refuse_unlike_file(held.slot, own)
         return notes
 
     @torch.no_grad()

@@ -15,6 +15,8 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FP32_BYTES = 4
 WINDOW, DISK_BLOCK_BYTES = 3, 4096
 """Buffers through which states on a disk pass, at most; what their extents are rounded up to."""
+FILE_BUFFERS = 2
+"""Buffers through which weights from files pass, at most."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ class Recounter:
         # Several ranks gather anew what is resident.
         gathered = [*loaded, *(c for c in range(len(chunks)) if chunks[c].trainable and chunks[c].resident)]
         return {
-            "host_to_device": sum(self.shard[c] for c in loaded if chunks[c].weight_home == "host")
+            "host_to_device": sum(self.shard[c] for c in loaded if chunks[c].weight_home in ("host", "files"))
             + sum(self.shard[c] for c in away if chunks[c].weight_home == "device"),
             "device_to_host": sum(self.shard[c] for c in away),
             # A reduction receives as much as a gather: all shards but one's own.
             "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *trained)),
-            "disk_read": updated_from_disk,
+            "disk_read": updated_from_disk + sum(map(self.in_file, loaded)),
             "disk_write": updated_from_disk,
         }
 
@@ -115,6 +117,12 @@ class Recounter:
         numel = chunk.numel // self.world if chunk.state_home == "disk" else 0
         nbytes = self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype)
         return -(-nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+
+    def in_file(self, c: int) -> int:
+        """Bytes of the first rank's shard that files have: gaps between parameters are in none."""
+        chunk, end = self.plan.chunks[c], self.plan.chunks[c].numel // self.world
+        held = sum(max(min(slot.offset + slot.numel, end) - slot.offset, 0) for slot in chunk.parameters)
+        return held * ITEMSIZE[chunk.dtype] if chunk.weight_home == "files" else 0
 
     def gathering(self, *, outsized: bool) -> list[int]:
         """Chunks whose gradients are put together before they are reduced or leave."""
@@ -222,6 +230,8 @@ class Recounter:
             ]
             amount += min(len(added), 2) * max(added, default=0)
         amount += sum(self.second_set(c) for c, chunk in enumerate(self.plan.chunks) if chunk.home.early)
+        in_files = [self.shard[c] for c, chunk in enumerate(self.plan.chunks) if chunk.weight_home == "files"]
+        amount += min(len(in_files), FILE_BUFFERS) * max(in_files, default=0)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), WINDOW) * max(on_disk, default=0)
 
@@ -237,7 +247,7 @@ class Recounter:
             (chunk.numel // self.world) * self.master(chunk.dtype)
             + self.state_bytes(chunk.numel // self.world, chunk.dtype)
             if chunk.trainable
-            else shard
+            else shard * (self.plan.frozen_weights == "host")
             for chunk, shard in zip(self.plan.chunks, self.shard, strict=True)
         ]
         left = self.plan.host_budget_bytes - self.host_bytes() * self.ranks_per_host

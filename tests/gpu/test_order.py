@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from elixir.chunk.arena import Arena
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
 from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.lanes import StreamLane, Ticket
+from elixir.extents.weight_files import FileShard
+from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.early import HOMES, updating_early
 from tests.common.gpu import needs_pretended_gpu
-from tests.common.parity import MODES, Case, case, make_plan, mixed
+from tests.common.in_files import frozen_model, plan_in_files, save_frozen
+from tests.common.parity import MODES, Case, case, hf_loss, make_plan, mixed
 from tests.cuda_emulator import install
 from tests.cuda_emulator.races import HostAccesses, Races, watching
 from tests.unit.wrapper.step.test_overlap import states_on_host
@@ -164,6 +168,36 @@ def test_what_callers_do_between_steps(mode: str, between: Between, monkeypatch:
     it = on_cuda("opt")
     with watching(monkeypatch) as races:
         train(it, plan_of(it, mode, unified_dtype="bfloat16"), between=between)
+    assert not races.found
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_frozen_weights_in_files(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen_model()
+    inp = default_input(model, batch=2, seq=16)
+    plan = plan_in_files(model, inp, every=every)
+    inp = {key: value.cuda() for key, value in inp.items()}
+    read = FileShard.read_into
+
+    def watched(shard: FileShard, memory: torch.Tensor) -> None:
+        """Writes down which memory the operating system fills from a file: no operator of torch does."""
+        read(shard, memory)
+        install().note("where", 0, [], [], "from the file")
+        install().note("host", 0, [], [(memory.data_ptr(), memory.data_ptr() + memory.nbytes)], "pread")
+
+    monkeypatch.setattr(FileShard, "read_into", watched)
+    with watching(monkeypatch) as races:
+        module = ElixirModule(model, plan, device="cuda", weights=save_frozen(model, tmp_path), strict=False)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(trained), max_norm=1.0)
+        for _ in range(3):
+            optimizer.backward(hf_loss(module, inp))
+            optimizer.step()
+            optimizer.zero_grad()
+        report = module.last_report
+        module.close()
+    assert report is not None
+    assert report.observed["disk_read"] == report.predicted["disk_read"] > 0
     assert not races.found
 
 

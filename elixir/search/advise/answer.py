@@ -80,6 +80,7 @@ class Answer:
             placement=plan.placement,
             accumulation=plan.accumulation,
             moments=plan.moments,
+            frozen_weights=plan.frozen_weights,
             early_updates=plan.may_update_early,
             clipping=plan.clipping and not overflow_only,
             assume=plan.assume,

@@ -127,7 +127,7 @@ def better_machine(plan: Plan, hardware: HardwareProfile) -> Iterator[Change]:
         yield Change(("machine",), f"host memory of {format_bytes(host)}", request=(("host_memory", host),))
     for what, name, used in (
         ("host_link", "the link to the host", hosted),
-        ("disk", "the disk", plan.uses_disk),
+        ("disk", "the disk", plan.uses_disk or plan.reads_files),
         ("host_adam", "the host's Adam", any(c.trainable and c.state_home != "device" for c in plan.chunks)),
         ("peers", "the network between devices", plan.world_size > 1),
         ("device", "the device's compute and memory bandwidth", True),

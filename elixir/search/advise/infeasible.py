@@ -136,6 +136,9 @@ def _estimated(
     if not short_of_device:
         spilled = Unmet(question, replace(setting, spill=Spill(0, LARGEST_BYTES)))
         others.append((_disk_action(unmet), "disk_memory", "", spilled))
+        if question.trace.frozen_bytes:
+            in_files = Unmet(question, replace(setting, frozen_weights="files"))
+            others.append(("leave frozen weights in their safetensors files", "frozen_weights", "files", in_files))
     for action, argument, value, other in others:
         if argument not in settled:
             saved = error.needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)

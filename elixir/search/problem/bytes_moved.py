@@ -37,5 +37,5 @@ def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks
     counts = np.array([loads.by_chunk.get(chunk, 0) for chunk in range(len(chunks))], dtype=np.int64)
     moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
     disk = sum(int(model.disk_shard_bytes[index]) for index in placement.state_on_disk if chunks[index].grad_bytes)
-    down, up, network = moved.tolist()
-    return BytesMoved(down, up, network, disk_bytes=disk, loads=loads.loads, hits=loads.hits)
+    down, up, network, files = moved.tolist()
+    return BytesMoved(down, up, network, files, disk_bytes=disk, loads=loads.loads, hits=loads.hits)

@@ -70,6 +70,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         copied=is_copied(plan.optimizer, plan.moments),
         matrices=frozenset(plan.matrices),
         clipping=plan.clipping,
+        frozen_weights=plan.frozen_weights,
     )
 
 

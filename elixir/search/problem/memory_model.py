@@ -28,7 +28,7 @@ from elixir.optimizer_states import (
 )
 from elixir.plan.chunk_plan import Home
 from elixir.plan.matrices import exchanged_bytes, room_bytes, stage_numel, stages
-from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
@@ -37,6 +37,7 @@ from elixir.search.problem.placement import (
     EARLY,
     HOMES,
     HOSTED,
+    IN_FILES,
     RESIDENT,
     STATES,
     WEIGHTS,
@@ -46,8 +47,9 @@ from elixir.search.problem.placement import (
     Placement,
     Setting,
 )
+from elixir.units import dtype_bytes
 
-_ONLY_SOME = ("new_states", "state_window", "staging", "matrix_staging")
+_ONLY_SOME = ("new_states", "state_window", "file_window", "staging", "matrix_staging")
 """Parts of host memory that a plan names only if it needs them."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
@@ -150,7 +152,12 @@ class MemoryModel:
         second = [second_set_bytes(numel, width, setting.states) for numel, width in zip(counts, widths, strict=True)]
         self.second_set_bytes: Ints = np.array(second, dtype=np.int64)
         """Bytes of new states that one rank keeps next to the old ones for early updates, by chunk."""
-        saved = self._states + self._masters + self.shard_bytes * ~self.trainable
+        parameters = facts.trace.parameters
+        sizes = [each.numel * dtype_bytes(each.dtype) for each in parameters]
+        self.file_bytes = [0 if chunk.trainable else chunk.held_bytes(sizes, ranks) for chunk in work.packing.chunks]
+        """Bytes that a load of one rank reads if the weights are in files, by chunk."""
+        frozen = self.shard_bytes * ~self.trainable * (setting.frozen_weights != "files")
+        saved = self._states + self._masters + frozen
         self.copies_bytes = CHECKPOINT_CHUNKS * int(saved.max()) * setting.ranks_per_host
         """Bytes of the largest useful pool of checkpoint copies, of one machine."""
         extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
@@ -194,6 +201,7 @@ class MemoryModel:
             # Gradients that are added to those of the batch before pass through buffers.
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
+            "file_window": IN_FILES * self.shard_bytes[:, None],
             "new_states": EARLY * self.second_set_bytes[:, None],
             "matrix_staging": ~STATES * (DIRECTION_BYTES * self.staged_numel)[:, None],
             # New weights, rounded by the host, return to the device through buffers.
@@ -207,20 +215,21 @@ class MemoryModel:
         Links as in `StepTraffic`.
         """
         ranks, facts_of = self.setting.world_size, []
-        for chunk in self.work.chunks:
+        for chunk, read in zip(self.work.chunks, self.file_bytes, strict=True):
             shard_numel = chunk.numel // ranks
             turned = sum(map(math.prod, chunk.matrices)) if ranks == 1 else shard_numel * bool(chunk.matrices)
             received = exchanged_bytes(chunk.matrices, chunk.offsets, shard_numel, ranks, 0)
-            facts_of.append((chunk.bytes, chunk.trainable, chunk.grad_bytes > 0, DIRECTION_BYTES * turned, received))
+            moved = DIRECTION_BYTES * turned, received, read
+            facts_of.append((chunk.bytes, chunk.trainable, chunk.grad_bytes > 0, moved))
         known = {facts: [self._link_bytes(*facts, home) for home in HOMES] for facts in dict.fromkeys(facts_of)}
         found: Ints = np.array([known[facts] for facts in facts_of], dtype=np.int64)
         return found[:, :, 0], found[:, :, 1]
 
     def _link_bytes(
-        self, nbytes: int, trainable: bool, gradient: bool, direction_bytes: int, exchanged_bytes: int, home: Home
+        self, nbytes: int, trainable: bool, gradient: bool, moved: tuple[int, int, int], home: Home
     ) -> tuple[list[int], list[int]]:
-        """`link_bytes` of one chunk at one home."""
-        setting = self.setting
+        """`link_bytes` of one chunk at one home; `moved` are bytes of directions, of exchanges and of files."""
+        setting, (direction_bytes, exchanged, file_bytes) = self.setting, moved
         route = ChunkRoute(
             nbytes,
             nbytes // setting.world_size,
@@ -230,7 +239,8 @@ class MemoryModel:
             trainable,
             gradient,
             turned_bytes=0 if home.states_on_device else direction_bytes,
-            exchanged_bytes=exchanged_bytes,
+            exchanged_bytes=exchanged,
+            file_bytes=file_bytes if home is Home.FILES else 0,
         )
         backwards = Backwards(setting.accumulation)
         none, one = (list(vars(step_traffic([route], {0: loads}, backwards)).values()) for loads in (0, 1))
@@ -251,6 +261,7 @@ class MemoryModel:
         parts = {name: found[name].sum(axis=1) for name in ("weights", "optimizer_states", "gradients")}
         parts["gradients"] = parts["gradients"] + _buffers(found["passing"], PASSAGE_BUFFERS)
         parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
+        parts["file_window"] = _buffers(found["file_window"], FILE_BUFFERS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
         parts["new_states"] = found["new_states"].sum(axis=1)
         parts["matrix_staging"] = stages(self.setting.world_size) * found["matrix_staging"].max(axis=1, initial=0)

@@ -51,6 +51,12 @@ class PackedChunk:
     matrices: bool = False
     """Whether an optimizer steps its parameters as whole matrices."""
 
+    def held_bytes(self, sizes: Sequence[int], ranks: int) -> int:
+        """Bytes of parameters in the shard of the first of so many ranks, given the bytes of each parameter."""
+        shard = self.bytes // ranks
+        ends = ((at, at + sizes[index]) for index, at in zip(self.parameters, self.offset_bytes, strict=True))
+        return sum(min(end, shard) - start for start, end in ends if start < shard)
+
 
 @dataclass(frozen=True)
 class Packing:

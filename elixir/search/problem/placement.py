@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import MomentKind, StateSize
-from elixir.plan.chunk_plan import Home
+from elixir.plan.chunk_plan import FrozenHome, Home
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -23,8 +23,8 @@ RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
 )
 """Flags by number of a home: resident; weights, states on the device; states on the disk; updated early."""
-HOSTED = np.array([home.weight_home == "host" for home in HOMES], dtype=bool)
-"""The same for weights in host memory."""
+HOSTED, IN_FILES = (np.array([home.weight_home == place for home in HOMES], dtype=bool) for place in ("host", "files"))
+"""The same for weights in host memory, and in files."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class Placement:
     def state_on_disk(self) -> frozenset[int]:
         """Ids of chunks with master weights and states on the disk."""
         return frozenset(np.flatnonzero(DISK[self.codes]).tolist())
+
+    @cached_property
+    def in_files(self) -> frozenset[int]:
+        """Ids of chunks with weights in files."""
+        return frozenset(np.flatnonzero(IN_FILES[self.codes]).tolist())
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -130,6 +135,9 @@ class Setting:
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""
 
+    frozen_weights: FrozenHome = "host"
+    """The home of frozen weights that do not fit the device."""
+
     def away(self, trainable: bool) -> Home:
         """The home of a streamed chunk of which nothing lives on the device."""
-        return Home.HOST
+        return Home.FILES if self.frozen_weights == "files" and not trainable else Home.HOST

@@ -165,7 +165,8 @@ def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
     """
     machines = math.ceil(setting.world_size / setting.ranks_per_host)
     there = setting.world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
-    return max(trace.param_bytes + trace.state_bytes(setting.states, setting.matrices) - there, 0)
+    in_files = trace.frozen_bytes if setting.frozen_weights == "files" else 0
+    return max(trace.param_bytes - in_files + trace.state_bytes(setting.states, setting.matrices) - there, 0)
 
 
 def lacks_device(trace: StepTrace, budgets: Budgets) -> int:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.prediction import LINKS
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
@@ -74,6 +74,8 @@ class Replay:
         self._updated_s = [0.0] * len(chunks)  # when the host has stepped its shard
         # When the last staged weights are on the device.
         self._staged: deque[float] = deque(maxlen=STAGING_BUFFERS)
+        # When what was read from a file is on the device, by buffer.
+        self._read: deque[float] = deque(maxlen=FILE_BUFFERS)
         # When what lies in a passage buffer has been added.
         self._passed: deque[float] = deque(maxlen=PASSAGE_BUFFERS)
         self._unwritten: deque[tuple[int, float]] = deque()  # chunks stepped in the window, and when, not written back
@@ -101,6 +103,7 @@ class Replay:
         self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
         self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
         self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
+        self._read = deque((max(0.0, at - passed) for at in self._read), maxlen=FILE_BUFFERS)
         self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
         self._added_s = max(0.0, self._added_s - passed)
         self._unwritten = deque((c, max(0.0, at - passed)) for c, at in self._unwritten)
@@ -294,15 +297,22 @@ class Replay:
     # --- where compute arrives: what happens at `now_s`, and when it goes on -----------------------------------------
 
     def _load(self, c: int, now_s: float) -> float:
-        """`RCache._load`: host to device, then, with several ranks, a gather."""
+        """`RCache._load`: host to device, from files a reading before, then, with several ranks, a gather."""
         times = self._times
         start_s = self._updated_s[c]  # no fetch before the chunk's own update
         if start_s < now_s:
             start_s = now_s
         self.loads += 1
         if not self._placement.weight_on_device[c]:
+            in_file = c in self._placement.in_files
+            if in_file:
+                self.moved_bytes["disk_read"] += times.file_bytes[c]
+                free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # that which the buffer held is gone
+                start_s = self._run(DISK, "read", c, max(now_s, free_s), times.file_read_s[c])
             self.moved_bytes[FETCH] += times.shard_bytes[c]
             start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])
+            if in_file:
+                self._read.append(start_s)
         elif not self._together:
             start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
         if self._together:

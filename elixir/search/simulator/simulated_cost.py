@@ -269,8 +269,9 @@ class Known:
         """Seconds of every piece of work."""
         if self._like is not None:
             return self._like.times.at(self._rates, self._accesses_s)
-        work, disk_bytes = self.model.work, self.model.disk_shard_bytes.tolist()
-        return WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, disk_bytes)
+        model, work = self.model, self.model.work
+        of_disk = model.disk_shard_bytes.tolist(), model.file_bytes
+        return WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, *of_disk)
 
     @cached_property
     def floor(self) -> LowerBound:

@@ -114,14 +114,15 @@ def simulate_step(
     check_positive("compute_scale", compute_scale)
     work, placement = packed_step_of(plan, trace), placement_of(plan)
     setting = replace(setting_of(plan, ranks_per_host), accumulation=accumulation)
-    schedule = plan.schedule()
+    schedule, model = plan.schedule(), MemoryModel(work, setting)
     case = Case(
         WorkTimes(
             work,
             rates,
             rates.accesses_s(trace) * compute_scale,
             plan.block_bytes,
-            MemoryModel(work, setting).disk_shard_bytes.tolist(),
+            model.disk_shard_bytes.tolist(),
+            model.file_bytes,
         ),
         placement,
         schedule,

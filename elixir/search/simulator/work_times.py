@@ -47,12 +47,20 @@ class WorkTimes:
         accesses_s: compute seconds of every access of the trace.
         block_bytes: size of a gradient block.
         disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
+        file_bytes: by chunk, what one rank reads with each load if its weights live in files.
     """
 
     def __init__(
-        self, work: PackedStep, rates: Rates, accesses_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
+        self,
+        work: PackedStep,
+        rates: Rates,
+        accesses_s: Floats,
+        block_bytes: int,
+        disk_bytes: Sequence[int] = (),
+        file_bytes: Sequence[int] = (),
     ) -> None:
-        self.work, self.disk_bytes, self._block_bytes = work, tuple(disk_bytes), block_bytes
+        self.work, self._block_bytes = work, block_bytes
+        self.disk_bytes, self.file_bytes = tuple(disk_bytes), tuple(file_bytes)
         self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()
         self._index_order()
         self._index_gradients()
@@ -61,7 +69,7 @@ class WorkTimes:
     def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
         """Times of the same packing of the same trace at other rates."""
         other = copy.copy(self)
-        for cached in ("disk_read_s", "disk_write_s"):
+        for cached in ("disk_read_s", "disk_write_s", "file_read_s"):
             other.__dict__.pop(cached, None)
         other.measure(rates, accesses_s)
         return other
@@ -165,6 +173,12 @@ class WorkTimes:
     def disk_write_s(self) -> list[float]:
         """The same for writes."""
         found: list[float] = self.rates.disk_write(self.disk_bytes).tolist()
+        return found
+
+    @cached_property
+    def file_read_s(self) -> list[float]:
+        """Seconds to read its weights from their files, by chunk."""
+        found: list[float] = self.rates.disk_read(self.file_bytes).tolist()
         return found
 
     @property

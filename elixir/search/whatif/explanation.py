@@ -16,7 +16,7 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario
-from elixir.plan.chunk_plan import Home
+from elixir.plan.chunk_plan import Home, StateHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.prediction import Judgement
 from elixir.search.advise.answer import Answer, Effect
@@ -32,9 +32,9 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 
-Weights = Literal["resident", "device", "host"]
-"""Gathered on the device for the whole step; streamed from a shard there; streamed from the host."""
-States = Literal["device", "host", "disk", "none"]
+Weights = Literal["resident", "device", "host", "files"]
+"""Gathered on the device for the whole step; streamed from a shard there; from the host; from files."""
+States = StateHome | Literal["none"]
 """The memory of gradients, master weights and optimizer states; a frozen chunk has none."""
 NEGLIGIBLE_SHARE = 1e-3
 """Share of the step: a smaller change of one chunk is called no difference. Rates are not known nearly as well."""
@@ -57,6 +57,7 @@ class Spot:
             "resident": "weights resident on the device",
             "device": "weights streamed from the device",
             "host": "weights streamed from the host",
+            "files": "weights streamed from their files",
         }[self.weights]
         return weights if self.states == "none" else f"{weights}, states on the {self.states}"
 

@@ -200,6 +200,8 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
     needed = trace.param_bytes + trace.state_bytes(
         state_size(request.optimizer_type, request.moments), request.matrices or ()
     )
+    if request.frozen_weights == "files":
+        needed -= trace.frozen_bytes
     machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
+from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
 from elixir.hardware.profile import preset_names
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
@@ -272,7 +272,7 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
         course: the course of the step.
     """
     predicted, count = plan.predicted, course.backwards.count
-    links = [link for link in _LINKS if plan.uses_disk or link not in DISK_LINKS]
+    links = [link for link in _LINKS if plan.uses_disk or plan.reads_files or link not in DISK_LINKS]
     if course.odd:
         counts = {"loads": predicted.loads, "hits": predicted.hits} | {
             link: predicted.moved_bytes[link] for link in links
@@ -292,7 +292,8 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
         stepped=not course.skipped,
     )
     on_disk = 0 if course.skipped else plan.disk_bytes(course.rank)
-    bytes_by_link = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes, on_disk, on_disk)
+    over_links = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes)
+    bytes_by_link = (*over_links, on_disk + moved.file_bytes, on_disk)
     counts = {"loads": loads.loads, "hits": loads.hits, **dict(zip(links, bytes_by_link, strict=False))}
     return Expected(counts, count, "")
 
@@ -322,8 +323,9 @@ def make_report(
     if plan.world_size > 1:
         ours.append("gradients")
     read, written = engine.window.take_moved()
-    seen_on_disk = {"disk_read": read, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
+    seen_on_disk = {"disk_read": read + counts.file_bytes, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
     on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
+    has_disk = plan.uses_disk or plan.reads_files
     as_planned = expected.micro_batches == plan.accumulation
     cuda = engine.device.type == "cuda"
     report = StepReport(
@@ -339,7 +341,7 @@ def make_report(
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
-            **(seen_on_disk if plan.uses_disk else {}),
+            **(seen_on_disk if has_disk else {}),
         },
         predicted={
             **expected.counts,
@@ -347,7 +349,7 @@ def make_report(
             "device_buffers": sum(parts.get(name, 0) for name in ours),
             "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation))
             + arena.parts("host").get(CHECKPOINT_PART, 0),  # once a checkpoint was saved
-            **(on_disk if plan.uses_disk else {}),
+            **(on_disk if has_disk else {}),
         },
         demand_loads=counts.demand_loads,
         deviations=counts.deviations,
@@ -389,7 +391,8 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     """Bytes of one rank in host memory: weights, gradients, masters and states, and the buffers for new weights, states
     on a disk, and, with a device, gradients that are added to others."""
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
-    total = staging_kind(plan).nbytes + window_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
+    kinds = (staging_kind(plan), window_kind(plan), file_window_kind(plan))
+    total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
     ranks, hosted = plan.world_size, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
     staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
     total += stages(ranks) * DIRECTION_BYTES * staged

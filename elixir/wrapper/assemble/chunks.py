@@ -27,12 +27,13 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.assemble.agreement import agree_on_values, plan_for_all
+from elixir.wrapper.assemble.frozen_weights import FrozenWeights
 from elixir.wrapper.assemble.weight_source import Weights, WeightSource
 
 logger = logging.getLogger(__name__)
 
 
-def build_chunks(
+def build_chunks(  # noqa: PLR0913 - the first five are those of `Build`
     model: nn.Module,
     plan: Plan,
     arena: Arena,
@@ -40,6 +41,7 @@ def build_chunks(
     window: StateWindow,
     weights: Weights | None = None,
     *,
+    frozen: FrozenWeights | None = None,
     strict: bool = True,
     buffer_dtype: torch.dtype | None = None,
 ) -> Iterator[Chunk]:
@@ -56,6 +58,7 @@ def build_chunks(
         group: the ranks over which chunks are sharded.
         window: the buffers for masters that live on a disk.
         weights, strict: see `WeightSource`.
+        frozen: the files in which the plan leaves frozen weights.
         buffer_dtype: see `place_buffers`.
 
     Raises:
@@ -76,11 +79,12 @@ def build_chunks(
         parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
         chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
         with _released_on_error(chunk), group.together("fill its weights"):
-            _make_memory(chunk, plan, arena, window)
-            _load_weights(chunk, source)
+            _make_memory(chunk, plan, arena, window, frozen)
+            if chunk.filed is None:
+                _load_weights(chunk, source)
         yield chunk
         for slot in chunk.slots:
-            if _has_exact_values(chunk, slot) and not source.replaces(slot.name):
+            if not source.replaces(slot.name) and _has_exact_values(chunk, slot):
                 chunk.show(slot)
     with group.together("fill its buffers"):
         source.fill_buffers()
@@ -96,6 +100,7 @@ def move_chunks(
     *,
     before: Sequence[Chunk],
     leaving: Mapping[int, StoredStates],
+    frozen: FrozenWeights | None = None,
 ) -> Iterator[Chunk]:
     """Yields the same chunks at the homes of another plan, with the same bits. Each old chunk is freed once the caller
     has the new one. A chunk whose home does not change is yielded unchanged.
@@ -108,6 +113,7 @@ def move_chunks(
         window: the buffers for masters that live on a disk.
         before: the current chunks; no transfer to or from them may be pending.
         leaving: by chunk, the extent with its masters, which is used again if its states are on a disk again.
+        frozen: the files in which the plan leaves frozen weights.
     """
     for old, chunk_plan in zip(tuple(before), plan.chunks, strict=True):
         if old.plan.home.having() is chunk_plan.home.having():  # however it is updated
@@ -121,7 +127,7 @@ def move_chunks(
             chunk.stored = leaving.get(chunk.index)
         with _released_on_error(chunk), group.together("move its chunks"):
             has_masters = chunk.stored is not None
-            _make_memory(chunk, plan, arena, window)
+            _make_memory(chunk, plan, arena, window, frozen)
             _copy_weights(old, chunk, has_masters=has_masters)
         if chunk.whole is not None and old.whole is None:
             group.gather(chunk.whole, old.shard_weights.to(arena.device), f"chunk {chunk.index}, which stays")
@@ -151,6 +157,9 @@ def _released_on_error(chunk: Chunk) -> Iterator[None]:
 def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
     """Copies weights and masters from the old chunk, except weights that are sharded over ranks."""
     shard = old.shard_weights
+    if chunk.filed is not None:
+        for held in chunk.held.values():
+            chunk.refuse_unlike_file(held.slot, shard[held.part])
     if chunk.masters is not None and not has_masters:
         with old.at_hand(), chunk.at_hand(write=True):
             chunk.masters.copy_(shard if old.masters is None else old.masters)
@@ -161,8 +170,18 @@ def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
         chunk.whole.copy_(old.whole)
 
 
-def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWindow) -> None:
+def _make_memory(
+    chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWindow, frozen: FrozenWeights | None
+) -> None:
     plan = chunk.plan
+    if plan.weight_home == "files":
+        if frozen is None:
+            raise InputError(
+                f"the plan leaves {chunk} in its files, which the model was not wrapped with; wrap it with a plan that "
+                "was made with frozen_weights='files', and weights="
+            )
+        chunk.filed = frozen.shard_of(chunk)
+        return
     wide = torch.float32 if chunk.low_precision else chunk.dtype
     if plan.state_home == "disk":
         if chunk.stored is None:
@@ -187,7 +206,7 @@ def _count_memory(chunk: Chunk, arena: Arena) -> None:
         arena.count(chunk.masters.nbytes, plan.update_home, "optimizer_states")
     if chunk.whole is not None:
         arena.count(chunk.whole.nbytes, "device", "resident_weights")
-    if chunk.shard is not None:
+    if chunk.shard is not None and plan.weight_home != "files":
         arena.count(chunk.shard.nbytes, plan.weight_home, _kind_of_shard(plan))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
 from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError, few
+from elixir.extents.weight_files import FileShard
 from elixir.models.buffer_place import buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
@@ -85,10 +86,13 @@ class Origins:
             memory.
         """
         unread: ElixirError | None = None
+        for chunk in engine.chunks:
+            if chunk.filed is not None:
+                self._give_files(chunk, chunk.filed)
         if engine.group.size > 1:
             unread = self._give_together(engine, alone=alone)
         else:
-            for chunk in engine.chunks:
+            for chunk in _in_memory(engine):
                 unread = self._give_all(engine, chunk) or unread
         self._buffers_back()
         return unread
@@ -103,7 +107,7 @@ class Origins:
                 engine.exchange("close()", None)
             except ElixirError as error:
                 problem = error
-        for chunk in engine.chunks:
+        for chunk in _in_memory(engine):
             memory: torch.Tensor | None = None
             if not alone and problem is None:
                 try:
@@ -157,6 +161,20 @@ class Origins:
         for slot in chunk.slots:
             self._give(slot, memory)
 
+    def _give_files(self, chunk: Chunk, filed: FileShard) -> None:
+        """Maps the parameters of a chunk from their files, which takes no memory unless they were elsewhere or in
+        another dtype before."""
+        for slot in chunk.slots:
+            origin = self._parameters[slot.parameter]
+            try:
+                value = filed.mapped(slot.name).to(origin.device, origin.dtype)
+            except Exception as error:  # the file is gone, or memory is too small; `close` must come to its end
+                logger.error("%s is on meta now, since its file cannot be mapped: %s", slot.name, error)
+                self._give(slot, None)
+                continue
+            with DisableTorchFunctionSubclass():
+                slot.parameter.data = value
+
     def _give(self, slot: Slot, memory: torch.Tensor | None) -> None:
         """Gives a parameter separate memory with its part of a chunk's weights, or puts it on meta without `memory`."""
         parameter, origin = slot.parameter, self._parameters[slot.parameter]
@@ -185,6 +203,11 @@ class Origins:
             if buffer not in moved:
                 moved[buffer] = _uncast(buffer, place.buffer, origin)
             place.put(moved[buffer])
+
+
+def _in_memory(engine: Engine) -> list[Chunk]:
+    """The chunks whose weights do not live in files."""
+    return [chunk for chunk in engine.chunks if chunk.filed is None]
 
 
 def _as_rounded(error: Exception | None) -> ElixirError | None:

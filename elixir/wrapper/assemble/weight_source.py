@@ -42,7 +42,7 @@ class WeightSource:
 
     def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0, strict: bool = True) -> None:
         self._model = model
-        self._names = _names(model)
+        self._names = weight_names(model)
         # A TorchScript module has no get_parameter().
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._given: Mapping[str, torch.Tensor] | None = None
@@ -74,8 +74,9 @@ class WeightSource:
         """Gives every buffer that is on meta or in `given` its value, on the CPU."""
         given = self._given or {}
         for place in buffer_places(self._model):
-            if place.name in given and place.is_persistent:
-                place.put(_shaped(given[place.name], place.buffer, place.name).to(place.buffer.dtype, copy=True))
+            alias = next((alias for alias in _aliases(place.name) if alias in given), None)
+            if alias is not None and place.is_persistent:
+                place.put(_shaped(given[alias], place.buffer, place.name).to(place.buffer.dtype, copy=True))
         self._own.fill_buffers()
 
 
@@ -86,11 +87,11 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
         InputError, InputTypeError: see `WeightSource`.
     """
     values = given if isinstance(given, Mapping) else _of_files(given)
-    own = _names(model).values()
-    persistent = [place.name for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
+    own = weight_names(model).values()
+    persistent = [_aliases(place.name) for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
     missing = [names[0] for names in own if not any(name in values for name in names)]
-    missing += [name for name in persistent if name not in values]
-    known = {name for names in own for name in names} | set(persistent)
+    missing += [names[0] for names in persistent if not any(name in values for name in names)]
+    known = {name for names in (*own, *persistent) for name in names}
     unexpected = [name for name in values if name not in known]
     if not (missing or unexpected):
         return values, ""
@@ -124,7 +125,7 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
         if not isinstance(where, (str, os.PathLike, list, tuple)):
             raise InputTypeError(f"weights must be a state dict or paths of safetensors, got {type(where).__name__}")
         self._file_of: dict[str, Path] = {}
-        for path in _files(where):
+        for path in map(Path, paths_of(where)):
             names: list[str] = _opened(path).keys()
             for name in names:
                 if name in self._file_of:
@@ -143,7 +144,8 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
         return len(self._file_of)
 
 
-def _files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def paths_of(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The safetensors that are named, or lie in a folder that is; `InputError` if there are none."""
     paths = [Path(where)] if isinstance(where, (str, os.PathLike)) else [Path(path) for path in where]
     found: list[Path] = []
     for path in paths:
@@ -151,7 +153,7 @@ def _files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     missing = [str(path) for path in found if not path.is_file()]
     if missing or not found:
         raise InputError(f"no safetensors at {', '.join(missing or map(str, paths))}")
-    return found
+    return [str(path) for path in found]
 
 
 def _opened(path: Path) -> Any:
@@ -165,12 +167,18 @@ def _opened(path: Path) -> Any:
         raise InputError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names, the first one first."""
+def weight_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter's names, the first one first, those of the model without its adapters included."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).extend(_aliases(name))
     return names
+
+
+def _aliases(name: str) -> list[str]:
+    """A name, and the one that the tensor had before peft put adapters around its module."""
+    before = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    return list(dict.fromkeys((name, before)))
 
 
 def _shaped(value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:

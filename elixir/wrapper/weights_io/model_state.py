@@ -168,11 +168,13 @@ class ModelState:
                 del destination[key]
                 continue
             if parameter not in self._given:
-                part = slot.part_of(self._whole_of(chunk)).detach()
+                filed = chunk.filed  # not gathered: values in files are mapped, and may be more than memory holds
+                part = filed.mapped(slot.name) if filed else slot.part_of(self._whole_of(chunk)).detach()
                 wide = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
                 dtype = cast_dtype(parameter, self._dtype or wide)
                 keeps = self._full is not False
-                self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0, device="cpu")
+                copied = part.to("cpu", dtype, copy=not filed) if keeps else torch.empty(0, device="cpu")
+                self._given[parameter] = copied
             destination[key] = self._given[parameter]
         for name, buffer in module._buffers.items():
             if buffer is None or not isinstance(value := destination.get(prefix + name), torch.Tensor):

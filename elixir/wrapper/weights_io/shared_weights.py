@@ -56,6 +56,11 @@ class SharedWeights:
         for shared in self._found:
             tensor, weight = tensors[shared.name], engine.places[tensors[shared.weight]]
             home = engine.places.get(tensor) if isinstance(tensor, nn.Parameter) else None
+            if home is not None and home[0].filed is not None:
+                raise InputError(
+                    f"{shared.name} shares memory with {shared.weight}, which is trained, so it cannot stay in its "
+                    "file; tie the two (one parameter under two names), or plan with frozen_weights='host'"
+                )
             chunk, slot = weight
             in_place = engine.is_ordinary(chunk) and chunk.masters is None and home is None
             if in_place and chunk.whole is not None and tensor.dtype == chunk.dtype:

@@ -48,7 +48,8 @@ def make_cache(
         chunk.hold_placeholders()
         chunks.append(chunk)
     end = len(schedule.windows)
-    return RCache(chunks, schedule, pool, lanes, group, none, backward_from=end, evict_always=evict_always)
+    buffers = HostBuffers(Arena(torch.device("cpu")))
+    return RCache(chunks, schedule, pool, lanes, buffers, group, none, backward_from=end, evict_always=evict_always)
 
 
 def check(cache: RCache, chunks: tuple[int, ...]) -> None:

@@ -1,0 +1,22 @@
+"""`WeightFile`: a file with frozen weights as it was when a plan was made, so that a run can see whether it changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elixir.plan.chunk_plan import check_at_least
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file in which a plan leaves frozen weights."""
+
+    name: str
+    """Its name without the folder, which may be another one where the plan runs."""
+    nbytes: int
+    """Its size."""
+    digest: str
+    """Digest of its size, its header and samples of its values (`elixir.extents.weight_files`)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(0, "nbytes", self.nbytes)
