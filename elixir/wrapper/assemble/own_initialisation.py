@@ -6,8 +6,8 @@ on the number of ranks, and a rank computes only values of which it keeps a part
 built on the CPU, but not its bits, since there one generator serves all.
 
 It calls ``reset_parameters()`` of torch's modules, and ``_init_weights(module)`` of the nearest module that has it, as
-in Hugging Face's models. Other work of a constructor cannot be repeated; an error then names the parameters without a
-value.
+in Hugging Face's models. LoRA adapters of peft, of which a half begins with zeros, are initialised by their own layers.
+Other work of a constructor cannot be repeated; an error then names the parameters without a value.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class OwnInitialisation:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._seed = seed
+        self._adapters = getattr(model, "peft_config", {})
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -98,6 +99,9 @@ class OwnInitialisation:
         """Initialises a module, then the modules around it; returns whether `wanted` has a value."""
         parts = path.split(".") if path else []
         chain = [self._modules[".".join(parts[:depth])] for depth in range(len(parts), -1, -1)]
+        if wanted is not None and any(part.startswith("lora_") for part in parts):
+            self._reset_adapters(chain)
+            return not _unset(wanted)
         for resets in (False, True):  # a value from `_init_weights` need not be drawn twice
             with contextlib.suppress(NotImplementedError):  # values cannot be copied from meta
                 if resets:
@@ -110,6 +114,14 @@ class OwnInitialisation:
                 if wanted is not None and not _unset(wanted):
                     return True
         return False
+
+    def _reset_adapters(self, chain: list[nn.Module]) -> None:
+        """Initialises the LoRA adapters of a layer whose values do not depend on those of the base."""
+        layer: Any = next((module for module in chain if hasattr(module, "reset_lora_parameters")), None)
+        for adapter, config in self._adapters.items():
+            how = getattr(config, "init_lora_weights", None)
+            if layer is not None and how in (True, False, "gaussian"):
+                layer.reset_lora_parameters(adapter, how)
 
     @contextlib.contextmanager
     def _substituted(self, values: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES, tiny
@@ -327,3 +328,22 @@ def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -
         assert torch.equal(buffers[name], buffer), name
     assert torch.equal(it.loss(module, it.inp), it.loss(plain, it.inp))
     module.close()
+
+
+def test_adapters_on_meta_begin_as_peft_makes_them() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        base = tiny("opt")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    own = OwnInitialisation(model, 0)
+    values = {name: own.parameter(name) for name, each in model.named_parameters() if each.requires_grad}
+    assert values
+    for name, value in values.items():
+        begins_as_zero = "lora_B" in name or "lora_embedding_A" in name
+        assert bool(value.any()) != begins_as_zero, name
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights="pissa_niter_4"), "other")
+    with pytest.raises(InputError, match="lora_A.*is on meta"):
+        OwnInitialisation(model, 0).parameter(
+            "base_model.model.model.decoder.layers.0.self_attn.k_proj.lora_A.other.weight"
+        )
