@@ -108,6 +108,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         self._elixir_options = read_options(own, SETTLED)
         self._elixir_step_fn, self._elixir_batch, self._elixir_meta = step_fn, batch, init_on_meta
         self._elixir_only_plan = False
+        self._elixir_report: Any = None  # the one that was logged last
         super().__init__(**{name: value for name, value in options.items() if name in of_ddp})
 
     def dry_run(self, trainer: Any, model: Any, **data: Any) -> Plan:
@@ -233,8 +234,10 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.lightning_module.automatic_optimization:
             optimizer.zero_grad()
-        trainer = self.lightning_module.trainer
-        for logger in trainer.loggers if (trainer.global_step + 1) % trainer.log_every_n_steps == 0 else ():
+        trainer, report = self.lightning_module.trainer, self.elixir.module.last_report
+        # Several optimizers have one report, made when all of them have stepped.
+        is_new, self._elixir_report = report is not self._elixir_report, report
+        for logger in trainer.loggers if is_new and (trainer.global_step + 1) % trainer.log_every_n_steps == 0 else ():
             logger.log_metrics(self.elixir.numbers(), step=trainer.global_step)
         return result
 

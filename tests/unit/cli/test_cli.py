@@ -219,6 +219,9 @@ def test_plan_passes_moments_and_fused_kernels_on(
     for words, optimizer in ((), "adamw"), (loop, "adamw (for-loop)"), ((*loop, "--fused-kernels"), "adamw"):
         assert run(capsys, "plan", "opt-13b", *words)[0] == 0
         assert stub.calls["plan_from_trace"]["args"][2].optimizer_type.lower() == optimizer
+    assert run(capsys, "plan", "opt-13b", "--optimizer", "muon")[0] == 0
+    assert stub.calls["plan_from_trace"]["args"][2].optimizer_type == "muon"
+    assert stub.calls["trace_step"]["optimizer"] is None
     path = str(make_trace("saved", 3).save(tmp_path / "trace.json"))
     assert "--fused-kernels" in fails(capsys, "plan", path, "--fused-kernels")  # the trace has settled it
     assert "invalid choice" in fails(capsys, "plan", "opt-13b", "--moments", "4bit")

@@ -56,6 +56,15 @@ class Two(ByHand):
         return torch.optim.AdamW(body, lr=1e-2), torch.optim.AdamW(head, lr=1e-3)
 
 
+class Muons(Two):
+    """Muon over the matrices of the body, and AdamW over everything else."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [each for each in self.body.parameters() if each.ndim == 2]
+        others = [*(each for each in self.body.parameters() if each.ndim < 2), *self.head.parameters()]
+        return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)
+
+
 class Level(Module):
     """Logs something that never becomes better."""
 
@@ -126,11 +135,11 @@ def test_a_second_fit_manual_optimization_and_meta(tmp_path: Path) -> None:
     assert done.logger.plain() == plain.logger.plain()
 
     more = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    for kind in (ByHand, Two):
+    for kind in (ByHand, Two, Muons):
         plain, _ = fitted("ddp", tmp_path, kind(), **more)
         done, _ = fitted(ElixirStrategy(step_fn=by_hand, **ON_HOST), tmp_path, kind(), **more)
         assert done.logger.plain() == plain.logger.plain()
-        assert len(done.strategy.elixir.optimizers) == (2 if kind is Two else 1)
+        assert len(done.strategy.elixir.optimizers) == (1 if kind is ByHand else 2)
     meta, _ = fitted(ElixirStrategy(init_on_meta=True, **ON_HOST), tmp_path, Late())
     assert [row["val_loss"] for row in meta.logger.rows if "val_loss" in row][-1] < 2
     assert not any(value.is_meta for value in meta.strategy.elixir.module.release().parameters())
