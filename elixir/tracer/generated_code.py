@@ -80,7 +80,9 @@ class GeneratedCode:
             return ()
         if self.layers:
             return (f"{units} compiled modules as the code that inductor generates on this machine",)
-        return (f"{units} compiled modules with the memory and time that they take uncompiled",)
+        return (
+            f"{units} compiled modules with the memory that they take uncompiled, and memory-bound operators fused",
+        )
 
     def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a layer on meta tensors as its generated code would.

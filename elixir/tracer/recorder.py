@@ -18,6 +18,7 @@ from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, 
 from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
+from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import operation_of, passing
 from elixir.tracer.operator_cache import (
@@ -85,6 +86,8 @@ class Recorder(TorchDispatchMode):
         """Kind of what operators allocate from now on."""
         self.copies: Mapping[torch.Size, int] = {}
         """How many tensors one of a shape stands for; one where it is not listed."""
+        self.fused_costs = FusedCosts(())
+        """Costs of operators in compiled layers."""
         self.user_objects = UserObjects()
         """Objects that the step reaches."""
 
@@ -176,7 +179,10 @@ class Recorder(TorchDispatchMode):
         if func is _CAST and self._target.counts_host_tensors and tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         if cost.operation is not None:
-            self._order.cost(cost.operation)
+            if self.fused_costs.units:
+                self._cost_fused(cost.operation, arguments.storages, tensors)
+            else:
+                self._order.cost(cost.operation)
         if real:
             return result
         if self._may_be_known(op, arguments, tensors):
@@ -184,6 +190,12 @@ class Recorder(TorchDispatchMode):
         if op.may_choose or op.checks_finite:
             self._suppose(op, args, kwargs, tensors)
         return result
+
+    def _cost_fused(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> None:
+        phase, module, _ = self._order.place()
+        reads, makes = map(self._ledger.at, storages), map(self._ledger.find, results)
+        for part in self.fused_costs.of(phase, module, operation, reads, makes):
+            self._order.cost(part)
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""

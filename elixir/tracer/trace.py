@@ -31,6 +31,7 @@ from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnin
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.generated_code import GeneratedCode
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
@@ -130,6 +131,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
         generated = GeneratedCode(_generated_units(twin, units, target) if generated_code else {}, order.cost)
+        recorder.fused_costs = FusedCosts(() if generated.layers else units)
         try:
             with (
                 user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,

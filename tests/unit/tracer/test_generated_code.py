@@ -38,11 +38,11 @@ class Model(nn.Module):
         return x
 
 
-def traced(model: nn.Module, **options: Any) -> StepTrace:
+def traced(model: nn.Module, *, compile: bool = True, **options: Any) -> StepTrace:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         model(**inp).sum().backward()
 
-    return trace_step(model, {"x": torch.zeros(8, 16)}, step, hardware=preset("cpu"), compile=True, **options)
+    return trace_step(model, {"x": torch.zeros(8, 16)}, step, hardware=preset("cpu"), compile=compile, **options)
 
 
 def moved_bytes(trace: StepTrace) -> int:
@@ -55,12 +55,13 @@ def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.Mo
     monkeypatch.setattr(generated_code, "_generated", lambda *args: kinds.append(args[0]) or real(*args))
     with torch.device("meta"):
         model = Model()
-    found, eager = traced(model), traced(model, generated_code=False)
+    found, fused, eager = traced(model), traced(model, generated_code=False), traced(model, compile=False)
     assert "generates" in found.assumptions[-1], found.assumptions  # a version may lack a private name
     assert len(kinds) == 2  # the first input needs no gradient, the other two do
     assert found.backward_peak_bytes < eager.backward_peak_bytes
-    assert moved_bytes(found) < moved_bytes(eager)
-    assert found.flops == eager.flops > 0
+    assert moved_bytes(found) <= moved_bytes(fused) < moved_bytes(eager)
+    assert fused.backward_peak_bytes == eager.backward_peak_bytes
+    assert found.flops == fused.flops == eager.flops > 0
     assert [param.grad_access for param in found.parameters] == [
         next(i for i, access in enumerate(found.accesses) if access.phase == "backward" and index in access.parameters)
         for index in range(len(found.parameters))
