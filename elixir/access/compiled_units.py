@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -61,7 +62,11 @@ def _put_in_place(name: str, parent: nn.Module, key: str, replaced: nn.Module) -
             "with module.compile(), and register them on the module"
         )
     before = module._compiled_call_impl
-    module._compiled_call_impl = context(module._call_impl) if before is None else before
+    if before is None:
+        # Of modules of torch.nn, whose files the compiler skips, torch.compile(module) compiles a function around them.
+        given = getattr(vars(replaced).get("forward"), "_torchdynamo_orig_callable", None)
+        call = module._call_impl
+        module._compiled_call_impl = context(call if isinstance(given, MethodType) else _around(call))
     parent._modules[key] = module
 
     def undo() -> None:
@@ -69,6 +74,13 @@ def _put_in_place(name: str, parent: nn.Module, key: str, replaced: nn.Module) -
         parent._modules[key] = replaced
 
     return undo
+
+
+def _around(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -45,10 +45,17 @@ def layers_compiled(model: nn.Module) -> nn.Module:
     return model
 
 
+class Layer(nn.Linear):
+    """A module of torch.nn would stay as it is, since the compiler skips its file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 class Deep(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.body = nn.Sequential(*(Layer(8, 8) for _ in range(3)))
         self.head = nn.Linear(8, 3)
 
 
@@ -95,6 +102,7 @@ def test_a_lightning_strategy_compiles_the_layers(tmp_path: Path) -> None:
     plain, of_plain = fitted("ddp", tmp_path / "plain", layers_compiled(Deep()), **once)
     torch._dynamo.reset()
     ours, _ = fitted(ElixirStrategy(**ON_HOST, compile={"backend": BACKEND}), tmp_path / "ours", Deep(), **once)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert ours.strategy.model.plan.step.units == ("body.0", "body.1", "body.2")
     assert ours.logger.plain() == plain.logger.plain()
     assert same(ours.strategy.model.state_dict(), dict(of_plain.state_dict()))

@@ -20,10 +20,10 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
 from elixir.search.replan import Correction
-from elixir.wrapper import ElixirModule
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
-from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, fresh, plan_of
+from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, counted, fresh, plan_of, train
 
 POISON = Debug(poison=True)
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -189,10 +189,14 @@ def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: p
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin()
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+            self.layers = nn.ModuleList(Layer(8, 8) for _ in range(3))
             self.head = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,6 +216,26 @@ def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
         assert report is not None
         assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
         assert report.demand_loads == 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_replaced_modules_of_torch_are_compiled_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    it = Case(model, {"input": torch.randn(4, 8)}, lambda m, inp: m(**inp).square().mean())
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        for number in range(3):
+            each[number] = torch.compile(each[number], backend="aot_eager")
+    plan = plan_of(it, "streamed", split_number=3)
+    expected = train(it, plain, adamw(plain))
+    graphs = counted()
+    assert graphs[0] > 0
+    fresh()
+    module = ElixirModule(model, plan, device="cpu", debug=POISON)
+    assert train(it, module, ElixirOptimizer(module, adamw(module))) == expected
+    assert counted() == graphs
+    module.close()
 
 
 def test_homes_change_under_compiled_layers() -> None:
