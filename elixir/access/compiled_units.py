@@ -76,6 +76,14 @@ def _put_in_place(name: str, parent: nn.Module, key: str, replaced: nn.Module) -
     return undo
 
 
+def compile_module(module: nn.Module, **arguments: Any) -> None:
+    """Does what ``module.compile()`` does, for modules of torch.nn as well, whose files the compiler skips."""
+    if type(module).forward.__module__.startswith("torch.nn."):
+        module._compiled_call_impl = torch.compile(_around(module._call_impl), **arguments)
+    else:
+        module.compile(**arguments)
+
+
 def _around(call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)

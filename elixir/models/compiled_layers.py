@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from elixir.access.compiled_units import compiled_in_place, is_compiled
+from elixir.access.compiled_units import compile_module, compiled_in_place, is_compiled
 from elixir.errors import InputError, InputTypeError
 
 
@@ -74,7 +74,7 @@ def layers_compiled(model: nn.Module, compile: object, *, keep: bool) -> Iterato
                     )
                 compiled += [layer for layer in layers if not is_compiled(layer)]
                 for layer in compiled:
-                    layer.compile(**arguments)
+                    compile_module(layer, **arguments)
             yield
             stays = keep
         finally:

@@ -35,6 +35,7 @@ def _check(rank: int, world_size: int, name: str, backend: str, checkpoint: str,
     fresh()
     wanted = train(mine, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     expected = counted()
+    assert expected[0] > 0
     fresh()
     model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
     found = train(mine, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elixir
-from elixir.access.compiled_units import compiled_units
+from elixir.access.compiled_units import compile_module, compiled_units
 from elixir.errors import InputError, InputTypeError
 from elixir.models.compiled_layers import repeated_layers
 from elixir.plan.plan import Plan
@@ -57,7 +57,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def compiled(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
     for layer in repeated_layers(model):
-        layer.compile(backend=backend)
+        compile_module(layer, backend=backend)
     return model
 
 
@@ -100,6 +100,7 @@ def check(name: str, checkpoint: str, mode: str, backend: str = "aot_eager") -> 
     assert plan.step.units == tuple(compiled_units(it.model).values())
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     expected = counted()
+    assert expected[0] > 0
     fresh()
     model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
     found = train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
