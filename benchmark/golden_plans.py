@@ -39,6 +39,8 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "matrices": lambda _: {},
     "frozen_weights": lambda place: {} if place == "host" else {"frozen_weights": place},
     "weight_files": lambda files: {"weight_files": files} if files else {},
+    "forward": lambda seconds: {} if seconds is False else {"forward": seconds},
+    "generate": lambda tokens: {} if tokens is None else {"generate": tokens},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

@@ -83,6 +83,8 @@ class StateSize:
 
 ADAM_FAMILIES = ("Adam", "AdamW")
 """Optimizers whose states are the two moments that are known in several kinds."""
+NO_OPTIMIZER = "none"
+"""The optimizer of a step that only evaluates or generates: it has no states."""
 LOOPS = ("foreach", "for-loop")
 """How `torch.optim` steps Adam without ``fused=True``: ``AdamW (for-loop)`` is the family AdamW, stepped so. No kernel
 of this project has those bits."""
@@ -194,7 +196,7 @@ def matrix_flops(rows: int, columns: int) -> int:
     return _NEWTON_SCHULZ_STEPS * (4 * least * least * most + 2 * least**3)
 
 
-def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
+def state_size(optimizer_type: str | None, moments: str = "float32") -> StateSize:
     """Bytes of optimizer states of a shard, master weights not included. Those of matrices are `MATRIX_STATES`.
 
     Raises:
@@ -206,19 +208,22 @@ def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
         raise InputTypeError(f"moments is 'float32', 'bfloat16' or '8bit', got {moments!r}")
     kind = check_kind(moments)
     check_adam(family, kind)
-    return moments_size(kind) if family in ADAM_FAMILIES else StateSize(_STATE_BYTES[family])
+    return moments_size(kind) if family in ADAM_FAMILIES else StateSize(_STATE_BYTES.get(family, 0))
 
 
-def optimizer_name(optimizer_type: str) -> str:
+def optimizer_name(optimizer_type: str | None) -> str:
     """The family's name in its usual spelling; after that of an Adam which of `LOOPS` steps it, if that was said.
+    `NO_OPTIMIZER` for None.
 
     Before it may stand one of `MATRIX_FAMILIES`, such as in ``Muon + AdamW``, which ``Muon`` alone means.
 
     Raises:
         InputError, InputTypeError: the family is unknown, or no name.
     """
+    if optimizer_type is None or optimizer_type == NO_OPTIMIZER:
+        return NO_OPTIMIZER
     if not isinstance(optimizer_type, str):
-        raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
+        raise InputTypeError(f"optimizer_type is a name such as 'Adam', or None, got {optimizer_type!r}")
     given = optimizer_type.lower()
     loop = next((f" ({loop})" for loop in LOOPS if given.endswith(f" ({loop})")), "")
     of_matrices, _, rest = given.removesuffix(loop).rpartition(_AND)

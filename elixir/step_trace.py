@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
-from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, StateSize, state_size
+from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, NO_OPTIMIZER, StateSize, state_size
 from elixir.units import dtype_bytes
 
 Phase = Literal["forward", "recompute", "backward"]
@@ -138,6 +138,10 @@ class StepShape:
     units: tuple[str, ...] = ()
     """Names of compiled modules, outermost ones. One access of each call has all parameters of such a module, and their
     gradients are complete together."""
+    forward: bool = False
+    """Whether the step only evaluates or generates: nothing is trained, whatever `requires_grad` says."""
+    generate: tuple[int, int] | None = None
+    """Tokens of the prompt and new ones, if the step is the last of a generation with a key-value cache."""
 
     @property
     def seq(self) -> int | None:
@@ -145,13 +149,17 @@ class StepShape:
         return None if self.tokens is None or not self.samples else self.tokens // self.samples
 
 
+LATER_OF_A_STEP: dict[str, Any] = {"units": [], "forward": False, "generate": None}
+"""Fields of `StepShape` that earlier versions lack, with what leaving them out means."""
+
+
 @dataclass(frozen=True)
 class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 5
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}}
+    schema_version: ClassVar[int] = 6
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -215,9 +223,9 @@ class StepTrace(Artifact):
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Traces of version 4 knew no compiled modules."""
+        """Traces of version 4 knew no compiled modules, those of version 5 only training."""
         step = data.get("step")
-        return data | {"step": {"units": []} | step} if isinstance(step, dict) else data
+        return data | {"step": LATER_OF_A_STEP | step} if isinstance(step, dict) else data
 
     def __post_init__(self) -> None:
         for number, access in enumerate(self.accesses):
@@ -273,6 +281,8 @@ class StepTrace(Artifact):
         """Peak of the step as Elixir trains, with everything on one device: float32 master weights and states of the
         optimizer next to the highest total of forward and backward. None for an optimizer whose states are not known.
         """
+        if self.optimizer == NO_OPTIMIZER and not self.step.forward:
+            return None
         try:
             states = state_size(self.optimizer.split(" ")[0])
         except InputError:

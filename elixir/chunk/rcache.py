@@ -48,6 +48,8 @@ class CacheCounts:
     demand_loads: int = 0
     """Loads that nothing had foreseen: the use had to wait for all of the transfer."""
     deviations: int = 0
+    calls: int = 0
+    """Calls of the model, or of parts, outside of a forward that `begin` has announced."""
     host_to_device_bytes: int = 0
     network_bytes: int = 0
     file_bytes: int = 0
@@ -99,6 +101,8 @@ class RCache:
         self._view = schedule.policy.start()
         self._fresh: set[int] = set()  # loaded, and not required since
         self._in_backward = False
+        self._in_forward = False
+        self._call_end: int | None = None
         self._disturbed = False
         self._in_block: dict[int, int] = {}  # block -> chunk
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
@@ -116,13 +120,60 @@ class RCache:
                 self._agree("the first forward after an error")
             if self._together and self._known and announce:
                 self._announce("forward")
-            self._in_backward = False
-            self._fresh.clear()
-            self._jump(-1)
+            self._in_forward, self._call_end = announce, None
+            self._begin_at(-1)
+
+    def begin_call(self, chunks: frozenset[int]) -> None:
+        """Begins a call of the model, or of a part of it, outside of a forward: in generation, or of one of several
+        models under one plan.
+
+        The order goes on with the next use of `chunks` in forward. If there is none, it begins anew with their first.
+
+        Args:
+            chunks: all streamed chunks of what is called.
+        """
+        with self._lock:
+            if self._in_forward or self._call_end is not None or not chunks:
+                return
+            self.counts.calls += 1
+            if self._disturbed:
+                self._disturbed = False
+                self._agree("the first call after an error")
+            uses = [position for position in self._streaming if not chunks.isdisjoint(self._required[position])]
+            uses = uses[: bisect_left(uses, self._backward_from)]
+            if not uses:
+                return
+            if self._together:
+                self._announce("a call")
+            start = next((position for position in uses if position > self._position), None)
+            if start is None:
+                start = uses[0]
+                self._begin_at(start - 1)
+                self._walk_to(start)
+            self._call_end = start
+            while self._call_end + 1 < self._backward_from and self._required[self._call_end + 1] <= chunks:
+                self._call_end += 1
+
+    def end_call(self) -> None:
+        """Ends a call: what this rank's data skipped is left out on one rank, and loaded on several."""
+        with self._lock:
+            end, self._call_end = self._call_end, None
+            if end is None or end <= self._position:
+                return
+            if self._together:
+                self._walk_to(end)
+            else:
+                self._jump(end)
+
+    def _begin_at(self, position: int) -> None:
+        self._in_backward = False
+        self._fresh.clear()
+        self._jump(position)
 
     def end_forward(self) -> None:
         """Ends forward: with several ranks, loads what the order says and this rank's data skipped."""
         with self._lock:
+            self._in_forward = False
             if self._together and not self._in_backward:
                 self._walk_to(self._backward_from - 1)
 
@@ -147,6 +198,7 @@ class RCache:
 
     def disturbed(self) -> None:
         """Notes that an exception left a forward or backward; with several ranks, it must have been on all of them."""
+        self._in_forward, self._call_end = False, None
         self._disturbed = self._together
 
     @property

@@ -97,8 +97,10 @@ def run_plan(args: argparse.Namespace) -> int:
     return _say_plan(args, answer, choice)
 
 
-def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
-    """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise."""
+def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
+    """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise. None without training."""
+    if from_flags.trains_nothing(args) or (trace is not None and trace.step.forward):
+        return None
     name = args.optimizer or ("adamw" if trace is None else trace.optimizer.split(" ")[0])
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 

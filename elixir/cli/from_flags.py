@@ -30,6 +30,8 @@ STEP_FLAGS = (
     "step",
     "fused_kernels",
     "compile",
+    "forward",
+    "generate",
 )
 """Flags of the step, which a trace has settled; None where they are not given."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
@@ -42,7 +44,7 @@ _OF_THE_STEP = {
 """Argument -> what settles it where the step is traced."""
 
 
-def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
+def asked(args: argparse.Namespace, optimizer: str | None) -> SearchRequest:
     """Options of a search by the flags that bear their names."""
 
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
@@ -55,7 +57,7 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
     """One step of the model the user named, traced for `hardware`, with its optimizer unless `steps` is false; and the
     model."""
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
-    optimizer = optimizer_class(args.optimizer or "adamw") if steps else None
+    optimizer = None if trains_nothing(args) or not steps else optimizer_class(args.optimizer or "adamw")
     try:
         asked = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
         model = asked.build()
@@ -67,6 +69,15 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
         raise
 
 
+def trains_nothing(args: argparse.Namespace) -> bool:
+    """Whether the step is of an evaluation or a generation; `InputError` if there is an optimizer for it."""
+    asked = "--generate" if args.generate else "--forward" if args.forward else ""
+    for name in ("optimizer", "optimizer_kernel"):
+        if asked and getattr(args, name):
+            raise InputError(f"{asked} trains nothing; leave out --{name.replace('_', '-')}")
+    return bool(asked)
+
+
 def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
 
@@ -75,6 +86,8 @@ def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     if inp and (batch or args.seq):
         raise InputError("--inp settles the input; leave out --batch and --seq")
     return StepQuestion(
+        forward=bool(getattr(args, "forward", None)),
+        generate=getattr(args, "generate", None),
         batch=batch or 1,
         seq=args.seq,
         dtype=None if args.dtype == "as-built" else args.dtype or "bf16",

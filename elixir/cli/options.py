@@ -105,6 +105,13 @@ def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
     return parse
 
 
+def _generation(text: str) -> tuple[int, int]:
+    prompt, plus, new = text.partition("+")
+    if not plus:
+        raise argparse.ArgumentTypeError(f"expected PROMPT+NEW tokens such as 512+512, found {shortened(repr(text))}")
+    return _count(prompt), _count(new)
+
+
 Flag = dict[str, Any]
 """Arguments of `add_argument`."""
 
@@ -204,6 +211,15 @@ FLAGS: dict[str, Flag] = {
     },
     "--inp": _flag("for other than Hugging Face models: returns the dict a step is fed with", "MODULE:FUNCTION"),
     "--step": _flag("function(model, inp) that runs forward, loss and backward", "MODULE:FUNCTION"),
+    "--forward": {
+        "action": "store_const",
+        "const": True,
+        "help": "evaluation: forward alone, without gradients and optimizer states",
+    },
+    "--generate": _flag(
+        "generation with a key-value cache: tokens of each prompt and new ones, such as 512+512", "PROMPT+NEW",
+        _generation,
+    ),
     # The search.
     "--moments": _flag(
         "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
@@ -299,7 +315,7 @@ FLAGS: dict[str, Flag] = {
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
 _SEARCH = "--accumulation --moments --early-updates --no-clipping --frozen-weights --assume"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step"
-_TRACED = f"{_ASKED} --optimizer-kernel"
+_TRACED = f"{_ASKED} --optimizer-kernel --forward --generate"
 _AGAIN = {
     "": "plan trace --hardware --network",
     RETRACED: "--batch --seq --activation-checkpointing --fused-kernels --compile",
@@ -382,6 +398,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "elixir plan opt-13b --hardware h200 --host-memory 128GiB --batch 8 --activation-checkpointing --out plan.json",
         "elixir plan trace.json --hardware hw.json --device-memory 20GiB",
+        "elixir plan llama-3-8b --hardware rtx4090 --generate 512+512 --batch 8",
     ),
     "check": ("elixir check my_training:program",),
     "show": ("elixir show plan.json",),

@@ -10,12 +10,16 @@ from elixir.errors import InputError
 from elixir.models.buffer_place import buffer_places
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, *, forward: bool = False) -> str:
     """16 hex digits over the model's layout; the same on meta and real, and in every process.
 
     Covers, in order, each parameter's first name, shape, whether it is trained and its other (tied) names, and each
     persistent buffer's name and shape. Left out on purpose: values; dtypes, since a plan made for bf16 fits the fp32
     model that the wrapper casts; buffers that are not saved, since they are no part of the model's state.
+
+    Args:
+        model: on meta or real.
+        forward: it is only evaluated, so that no parameter counts as trained.
 
     Raises:
         InputError: the model has lazy parameters or buffers, whose shapes only a first forward decides.
@@ -31,7 +35,7 @@ def fingerprint(model: nn.Module) -> str:
             if is_lazy(param):
                 raise _lazy(name)
             names.setdefault(id(param), []).append(name)
-            layout[id(param)] = (list(param.shape), param.requires_grad)
+            layout[id(param)] = (list(param.shape), param.requires_grad and not forward)
     parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
     persistent = [place for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
     for place in persistent:

@@ -99,8 +99,8 @@ def refused_overflow() -> Iterator[None]:
 
 
 def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:
-    """One forward on ``model(**inp)``, and backward from the output's ``loss``; a model without anything to train stops
-    there.
+    """One forward on ``model(**inp)``, and backward from the output's ``loss``; a model without anything to train, or
+    under `torch.no_grad`, stops there.
 
     Raises:
         InputTypeError: `inp` is no dict.
@@ -109,7 +109,7 @@ def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:
     if not isinstance(inp, Mapping):
         raise InputTypeError(f"inp must be a dict of the model's inputs, found {type(inp).__name__}")
     output = model(**inp)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())):
         return
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):

@@ -40,7 +40,7 @@ from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
-from elixir.step_trace import StepShape
+from elixir.step_trace import LATER_OF_A_STEP, StepShape
 from elixir.units import format_bytes, format_seconds
 
 
@@ -49,7 +49,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 23
+    schema_version: ClassVar[int] = 24
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -57,6 +57,7 @@ class Plan(Artifact):
         20: {},
         21: {},
         22: {},
+        23: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -145,11 +146,11 @@ class Plan(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
         is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
-        no plan knew compiled modules, until 21 none knew optimizers of matrices, and until 22 frozen weights were in
-        memory."""
+        no plan knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in
+        memory, and until 23 all were for training."""
         data = {"frozen_weights": "host", "weight_files": []} | data
         if isinstance(data.get("step"), dict):
-            data = data | {"step": {"units": []} | data["step"]}
+            data = data | {"step": LATER_OF_A_STEP | data["step"]}
         data = data.copy()
         if "may_speculate" in data:
             data["may_update_early"] = data.pop("may_speculate")
@@ -391,14 +392,19 @@ class Plan(Artifact):
         )
 
     def _training(self) -> str:
-        """The training that is counted: the optimizer with its master weights, and the step."""
+        """The training that is counted: the optimizer with its master weights, and the step. Otherwise the forward."""
         step = self.step
-        masters = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
-        size = "" if step.samples is None else f", micro-batches of {step.samples}"
+        narrow = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
+        masters = " with float32 master weights" if narrow else ""
+        batches = "batches" if step.forward else "micro-batches"
+        size = "" if step.samples is None else f", {batches} of {step.samples}"
         tokens = "" if step.seq is None else f" x {step.seq} tokens"
+        if step.generate is not None:
+            tokens = f" x ({step.generate[0]} + {step.generate[1]}) tokens, the last one"
         checkpoint = step.checkpoint not in (None, "none")
         return (
-            f"{self.optimizer}{' with float32 master weights' if masters else ''}{size}{tokens}"
+            (f"none: forward alone{size}" if step.forward else f"{self.optimizer}{masters}{size}")
+            + tokens
             + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
             + (", fused kernels" if step.fused_kernels else "")
             + (f", {len(step.units)} compiled layers" if step.units else "")
@@ -454,7 +460,7 @@ class Plan(Artifact):
         """The plan in three lines."""
         lines = self._lines()
         return (
-            f"plan {lines['plan']}\n  chunks {lines['chunks']}; states {lines['states']}\n"
+            f"plan {lines['plan']}\n  chunks {lines['chunks']}; states {lines['states'] or 'none'}\n"
             f"  device {lines['device peak']}, host {lines['host peak']}, step {self.predicted.time_text()} predicted"
         )
 
@@ -480,7 +486,9 @@ class Plan(Artifact):
             "training": self._training(),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device"
             + (f", {in_files} frozen ones in their files" if in_files else ""),
-            "states": f"{host} of {len(trainable)} trainable chunks on the host"
+            "states": ""
+            if self.step.forward
+            else f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
             + "".join(f", {count} {UPDATES[update]}" for update, count in updates.items() if update in UPDATES),
@@ -493,7 +501,7 @@ class Plan(Artifact):
             "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
             "moved a step": f"{links}{of_several}",
             "step": f"{predicted.time_text()} predicted{of_several}"
-            + ("" if self.clipping else ", without clipping")
+            + ("" if self.clipping or self.step.forward else ", without clipping")
             + self._speed_text(),
             "regret": predicted.regret_text(measured=self.hardware_name not in preset_names()),
             "start-up": f"{format_seconds(self.start_up_s)} until host memory is ready"

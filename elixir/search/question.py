@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
-from elixir.search.request import SearchRequest
+from elixir.search.request import SearchRequest, check_count
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_dtype
 
@@ -52,10 +52,22 @@ class StepQuestion:
     """One rank's batch, or what gives it; None takes `elixir.models.default_input` (Hugging Face models only)."""
     step_fn: StepFn | None = None
     """``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`."""
+    forward: bool = False
+    """Whether the model is only evaluated: the step runs without gradients, trainable or not."""
+    generate: tuple[int, int] | None = None
+    """Tokens of a prompt and new ones: the step is the last of a generation (`elixir.models.generation`)."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             parse_dtype(self.dtype)
+        if self.generate is not None:
+            if not (isinstance(self.generate, tuple) and len(self.generate) == 2):
+                raise InputTypeError(f"generate is (tokens of the prompt, new tokens), got {self.generate!r}")
+            for number in self.generate:
+                check_count("generate", number)
+            settled = {"inp": self.inp, "step_fn": self.step_fn, "seq": self.seq}
+            for name in [name for name, value in settled.items() if value is not None]:
+                raise InputError(f"generate={self.generate} settles the step; leave out {name}=")
 
     @classmethod
     def again(cls, made: StepTrace | Plan) -> StepQuestion:
@@ -73,11 +85,13 @@ class StepQuestion:
         return cls(
             model=made.model_name,
             batch=step.samples or 1,
-            seq=step.seq,
+            seq=None if step.generate else step.seq,
             dtype=None if made.dtype == "as built" else made.dtype,
             checkpoint=step.checkpoint,
             use_fused_kernels=step.fused_kernels,
             compile=bool(step.units),
+            forward=step.forward,
+            generate=step.generate,
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
 
@@ -117,13 +131,21 @@ class StepQuestion:
                 )
             return self.model
         from elixir.models import user_code
+        from elixir.models.generation import generation_input, generation_step
         from elixir.models.model_shape import find
         from elixir.models.step import default_step, input_to_trace, refused_overflow
         from elixir.tracer.trace import trace_step
 
         model, name = self.build() if built is None else built, self.model if isinstance(self.model, str) else None
-        if self.inp is None:
-            inp: Any = input_to_trace(model, batch=self.batch, seq=self.seq)
+        forward, step_fn = self.forward or self.generate is not None, self.step_fn or default_step
+        if forward and isinstance(self.model, str):
+            model.eval()
+        if self.generate is not None:
+            prompt, new = self.generate
+            inp: Any = generation_input(model, batch=self.batch, prompt=prompt, new=new)
+            step_fn = generation_step(prompt, new)
+        elif self.inp is None:
+            inp = input_to_trace(model, batch=self.batch, seq=self.seq)
         elif isinstance(self.inp, Mapping):
             inp = dict(self.inp)
         elif callable(self.inp):
@@ -137,7 +159,7 @@ class StepQuestion:
             return trace_step(
                 model,
                 inp,
-                self.step_fn or default_step,
+                step_fn,
                 dtype=self.torch_dtype,
                 hardware=hardware,
                 optimizer=self.optimizer,
@@ -146,6 +168,8 @@ class StepQuestion:
                 use_fused_kernels=self.use_fused_kernels,
                 compile=self.compile,
                 checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
+                forward=forward,
+                generate=self.generate,
             )
 
 

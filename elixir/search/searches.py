@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputTypeError, PlanError
+from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import (
     HardwareProfile,
     load_hardware,
@@ -49,11 +49,27 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    question = Question(trace, hardware, SearchRequest.of(asked, **options))
+    question = Question(trace, hardware, _without_training(SearchRequest.of(asked, **options), trace))
     try:
         return Answer(plan_or_shortage(*question), question)
     except PlanError as error:
         raise with_levers(error, question) from None
+
+
+def _without_training(request: SearchRequest, trace: StepTrace) -> SearchRequest:
+    """The request, without an optimizer if the step that was traced trains nothing.
+
+    Raises:
+        InputError: it has no optimizer, but the step trains.
+    """
+    if trace.step.forward:
+        return dataclasses.replace(request, optimizer_type=None, moments="float32")
+    if request.optimizer_type is None and any(param.trainable for param in trace.parameters):
+        raise InputError(
+            "optimizer_type=None plans for a step that trains nothing, but a training step was traced; give the model "
+            "instead of the trace, or trace it with `elixir profile --forward`"
+        )
+    return request
 
 
 def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchRequest, *, read_host: bool) -> Answer:
@@ -110,6 +126,7 @@ _HOW = (
     _own("step_fn", None, "StepFn | None"),
     _own("hardware", None, "HardwareProfile | str | None"),
     _own("use_fused_kernels", False, "bool | Mapping[str, str]"),
+    _own("generate", None, "tuple[int, int] | None"),
 )
 """Parameters of every search that are no options of one: the step, and the machine."""
 _ORIGINAL = {"m": "model", "group_size": "world_size", "prefetch": "overlap"}
@@ -140,7 +157,8 @@ def optimal_search(*given: Any, **options: Any) -> Answer:
     Args:
         model: what is trained, real or on meta; or a trace of its step.
         world_size: number of ranks, one device each.
-        unified_dtype, inp, step_fn, use_fused_kernels: the step, see `elixir.search.question.StepQuestion`.
+        unified_dtype, inp, step_fn, use_fused_kernels, generate: the step, see
+            `elixir.search.question.StepQuestion`.
         verbose: print the plan, on rank 0.
         hardware: a profile, or the name of a preset. None takes the GPU found here, for a trace the machine it was made
             for, and otherwise `DEFAULT_HARDWARE`, whose rates also stand for those of a GPU that no preset knows.
@@ -186,6 +204,7 @@ def simple_search(*given: Any, **options: Any) -> Answer:
     by_hand = {name: asked.pop(name) for name in ("split_number", "allocate_factor", "shard_device")}
     step, profile, request = _question(asked)
     trace = step.trace(profile)
+    request = _without_training(request, trace)
     answer = Answer(simple_plan(trace, profile, request, **by_hand), Question(trace, profile, request))
     return _reported(_checked(answer, step), verbose=asked["verbose"])
 
@@ -200,8 +219,8 @@ def _question(asked: Mapping[str, Any]) -> tuple[StepQuestion, HardwareProfile, 
     if not isinstance(model, (nn.Module, StepTrace)):
         raise InputTypeError(f"model must be an nn.Module or a StepTrace, got {type(model).__name__}")
     request = SearchRequest(**{name: value for name, value in asked.items() if name in OPTIONS})
-    same = {name: asked[name] for name in ("model", "inp", "step_fn", "use_fused_kernels")}
-    step = StepQuestion(**same, dtype=asked["unified_dtype"])
+    same = {name: asked[name] for name in ("model", "inp", "step_fn", "use_fused_kernels", "generate")}
+    step = StepQuestion(**same, dtype=asked["unified_dtype"], forward=request.optimizer_type is None)
     return step, profile_for(asked["hardware"], model), request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,14 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     peaks = find_peaks(ledger, curve, end, state_bytes)
     twin = observed.twin
     operations, numbers = _distinct(order)
+    accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], numbers)
     return StepTrace(
         model_name=observed.model_name,
         model_fingerprint=observed.model_fingerprint,
         device=observed.device,
         dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
         optimizer=observed.optimizer.description,
-        parameters=_parameters(twin, order),
+        parameters=_parameters(twin, order, trains=not observed.step.forward),
         param_bytes=sum(parameter.nbytes for parameter in twin.names),
         grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
         optimizer_bytes=observed.optimizer.state_bytes,
@@ -73,11 +74,15 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_contributors=contributors(peaks.alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
-        accesses=_accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], numbers),
+        accesses=accesses if observed.step.generate is None else _last_call(accesses, order.calls[-1]),
         curve=samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
-        unused_parameters=tuple(names[0] for p, names in twin.names.items() if p.requires_grad and p.grad is None),
+        unused_parameters=tuple(
+            names[0]
+            for p, names in twin.names.items()
+            if p.requires_grad and p.grad is None and not observed.step.forward
+        ),
         unused_modules=_unused_modules(twin, order),
         assumptions=observed.assumptions + _unverified(observed.unverified, peaks.alive, peaks.backward_bytes),
         trace_s=time.perf_counter() - started,
@@ -105,14 +110,14 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(twin: MetaCopy, order: UseOrder) -> tuple[ParamInfo, ...]:
+def _parameters(twin: MetaCopy, order: UseOrder, *, trains: bool) -> tuple[ParamInfo, ...]:
     return tuple(
         ParamInfo(
             name=aliases[0],
             aliases=tuple(aliases[1:]),
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
-            trainable=parameter.requires_grad,
+            trainable=parameter.requires_grad and trains,
             grad_access=order.grad_use.get(index),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
@@ -140,6 +145,18 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
             live_bytes=live,
         )
         for use, live in zip(order.uses, highest, strict=True)
+    )
+
+
+def _last_call(accesses: tuple[Access, ...], first: int) -> tuple[Access, ...]:
+    """The accesses from `first` on, with the memory that earlier calls of the model take in the same places."""
+    before, last = accesses[:first], accesses[first:]
+    most = max((access.live_bytes for access in before), default=0)
+    alike = [access.parameters for access in before] == [access.parameters for access in last]
+    earlier = [access.live_bytes for access in before] if alike else [most] * len(last)
+    return tuple(
+        replace(access, pin_until=access.pin_until - first, live_bytes=max(access.live_bytes, live))
+        for access, live in zip(last, earlier, strict=True)
     )
 
 

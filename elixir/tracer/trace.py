@@ -77,6 +77,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     compile: bool = False,
     generated_code: bool = True,
     checkpoint: str | None = None,
+    forward: bool = False,
+    generate: tuple[int, int] | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -99,6 +101,9 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             it can. Otherwise they are traced uncompiled, which takes a few seconds less for each kind of layer.
         checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
             from a name; written down as `StepShape.checkpoint`.
+        forward: nothing is trained: `step_fn` runs without gradients, and no optimizer steps.
+        generate: `step_fn` is `elixir.models.generation.generation_step` of these numbers. The trace is then of its
+            last call of the model, with the memory of both.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
@@ -140,8 +145,9 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 routed(target),
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
+                torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
             ):
-                _run_step(twin, batch, step_fn, recorder, order, ledger, generated)
+                _run_step(twin, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
             order.finish()
             order.join_units(units)
             step_end, operators = len(ledger), ledger.operators
@@ -154,7 +160,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             observed = Observed(
                 twin=twin,
                 model_name=model_name or type(model).__name__,
-                model_fingerprint=fingerprint(model),
+                model_fingerprint=fingerprint(model, forward=forward),
                 device=hardware.name,
                 dtype=dtype,
                 optimizer=phase,
@@ -163,7 +169,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 operators=operators,
                 assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(units)),
                 unverified=target.unverified,
-                step=_shape_of(inp, bool(fused.counts), checkpoint, tuple(units)),
+                step=_shape_of(inp, bool(fused.counts), checkpoint, tuple(units), forward=forward, generate=generate),
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
@@ -187,6 +193,8 @@ def _run_step(
     order: UseOrder,
     ledger: Ledger,
     generated: GeneratedCode,
+    *,
+    trains: bool,
 ) -> None:
     unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
     access = Interception(twin.model, order, scripts=False, units=generated.layers)
@@ -202,7 +210,7 @@ def _run_step(
         unheard()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
-    trains = any(parameter.requires_grad for parameter in twin.parameters)
+    trains = trains and any(parameter.requires_grad for parameter in twin.parameters)
     if trains and order.backward_position > len(ledger):
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
     for index, parameter in enumerate(twin.parameters):
@@ -256,12 +264,28 @@ def _generated_units(
     return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
-def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None, units: tuple[str, ...]) -> StepShape:
+def _shape_of(
+    inp: dict[Any, Any],
+    fused_kernels: bool,
+    checkpoint: str | None,
+    units: tuple[str, ...],
+    *,
+    forward: bool,
+    generate: tuple[int, int] | None,
+) -> StepShape:
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
     first = ids if tokens is not None else next(iter(_tensors(inp)), None)
     samples = None if first is None else len(first)
-    return StepShape(samples=samples, tokens=tokens, fused_kernels=fused_kernels, checkpoint=checkpoint, units=units)
+    return StepShape(
+        samples=samples,
+        tokens=tokens if generate is None else samples,
+        fused_kernels=fused_kernels,
+        checkpoint=checkpoint,
+        units=units,
+        forward=forward,
+        generate=generate,
+    )
 
 
 def _tensors(inp: Any) -> list[torch.Tensor]:

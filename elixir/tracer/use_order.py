@@ -79,6 +79,8 @@ class UseOrder:
         self._backward_grad_mode = False
         self._finished = False
         self.uses: list[Use] = []
+        self.calls: list[int] = []
+        """Positions of the uses from which on outermost modules ran in forward."""
         self.ran: dict[str, None] = {}
         self._recomputed: dict[int, list[str]] = {}  # names by the node that asked for them
         self.grad_use: dict[int, int] = {}
@@ -225,6 +227,8 @@ class UseOrder:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)
         before = self.phase()  # notices that backward has begun while the scopes that were open before still count
+        if not self._scopes and before == "forward":
+            self.calls.append(len(self.uses))
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if before != "forward" and len(self._scopes) == self._forward_depth + 1:

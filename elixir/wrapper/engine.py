@@ -42,7 +42,7 @@ from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.state_reader import StateReader
-from elixir.wrapper.weight_uses import WeightUses
+from elixir.wrapper.weight_uses import Frozen, WeightUses
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Engine:
         """By chunk, the states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Frozen] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Engine:
             if chunk.index in self.gradients.by_chunk
             for place, slot in enumerate(chunk.slots)
             if slot.parameter.requires_grad
-        ]
+        ] + ([Frozen(self.model)] if plan.step.forward else [])
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]

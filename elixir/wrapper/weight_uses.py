@@ -55,6 +55,20 @@ class _ChunkView:
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
 
 
+class Frozen:
+    """Freezes a model that only runs forward, until `remove`: a graph would keep activations that no plan counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        for parameter in self._parameters:
+            parameter.requires_grad_(False)
+
+    def remove(self) -> None:
+        """Lets the parameters be trained again."""
+        for parameter in self._parameters:
+            parameter.requires_grad_(True)
+
+
 @dataclass
 class _ScopeUses:
     """The uses, so far, of a running module or autograd node."""
@@ -110,6 +124,7 @@ class WeightUses:
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
         notices."""
+        self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
@@ -282,15 +297,29 @@ class WeightUses:
     def entered(self, module: nn.Module) -> None:
         """Opens a scope for a module. Inside backward it begins a recompute, which ends the scope of the last node."""
         state = self._state()
-        if not state.scopes and backward_is_running():
-            self._enter_node(state)
+        if not state.scopes:
+            if backward_is_running():
+                self._enter_node(state)
+            else:
+                self._cache.begin_call(self._streamed_of(module))
         state.scopes.append(_ScopeUses())
 
     def left(self, module: nn.Module, output: Any) -> Any:
         """Closes a module's scope and unpins its chunks. Outputs that lie in a block are cloned first."""
         kept = _map_tensors(self._outside, output)
-        self._cache.unpin(self._state().scopes.pop().pins)
+        scopes = self._state().scopes
+        self._cache.unpin(scopes.pop().pins)
+        if not scopes and not backward_is_running():
+            self._cache.end_call()
         return kept
+
+    def _streamed_of(self, module: nn.Module) -> frozenset[int]:
+        found = self._streamed.get(module)
+        if found is None:
+            chunks = [self._places[each][0] for each in module.parameters() if each in self._places]
+            found = frozenset(chunk.index for chunk in chunks if not chunk.plan.resident)
+            self._streamed[module] = found
+        return found
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claims tensors in blocks and weights. Weights may not be in a block: activation checkpointing saves the

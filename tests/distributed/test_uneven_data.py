@@ -12,6 +12,9 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.plan.chunk_plan import Memory
 from elixir.plan.plan import Plan
+from elixir.search import optimal_search
+from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks, run_to_end
@@ -324,3 +327,23 @@ def test_generation_that_is_longer_on_one_rank_is_refused() -> None:
 @pytest.mark.slow
 def test_generation_may_be_longer_on_one_rank_where_nothing_is_gathered() -> None:
     run_ranks(2, _generation, "resident", 1)
+
+
+def _evaluation(rank: int, world_size: int) -> None:
+    model = tiny("llama").eval()
+    ids = batch_of(model, rank, world_size)["input_ids"][:, :6]
+    options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    expected = model.generate(**options)
+    plan = optimal_search(
+        model, world_size, generate=(6, 8), hardware="cpu", device_memory="400KiB", host_memory="64MiB", placement="cpu"
+    )
+    wrapped = ElixirModule(model, plan)
+    assert torch.equal(wrapped.generate(**options), expected)
+    counts = engine_of(wrapped).cache.counts
+    assert counts.loads > 0
+    assert counts.demand_loads == 0
+    wrapped.close()
+
+
+def test_a_forward_plan_generates() -> None:
+    run_ranks(2, _evaluation)

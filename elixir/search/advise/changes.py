@@ -71,6 +71,8 @@ def of_the_training(question: Question) -> Iterator[Change]:
         return  # it cannot be traced again
     if not trace.step.fused_kernels:
         yield Change(("kernels",), "use fused kernels", (("fused_kernels", ""),), step=(("use_fused_kernels", True),))
+    if trace.step.forward:
+        return  # nothing is kept for a backward
     forms = ["none", "non-reentrant"]
     if len(trace.checkpointed_modules) > 1:
         forms.append(f"non-reentrant:{len(trace.checkpointed_modules) // 2}")
@@ -84,6 +86,8 @@ def of_the_training(question: Question) -> Iterator[Change]:
 def for_speed(question: Question) -> Iterator[Change]:
     """Changes of the training, one of which has more samples a step, so that updates are fewer."""
     yield from of_the_training(question)
+    if question.trace.step.forward:
+        return
     count = MORE_BATCHES * question.request.accumulation
     action = f"accumulate {count} batches a step"
     yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
@@ -94,7 +98,7 @@ def for_memory(question: Question) -> Iterator[Change]:
     yield from (change for change in of_the_training(question) if ("checkpoint", "none") not in change.step)
     trace, request = question.trace, question.request
     samples = trace.step.samples
-    if samples and samples % 2 == 0 and trace.step.checkpoint is not None:
+    if samples and samples % 2 == 0 and trace.step.checkpoint is not None and not trace.step.forward:
         twice, half = 2 * request.accumulation, samples // 2
         options = (("batch", str(half)), ("accumulation", str(twice)))
         action = f"cut the step into {twice} batches of {half}"

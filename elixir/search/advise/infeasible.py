@@ -113,7 +113,8 @@ def _estimated(
     reserve_bytes = budgets.device_reserve_bytes if short_of_device else budgets.host_reserve_bytes
     if reserve_bytes:
         yield Lever(f"keep back less of the {which}", reserve_bytes, "adds", f"{which}_reserve")
-    if short_of_device and not question.trace.checkpointed_modules and "checkpoint" not in settled:
+    may_recompute = not (question.trace.checkpointed_modules or question.trace.step.forward)
+    if short_of_device and may_recompute and "checkpoint" not in settled:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
     sliced = None if question.trace.step.fused_kernels else _without_logits(question.trace)
     setting, ranks = setting_for(*question), 2 * question.request.world_size

@@ -366,7 +366,7 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
     alone = world_size == 1 and started > 1 and not (dist.is_available() and dist.is_initialized())
     started_apart = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
     try:
-        plan.check(fingerprint(module), world_size)
+        plan.check(fingerprint(module, forward=plan.step.forward), world_size)
     except ArtifactError as refused:
         reasons = ([started_apart] if alone and plan.world_size != 1 else []) + _differences(plan, module)
         raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
@@ -380,7 +380,8 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
 def _differences(plan: Plan, module: nn.Module) -> list[str]:
     """The differences between the parameters of model and plan, one sentence for each kind."""
     planned = {slot.name: (slot.numel, chunk.trainable) for chunk in plan.chunks for slot in chunk.parameters}
-    here = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in module.named_parameters()}
+    trains = not plan.step.forward
+    here = {name: (each.numel(), each.requires_grad and trains) for name, each in module.named_parameters()}
     both = [name for name in here if name in planned]
     kinds = {
         "only in the plan": [name for name in planned if name not in here],

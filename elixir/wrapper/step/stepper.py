@@ -102,6 +102,8 @@ class Stepper:
 
     def check_plan(self, plan: Plan) -> None:
         """Raises `InputError` if this optimizer cannot step under a plan."""
+        if plan.step.forward:
+            raise InputError("the plan is for forward alone (optimizer_type=None); plan anew to train the model")
         self.user.check_plan(plan)
 
     def give_up_states(self) -> None:
