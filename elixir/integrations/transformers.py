@@ -126,6 +126,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             "bf16_full_eval and fp16_full_eval: evaluation runs in the plan's dtype; set bf16 or fp16 instead": (
                 (args.bf16_full_eval and dtype != "bf16") or (args.fp16_full_eval and dtype != "fp16")
             ),
+            "use_vllm would generate with a second copy of the weights, which no plan counts; leave it out, so that "
+            "transformers generates under the plan": getattr(args, "use_vllm", False),
             f"optim={optim!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': '8bit'}}": any(
                 word in optim for word in ("8bit", "paged")
             ),

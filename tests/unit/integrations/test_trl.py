@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from elixir.errors import TraceError
+from elixir.errors import InputError, TraceError
 from elixir.integrations.transformers import with_elixir
 from tests.common.trainers import llama, logged, rows
 
@@ -117,3 +117,15 @@ def test_dpo_names_its_reference_model_unless_it_is_frozen(tmp_path: Path) -> No
     plain = made(trl.DPOTrainer, "plain")
     plain.train()
     assert logged(ours) == logged(plain)
+
+
+def test_generation_by_vllm_is_refused(tmp_path: Path) -> None:
+    given = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], use_vllm=True)
+    with pytest.raises(InputError, match="use_vllm .* transformers generates under the plan"):
+        with_elixir(trl.GRPOTrainer)(
+            model=llama(),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=given,
+            train_dataset=datasets.Dataset.from_list([{"prompt": "5 6"}] * 8),
+            processing_class=tokenizer(),
+        )
