@@ -28,7 +28,9 @@ def quantised_case(form: str, checkpoint: str = "none") -> Case:
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False
     )
-    model = peft.get_peft_model(it.model, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(it.model, config)
     if checkpoint != "none":
         model.enable_input_require_grads()
     return Case(model.train(), it.inp, it.loss)

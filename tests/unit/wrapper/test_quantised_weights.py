@@ -125,6 +125,27 @@ def test_close_gives_packed_weights_back() -> None:
     assert torch.equal(it.model(**it.inp).loss, twin(**it.inp).loss)
 
 
+def test_trainer_logs_what_it_does_alone(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    integrations = pytest.importorskip("elixir.integrations.transformers")
+
+    def logged(kind: Any, **more: Any) -> list[tuple[float, float]]:
+        it = quantised_case("nf4 double")
+        rows = [{name: value[0] for name, value in it.inp.items()} for _ in range(4)]
+        args = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, max_grad_norm=0.1,
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, optim="adamw_torch",
+        )  # fmt: skip
+        trainer = kind(model=it.model, args=args, train_dataset=rows, **more)
+        trainer.train()
+        return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+
+    planned = integrations.with_elixir(transformers.Trainer)
+    alone = logged(transformers.Trainer)
+    assert len(alone) == 3
+    assert logged(planned, elixir={"device_memory": "8MiB", "hardware": "cpu"}) == alone
+
+
 def test_what_cannot_be_right_is_refused() -> None:
     bnb = pytest.importorskip("bitsandbytes")
     it = quantised_case("nf4")
