@@ -128,7 +128,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         group: process group; None means the default one, or a single rank without one.
         dtype: parameters and floating inputs are cast to it; None leaves them.
         hardware: a profile, a preset's name or a file; None for the machine at hand, without a GPU its CPU.
-        max_norm: clip the global gradient norm; the plan counts what that takes.
+        max_norm: clip the global gradient norm; the plan counts what that takes. For one optimizer; with several call
+            `ElixirModule.clip_grad_norm_`.
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
@@ -157,6 +158,11 @@ def wrap(  # noqa: PLR0913 - a public entry point
     with layers_compiled(model, compile, keep=True):
         how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
         question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
+        if max_norm and len(question.optimizers) > 1:
+            raise InputError(
+                "max_norm would clip each optimizer by the norm of its own gradients; leave it out, plan with "
+                "clipping=True, and call model.clip_grad_norm_(max_norm) before the optimizers step"
+            )
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":

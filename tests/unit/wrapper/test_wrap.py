@@ -317,6 +317,14 @@ def test_what_cannot_work_is_refused() -> None:
         elixir.wrap(it.model, lbfgs, inp=it.inp, hardware="cpu", host_memory="1GiB")
 
 
+def test_one_norm_over_several_optimizers_is_asked_of_the_module() -> None:
+    it = case("opt", layers=1)
+    first, *others = it.model.parameters()
+    optimizers = [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
+    with pytest.raises(InputError, match=r"call model\.clip_grad_norm_\(max_norm\)"):
+        elixir.wrap(it.model, optimizers, inp=it.inp, hardware="cpu", max_norm=0.5)
+
+
 def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
     it = case("gpt2")
     with pytest.raises(InputError, match="1 parameters of the optimizer are not the model's"):
