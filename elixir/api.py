@@ -160,7 +160,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
         question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
         if max_norm and len(question.optimizers) > 1:
             raise InputError(
-                "max_norm would clip each optimizer by the norm of its own gradients; leave it out, plan with "
+                "max_norm would clip each optimizer by the norm of its gradients alone; leave it out, plan with "
                 "clipping=True, and call model.clip_grad_norm_(max_norm) before the optimizers step"
             )
         made, trace = question.answered(group)

@@ -273,9 +273,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 def _how_far(needed_bytes: int, available_bytes: int) -> str:
-    available = readable_bytes(available_bytes, up=available_bytes < needed_bytes)  # or 4.8 MiB would be read as 4.79
-    text = f"needed {readable_bytes(needed_bytes, up=True)}, available {available}"
     lacking = needed_bytes - available_bytes
+    # A budget of 4.8 MiB should not read 4.79, but what is printed must stay below the need: up adds up to a hundredth.
+    available = readable_bytes(available_bytes, up=100 * lacking > available_bytes)
+    text = f"needed {readable_bytes(needed_bytes, up=True)}, available {available}"
     return text + (f", short by {readable_bytes(lacking, up=True)}" if lacking > 0 else "")
 
 

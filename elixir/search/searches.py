@@ -112,6 +112,7 @@ def _parameters(*own: Parameter, without: tuple[str, ...] = ()) -> list[Paramete
     model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module | StepTrace")
     named = {parameter.name: parameter for parameter in (model, *own, *_HOW)}
     named |= options_of(SearchRequest, without=("search", *without))
+    named["generate"] = _own("generate", None, "tuple[int, int] | None")  # last, so that positions stay
     return [named[name] for name in dict.fromkeys((*_ORDER, *named)) if name in named]
 
 
@@ -126,7 +127,6 @@ _HOW = (
     _own("step_fn", None, "StepFn | None"),
     _own("hardware", None, "HardwareProfile | str | None"),
     _own("use_fused_kernels", False, "bool | Mapping[str, str]"),
-    _own("generate", None, "tuple[int, int] | None"),
 )
 """Parameters of every search that are no options of one: the step, and the machine."""
 _ORIGINAL = {"m": "model", "group_size": "world_size", "prefetch": "overlap"}

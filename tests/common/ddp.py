@@ -142,7 +142,7 @@ class Twins:
                 limits.fill_(5e-2 * LR)
             elif name.endswith(("c_attn.bias", "in_proj_bias")):
                 limits[len(limits) // 3 : 2 * len(limits) // 3] = 5e-2 * LR
-            if torch.equal(state[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)):
+            if torch.equal(state[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)):
                 continue  # packed numbers in a floating tensor may look like NaN
             apart = (state[name].float() - value.float()).abs()
             assert bool((apart <= limits).all()), f"{name} differs by up to {apart.max().item():g}"

@@ -229,7 +229,7 @@ class Pair:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

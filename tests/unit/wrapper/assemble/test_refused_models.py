@@ -166,11 +166,13 @@ def test_a_compiled_model_whose_weights_are_streamed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
-def test_layers_compiled_after_wrapping(compiled: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("compiled", [replaced_layer, whole], ids=lambda each: each.__name__)
+def test_compiled_code_put_into_a_wrapped_model(compiled: Callable[[Any], None]) -> None:
     later = ElixirModule(Blocks(), planned(Blocks(), "cpu"), device="cpu")
     compiled(later.module if compiled is not whole else later)
-    with pytest.raises(InputError, match=r"a weight of shape \[16, 16\] was given to torch\.compile"):
+    with pytest.raises(
+        InputError, match=r"was given to torch\.compile, which cannot run with weights that are streamed"
+    ):
         step(later, X)
     later.close()
 

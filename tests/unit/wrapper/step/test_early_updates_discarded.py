@@ -245,7 +245,7 @@ def test_closing_between_backward_and_step_leaves_the_old_weights(homes: str, ea
         (_plain(torch.optim.AdamW, foreach=True), {}, "AdamW (foreach)"),
         (_plain(torch.optim.NAdam), {}, "Adam (for-loop)"),  # keeps as much
         (_plain(torch.optim.Adam, fused=True), {}, "Adam"),
-        (_plain(HybridAdam), {}, "Adam"),
+        (_plain(HybridAdam), {}, "AdamW"),
         (_plain(torch.optim.AdamW), {"use_fused_kernels": {"cross_entropy": "plain"}}, "AdamW"),
     ],
 )
