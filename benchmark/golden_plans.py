@@ -41,6 +41,7 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "weight_files": lambda files: {"weight_files": files} if files else {},
     "forward": lambda seconds: {} if seconds is False else {"forward": seconds},
     "generate": lambda tokens: {} if tokens is None else {"generate": tokens},
+    "replicas": lambda count: {},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

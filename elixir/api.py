@@ -17,11 +17,10 @@ from functools import cached_property
 from typing import Any, cast, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elixir.check import check_given, families_of, raise_refusals, refusals
-from elixir.chunk.group import Group
+from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
@@ -101,7 +100,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     plan: Plan | HasPlan | str | os.PathLike[str] | None = None,
     inp: Mapping[str, Any] | None = None,
     step_fn: Callable[[nn.Module, Any], Any] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: GivenGroup = None,
     dtype: str | torch.dtype | None = None,
     hardware: HardwareProfile | str | None = None,
     max_norm: float | None = None,
@@ -312,11 +311,11 @@ class _Question:
                 "that disk, or hardware= of a machine whose disk was measured"
             ) from error
 
-    def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
+    def answered(self, group: GivenGroup) -> tuple[Plan, StepTrace | None]:
         """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
         planning = Group(group)
         try:
-            made, trace = _planned(planning, self._make_plan)
+            made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, planning.of_mesh))
         finally:
             planning.close()
         if self.plan is not None:  # it may be for something else
@@ -324,7 +323,7 @@ class _Question:
                 check_optimizer(each, made.moments)
         return made, trace
 
-    def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
+    def _make_plan(self, world_size: int, replicas: int | None) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
             check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
         files: tuple[WeightFile, ...] = ()
@@ -356,6 +355,10 @@ class _Question:
             "moments": kinds.pop(),
             "clipping": self.clipping,
         }
+        if replicas is not None and self.asked.setdefault("replicas", replicas) != replicas:
+            raise InputError(
+                f"replicas={self.asked['replicas']!r}, but the device mesh has {replicas}; leave out one of them"
+            )
         request = SearchRequest(**{**self.asked, **settled, "world_size": world_size})
         answer = answer_to(self.step, self.machine, request, read_host=self.read_host)
         return replace(answer.plan, weight_files=files), answer.trace

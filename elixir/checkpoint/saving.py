@@ -192,6 +192,11 @@ class Saves:
     def of(states: TrainingStates) -> Saves:
         """Returns the saves of a module. All ranks call this, since the first call makes a process group."""
         states.refuse_closed()
+        if states.plan.replicas > 1:
+            raise InputError(
+                f"checkpoints of {states.plan.replicas} replicas can be neither saved nor loaded yet: save the weights "
+                "with model.state_dict(rank0_only=True), or plan with replicas=1"
+            )
         reader = states.reader
         if not isinstance(reader, Saves):
             reader = Saves(states.group.for_values())

@@ -140,6 +140,7 @@ class Chunk:
         device: where compute runs, and so where the parameters say they are.
         rank: this rank; for messages.
         world_size: over how many ranks it is sharded.
+        shard: which of the shards is this rank's; None: that of its number.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Chunk:
         *,
         rank: int,
         world_size: int,
+        shard: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.index = index
@@ -161,7 +163,7 @@ class Chunk:
             for parameter, slot in zip(parameters, plan.parameters, strict=True)
         )
         self.shard_numel = plan.numel // world_size
-        self.shard_start = rank * self.shard_numel
+        self.shard_start = (rank if shard is None else shard) * self.shard_numel
         """First element of this rank's shard."""
         self.mine = slice(self.shard_start, self.shard_start + self.shard_numel)
         """This rank's shard, in the chunk."""

@@ -1,4 +1,8 @@
-"""The ranks that share a model: collectives over flat buffers, or nothing at all for one rank.
+"""The ranks that train a model: collectives over flat buffers, or nothing at all for one rank.
+
+They form one replica of the model, or several of as many ranks each. The ranks of a replica hold its shards: weights
+are gathered and gradients reduced among them. The ranks that hold the same shard, one in each replica, sum its
+gradients.
 
 All ranks must issue the same collectives in the same order, or what arrives is another chunk's. Every rank keeps a
 digest of what it has issued; whenever values are exchanged, and at least once before every optimizer step, the digests
@@ -22,16 +26,19 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from elixir.errors import RankError
+from elixir.errors import InputError, RankError
 
 # torch 2.13 has new names for these and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+GivenGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 _PIECE_BYTES = 2**28
 """Sent at once from rank 0, so that no backend has to take a whole embedding table in one message."""
@@ -43,25 +50,43 @@ _RANKS_PER_LOOK = 64
 _PARTED = "parted"
 
 
+MESH_DIMENSIONS = ("replicate", "shard")
+"""Dimensions of a device mesh that says which ranks form a replica."""
+
+
 class Group:
     """A process group, seen by chunks.
 
     Its collectives run while compute goes on, so they have separate groups: on the caller's group they would come
-    between the caller's own collectives, in an order that differs from rank to rank. Chunks travel in one that is like
-    the caller's; small values on the host in a second one, over gloo. Both have the timeout of the caller's.
+    between the caller's own collectives, in an order that differs from rank to rank. Chunks travel in groups that are
+    like the caller's; small values on the host in another one, over gloo, of all ranks. All have the timeout of the
+    caller's.
 
     Args:
-        process_group: None means the default group where one is initialised, else a single rank.
-        data: whether chunks travel in it; without, it has `exchange` and `note` only.
+        process_group: None means the default group where one is initialised, else a single rank. A mesh has the
+            dimensions `MESH_DIMENSIONS`; its ranks must rise from each to the next.
+        data: whether chunks can travel in it at once, in one replica; without, `divide` comes first, and there are
+            `exchange` and `note` until then.
+
+    Raises:
+        InputError: a mesh with other dimensions, or ranks in another order.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, data: bool = True) -> None:
-        if process_group is None and dist.is_available() and dist.is_initialized():
+    def __init__(self, process_group: GivenGroup = None, *, data: bool = True) -> None:
+        self.of_mesh: int | None = None
+        """Replicas of the mesh that was given; None without one."""
+        if isinstance(process_group, DeviceMesh):
+            process_group, self.of_mesh = _of_mesh(process_group)
+        elif process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         self._given = process_group
         self.size: int = 1 if process_group is None else dist.get_world_size(process_group)
+        """Ranks of all replicas."""
         self.rank: int = 0 if process_group is None else dist.get_rank(process_group)
+        """Number of this rank among them."""
+        self.replicas = 1
         self._data: dist.ProcessGroup | None = None
+        self._across: dist.ProcessGroup | None = None  # the ranks with the same shard
         self._control: dist.ProcessGroup | None = None
         self.timeout_s: float | None = None
         """Seconds after which a collective fails; None for the backend's default."""
@@ -78,10 +103,38 @@ class Group:
             timeout = _timeout(process_group)
             self.timeout_s = None if timeout is None else timeout.total_seconds()
             if data:
-                backend = _backend(process_group)  # a new group would otherwise have the default group's
-                self._data = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
+                self.divide(1)
             self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
             self._store = self._private_store(dist.get_global_rank(process_group, 0))
+
+    @property
+    def shards(self) -> int:
+        """Ranks of one replica."""
+        return self.size // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Number of this rank within its replica, and of its shard."""
+        return self.rank % self.shards
+
+    def divide(self, replicas: int) -> None:
+        """Makes the groups in which chunks travel; neighbouring ranks form a replica. All ranks call this, once."""
+        self.replicas = replicas
+        if self._given is None or self.size == 1:
+            return
+        ranks, shards = dist.get_process_group_ranks(self._given), self.shards
+        first = self.rank - self.shard
+        timeout, backend = _timeout(self._given), _backend(self._given)  # otherwise those of the default group
+
+        def made(ranks: list[int]) -> dist.ProcessGroup | None:
+            local = len(ranks) < dist.get_world_size()
+            found: dist.ProcessGroup | None = dist.new_group(
+                ranks, timeout=timeout, backend=backend, use_local_synchronization=local
+            )
+            return found
+
+        self._data = made(ranks[first : first + shards])
+        self._across = made(ranks[self.shard :: shards]) if replicas > 1 else None
 
     def for_values(self) -> Group:
         """Makes a second group of the same ranks, for values of a thread that does not keep this group's order.
@@ -92,13 +145,13 @@ class Group:
 
     def close(self) -> None:
         """Gives the groups back."""
-        for group in (self._data, self._control):
+        for group in (self._data, self._across, self._control):
             if group is not None:
                 dist.destroy_process_group(group)
-        self._data = self._control = None
+        self._data = self._across = self._control = None
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str = "weights") -> None:
-        """Fills `whole` with every rank's `shard`, which may be this rank's part of it.
+        """Fills `whole` with the `shard` of every rank of this replica, which may be this rank's part of it.
 
         Raises:
             RankError: another rank is gone, or does something else.
@@ -111,6 +164,8 @@ class Group:
 
     def reduce_mean(self, shard: torch.Tensor, whole: torch.Tensor, what: str = "gradients") -> None:
         """Fills `shard` with this rank's part of the mean of every rank's `whole`, which is overwritten.
+
+        With several replicas it is this replica's part of that mean, to be added up by `sum_replicas`.
 
         Raises:
             RankError: another rank is gone, or does something else.
@@ -125,11 +180,11 @@ class Group:
     def swap(
         self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]], what: str
     ) -> None:
-        """Sends tensors to ranks, and fills others with what these send, in the same order between any two of them.
+        """Sends tensors to ranks of this replica, and fills others with what they send, in one order between any two.
 
         Args:
-            sent: contiguous tensors, each with the rank that gets it.
-            received: the same, each with the rank that it comes from.
+            sent: contiguous tensors, each with the number of the shard whose rank gets it.
+            received: the same, each with the number of the shard whose rank it comes from.
             what: the same on all ranks, also on those that send and receive nothing.
 
         Raises:
@@ -146,8 +201,17 @@ class Group:
                 # between two ranks that is looked at too early.
                 work.wait()
 
-    def _global_rank(self, rank: int) -> int:
-        return rank if self._given is None else dist.get_global_rank(self._given, rank)
+    def _global_rank(self, shard: int) -> int:
+        return shard if self._data is None else dist.get_global_rank(self._data, shard)
+
+    def sum_replicas(self, shard: torch.Tensor, what: str = "gradients") -> None:
+        """Replaces `shard` by the sum of all replicas' `shard`, the same bits on all of them.
+
+        Raises:
+            RankError: another rank is gone, or does something else.
+        """
+        with self._issuing(f"sum {what} over replicas"):
+            self._wait(dist.all_reduce(shard, group=self._across, async_op=_on_host(shard)))
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Exchanges a `value`, which can be pickled, in order of rank. Blocks until all ranks are here.
@@ -215,12 +279,15 @@ class Group:
             RankError: another rank is gone, or does something else.
         """
         if self.size > 1:
-            group = self._control if value.device.type == "cpu" else self._data
-            source = dist.get_global_rank(group, 0) if group is not None else 0
+            # On a device from one replica to the others, and from there within each.
+            over = [self._across] * (not self.shard) + [self._data]
+            groups = [self._control] if value.device.type == "cpu" else over
             with self._issuing("send from rank 0"):
                 # As bytes: what a backend can send does not depend on the dtype then.
-                for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
-                    self._wait(dist.broadcast(piece, source, group=group, async_op=_on_host(piece)))
+                for group in filter(None, groups):
+                    source = dist.get_global_rank(group, 0)
+                    for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                        self._wait(dist.broadcast(piece, source, group=group, async_op=_on_host(piece)))
 
     @contextlib.contextmanager
     def _issuing(self, what: str) -> Iterator[None]:
@@ -330,7 +397,7 @@ class Group:
 
     def _abandon(self) -> None:
         """Keeps the groups for good: gloo cannot abort, so to free a group with pending work waits for its timeout."""
-        for group in (self._data, self._control):
+        for group in (self._data, self._across, self._control):
             if group is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -339,6 +406,20 @@ _ADVICE = (
     "the ranks no longer do the same; every rank must call forward, backward and step equally often, and use what the "
     "plan does not foresee on all ranks alike or inside `model.gathered()`"
 )
+
+
+def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, int]:
+    """Returns a group of all ranks of a mesh, and its number of replicas."""
+    names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+    if names != MESH_DIMENSIONS or ranks != sorted(ranks):
+        raise InputError(
+            f"a device mesh must have the dimensions {MESH_DIMENSIONS} with rising ranks, found {names} of ranks "
+            f"{ranks}; make it by init_device_mesh(device, (replicas, ranks of each), mesh_dim_names="
+            f"{MESH_DIMENSIONS})"
+        )
+    whole = len(ranks) == dist.get_world_size()
+    group = dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
+    return group, int(mesh.mesh.shape[0])
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

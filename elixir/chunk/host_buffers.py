@@ -190,13 +190,13 @@ class HostBuffers:
 
 def staging_kind(plan: Plan) -> BufferKind:
     """Buffers for the new weights of chunks that return to the device in fewer bits."""
-    sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
+    sizes = [chunk.weight_bytes // plan.shards for chunk in plan.chunks if chunk.returns_rounded]
     return BufferKind(STAGING, "staging", max(sizes, default=0), min(len(sizes), STAGING_BUFFERS))
 
 
 def file_window_kind(plan: Plan) -> BufferKind:
     """Buffers for weights that live in files."""
-    sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.weight_home == "files"]
+    sizes = [chunk.weight_bytes // plan.shards for chunk in plan.chunks if chunk.weight_home == "files"]
     return BufferKind(FILE_WINDOW, "file_window", max(sizes, default=0), min(len(sizes), FILE_BUFFERS))
 
 
@@ -219,7 +219,7 @@ def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = 
         wide: gradients arrive in float32, whatever the dtype of the weights.
     """
     sizes = [
-        chunk.numel // plan.world_size * (torch.float32.itemsize if wide else dtype_bytes(chunk.dtype))
+        chunk.numel // plan.shards * (torch.float32.itemsize if wide else dtype_bytes(chunk.dtype))
         for chunk in plan.chunks
         if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None
     ]

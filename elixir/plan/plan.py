@@ -37,6 +37,7 @@ from elixir.plan.chunk_plan import (
 )
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
+from elixir.plan.replicas import check_replicas, refuse_with_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
@@ -49,7 +50,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 24
+    schema_version: ClassVar[int] = 25
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -58,6 +59,7 @@ class Plan(Artifact):
         21: {},
         22: {},
         23: {},
+        24: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -141,21 +143,25 @@ class Plan(Artifact):
     """The home of frozen weights that do not fit the device: ``host`` memory, or the ``files`` that they came in."""
     weight_files: tuple[WeightFile, ...] = ()
     """These files as they were when the plan was made; empty if nobody named them."""
+    replicas: int = 1
+    """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
         is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
         no plan knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in
-        memory, and until 23 all were for training."""
-        data = {"frozen_weights": "host", "weight_files": []} | data
+        memory, until 23 all were for training, and until 24 there was one replica."""
+        later: dict[str, Any] = {"frozen_weights": "host", "weight_files": [], "replicas": 1}
+        data = later | data
         if isinstance(data.get("step"), dict):
             data = data | {"step": LATER_OF_A_STEP | data["step"]}
-        data = data.copy()
         if "may_speculate" in data:
             data["may_update_early"] = data.pop("may_speculate")
         if isinstance(data.get("predicted"), dict):
             predicted = data["predicted"] = {"judgements": [], "regret_if_known": {}} | data["predicted"]
+            if isinstance(predicted.get("moved_bytes"), dict):
+                predicted["moved_bytes"] = {"replicas": 0} | predicted["moved_bytes"]
             if isinstance(predicted.get("host_parts"), dict):
                 names = {"undo": "new_states"}
                 predicted["host_parts"] = {names.get(k, k): part for k, part in predicted["host_parts"].items()}
@@ -173,6 +179,11 @@ class Plan(Artifact):
             if isinstance(chunk, dict) and type(chunk.get("speculates")) is bool:
                 chunk["update"] = "early" if chunk.pop("speculates") else "after_norm"
         return data | {"chunks": found}
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which each replica is sharded."""
+        return self.world_size // self.replicas
 
     @property
     def uses_disk(self) -> bool:
@@ -210,11 +221,11 @@ class Plan(Artifact):
         orthogonal."""
         if not chunk.matrices or chunk.home.states_on_device:
             return 0
-        return DIRECTION_BYTES * (chunk.used_numel if self.world_size == 1 else chunk.numel // self.world_size)
+        return DIRECTION_BYTES * (chunk.used_numel if self.shards == 1 else chunk.numel // self.shards)
 
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""
-        return extent_bytes(chunk.numel // self.world_size, itemsize_of(chunk.dtype), self.state_size)
+        return extent_bytes(chunk.numel // self.shards, itemsize_of(chunk.dtype), self.state_size)
 
     def disk_bytes(self, rank: int = 0) -> int:
         """Bytes of states that a step of `rank` reads from the disk; it writes as many."""
@@ -223,7 +234,7 @@ class Plan(Artifact):
             for chunk in self.chunks
             if chunk.state_home == "disk"
             and chunk.reduce_order is not None
-            and chunk.has_parameters_on(rank, self.world_size)
+            and chunk.has_parameters_on(rank % self.shards, self.shards)
         )
 
     @property
@@ -239,6 +250,13 @@ class Plan(Artifact):
 
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
+        check_replicas(self.replicas, self.world_size, "field 'replicas'")
+        refuse_with_replicas(
+            self.replicas,
+            matrices=bool(self.matrices),
+            in_files=self.frozen_weights == "files",
+            forward=bool(self.step.forward),
+        )
         check_at_least(1, "accumulation", self.accumulation)
         check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:
@@ -279,7 +297,7 @@ class Plan(Artifact):
                 f"{self.alignment_bytes}"
             )
         for index, chunk in enumerate(self.chunks):
-            shard_bytes = chunk.weight_bytes // self.world_size
+            shard_bytes = chunk.weight_bytes // self.shards
             if shard_bytes % self.alignment_bytes:
                 raise InputError(
                     f"field 'chunks[{index}].numel': shards of {shard_bytes} bytes do not end at a multiple of "
@@ -296,10 +314,10 @@ class Plan(Artifact):
     def _check_chunks(self) -> None:
         seen: dict[str, int] = {}
         for index, chunk in enumerate(self.chunks):
-            if chunk.numel % self.world_size:
+            if chunk.numel % self.shards:
                 raise InputError(
-                    f"field 'chunks[{index}].numel' must be a multiple of the world size {self.world_size}, so that it "
-                    f"can be sharded evenly, found {chunk.numel}"
+                    f"field 'chunks[{index}].numel' must be a multiple of the {self.shards} shards, so that it can be "
+                    f"sharded evenly, found {chunk.numel}"
                 )
             if not chunk.resident and chunk.weight_bytes > self.block_bytes:
                 raise InputError(
@@ -354,22 +372,22 @@ class Plan(Artifact):
         return tuple(
             ChunkRoute(
                 weight_bytes=chunk.weight_bytes,
-                shard_bytes=chunk.weight_bytes // self.world_size,
+                shard_bytes=chunk.weight_bytes // self.shards,
                 resident=chunk.resident,
                 weight_on_device=chunk.weight_home == "device",
                 state_on_device=chunk.state_home == "device",
                 trainable=chunk.trainable,
                 gradient=chunk.reduce_order is not None,
-                stepped=chunk.has_parameters_on(rank, self.world_size),
+                stepped=chunk.has_parameters_on(rank % self.shards, self.shards),
                 turned_bytes=self.turned_bytes(chunk),
                 exchanged_bytes=exchanged_bytes(
                     chunk.matrices,
                     [slot.offset for slot in chunk.parameters],
-                    chunk.numel // self.world_size,
-                    self.world_size,
-                    rank,
+                    chunk.numel // self.shards,
+                    self.shards,
+                    rank % self.shards,
                 ),
-                file_bytes=chunk.file_bytes(rank, self.world_size),
+                file_bytes=chunk.file_bytes(rank % self.shards, self.shards),
             )
             for chunk in self.chunks
         )
@@ -377,7 +395,8 @@ class Plan(Artifact):
     def prediction_for(self, micro_batches: int) -> Prediction:
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
-        moved = step_traffic(self.routes(), loads.by_chunk, Backwards(micro_batches))
+        backwards = Backwards.of([True] * micro_batches, self.accumulation)
+        moved = step_traffic(self.routes(), loads.by_chunk, backwards, replicas=self.replicas)
         return replace(
             self.predicted,
             loads=loads.loads,
@@ -388,6 +407,7 @@ class Plan(Artifact):
                 "device_to_host": moved.device_to_host_bytes,
                 "network": moved.network_bytes,
                 "disk_read": self.disk_bytes() + moved.file_bytes,
+                "replicas": moved.replicas_bytes,
             },
         )
 
@@ -454,7 +474,8 @@ class Plan(Artifact):
         return f"<Plan {self.fingerprint}: {self._setting()}, {format_seconds(self.predicted.step_s)} a step>"
 
     def _setting(self) -> str:
-        return f"{self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}"
+        replicas = f" in {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}{replicas}"
 
     def summary(self) -> str:
         """The plan in three lines."""
@@ -475,7 +496,9 @@ class Plan(Artifact):
         host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
         updates = Counter(chunk.update for chunk in trainable)
         predicted, moved = self.predicted, self.predicted.moved_bytes
-        shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk or self.reads_files]
+        unused: tuple[str, ...] = () if self.uses_disk or self.reads_files else DISK_LINKS
+        unused = unused if self.replicas > 1 else (*unused, "replicas")
+        shown = [link for link in LINKS if link not in unused]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
         of_several = f", per optimizer step of {self.accumulation} micro-batches" if self.accumulation > 1 else ""
         blocks = (
@@ -566,4 +589,5 @@ def same_packing(plan: Plan, other: Plan) -> bool:
     def packing(plan: Plan) -> list[tuple[object, ...]]:
         return [(chunk.dtype, chunk.trainable, chunk.numel, chunk.parameters) for chunk in plan.chunks]
 
-    return plan.world_size == other.world_size and packing(plan) == packing(other)
+    same = (plan.world_size, plan.replicas) == (other.world_size, other.replicas)
+    return same and packing(plan) == packing(other)

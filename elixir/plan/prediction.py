@@ -13,7 +13,7 @@ from elixir.units import format_seconds
 DISK_LINKS = ("disk_read", "disk_write")
 CHECKPOINT_PART = "checkpoint"
 """Its name in `Prediction.host_parts`."""
-LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+LINKS = ("host_to_device", "device_to_host", "network", "replicas", *DISK_LINKS)
 
 
 NOTICEABLE_SHARE = 0.001

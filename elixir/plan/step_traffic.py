@@ -44,14 +44,27 @@ class Backwards:
     step."""
     late: bool = False
     """Whether the last were kept ones, which are reduced before the optimizer's step."""
+    partial: int = 0
+    """Number of the first backwards that were sent and not summed over the replicas."""
 
     @classmethod
-    def of(cls, reducing: Sequence[bool]) -> Backwards:
-        """Counts backwards, given in order whether each reduced its gradients."""
+    def of(cls, reducing: Sequence[bool], accumulation: int = 1) -> Backwards:
+        """Counts backwards, given in order whether each reduced its gradients. Replicas sum from backward number
+        `accumulation` on."""
         kept = reducing.count(False)
         late = bool(reducing) and not reducing[-1]
         changes = sum(now and not before for before, now in pairwise(reducing))
-        return cls(len(reducing) - kept, kept, changes + late, late)
+        return cls(len(reducing) - kept, kept, changes + late, late, sum(reducing[: accumulation - 1]))
+
+    @property
+    def summed(self) -> int:
+        """How often replicas sum gradients that are reduced at that moment."""
+        return self.sent + self.late - self.partial
+
+    @property
+    def finished(self) -> bool:
+        """Whether replicas sum what is at home before the optimizer's step, since no backward did."""
+        return bool(self.partial) and not self.summed
 
     @property
     def count(self) -> int:
@@ -67,9 +80,17 @@ class StepTraffic:
     device_to_host_bytes: int
     """Gradients, and matrices that were made orthogonal. Evictions are clean and move nothing."""
     network_bytes: int
-    """Received from other ranks, when weights are gathered, gradients reduced, and matrices made orthogonal."""
+    """Received from other ranks of the replica, when weights are gathered, gradients reduced, and matrices made
+    orthogonal."""
     file_bytes: int
     """Read from files in which frozen weights live."""
+    replicas_bytes: int = 0
+    """Received from other replicas, when gradients are summed over them."""
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each of `ranks` receives in a ring that sums buffers of `nbytes`."""
+    return 2 * (ranks - 1) * nbytes // ranks
 
 
 def step_traffic(
@@ -78,6 +99,7 @@ def step_traffic(
     backwards: Backwards,
     *,
     stepped: bool = True,
+    replicas: int = 1,
 ) -> StepTraffic:
     """Counts the bytes of one optimizer step.
 
@@ -86,8 +108,9 @@ def step_traffic(
         loads: per chunk, how often it comes into a block in all micro-batches (`Schedule.step`).
         backwards: of the step.
         stepped: False if the optimizer skipped the step, so that no weights are new.
+        replicas: of the model, each sharded over as many ranks.
     """
-    host_to_device = device_to_host = network = files = 0
+    host_to_device = device_to_host = network = files = across = 0
     for index, route in enumerate(routes):
         from_others = route.weight_bytes - route.shard_bytes
         loaded = loads.get(index, 0)
@@ -103,6 +126,11 @@ def step_traffic(
             if not route.state_on_device:
                 device_to_host += sent * route.shard_bytes + backwards.kept * route.weight_bytes
                 host_to_device += backwards.handed_over * route.weight_bytes
+            if replicas > 1:
+                across += (backwards.summed + backwards.finished) * all_reduce_bytes(route.shard_bytes, replicas)
+                if not route.state_on_device:  # what was added up goes along
+                    host_to_device += bool(backwards.partial) * route.shard_bytes
+                    device_to_host += backwards.finished * route.shard_bytes
         if not stepped:
             continue
         if route.resident:
@@ -113,4 +141,4 @@ def step_traffic(
             network += route.exchanged_bytes
         if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
             host_to_device += route.shard_bytes
-    return StepTraffic(host_to_device, device_to_host, network, files)
+    return StepTraffic(host_to_device, device_to_host, network, files, across)

@@ -24,6 +24,7 @@ from elixir.optimizer_states import (
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
+from elixir.plan.replicas import refuse_with_replicas
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting, Spill
@@ -297,6 +298,13 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
+    matrices = _matrices(trace, request)
+    refuse_with_replicas(
+        request.replicas,
+        matrices=bool(matrices),
+        in_files=request.frozen_weights == "files",
+        forward=bool(trace.step.forward),
+    )
     if request.frozen_weights == "files":
         hardware.rate("disk_read")  # refuses a machine whose disk is not known
     kind = check_kind(request.moments)
@@ -307,7 +315,6 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
             "moments at "
             "'float32', or train in float32 or less"
         )
-    matrices = _matrices(trace, request)
     return Setting(
         request.world_size,
         hardware.ranks_per_host(request.world_size),
@@ -321,6 +328,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
         frozen_weights=request.frozen_weights,
+        replicas=request.replicas,
     )
 
 
@@ -404,6 +412,7 @@ def to_plan(
                 "host_to_device": best.moved.host_to_device_bytes,
                 "device_to_host": best.moved.device_to_host_bytes,
                 "network": best.moved.network_bytes,
+                "replicas": best.moved.replicas_bytes,
                 "disk_read": best.moved.disk_bytes + best.moved.file_bytes,
                 "disk_write": best.moved.disk_bytes,
             },
@@ -427,6 +436,7 @@ def to_plan(
         device_name=space.hardware.device_name,
         step=trace.step,
         frozen_weights=space.setting.frozen_weights,
+        replicas=space.setting.replicas,
     )
 
 
@@ -452,7 +462,8 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
 def _host_threads(space: SearchSpace) -> int | None:
     setting = space.setting
     dtype = main_dtype(space.trace)
-    rates = Rates(space.hardware, dtype, setting.world_size, setting.ranks_per_host, moments=setting.moments)
+    ranks = setting.world_size, setting.ranks_per_host
+    rates = Rates(space.hardware, dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
     return rates.host_threads
 
 

@@ -244,6 +244,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
         assume=plan.assume,
         frozen_weights=plan.frozen_weights,
         chunks_of=plan,
+        replicas=plan.replicas,
     )
     try:
         return plan_in(space, budgets, request)

@@ -15,6 +15,7 @@ from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.optimizer_states import state_size
 from elixir.plan.chunk_plan import FrozenHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.plan.replicas import check_replicas
 from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
@@ -84,6 +85,9 @@ class SearchRequest:
     matrices: tuple[str, ...] | None = None
     """Names of the parameters that an optimizer such as Muon steps as whole matrices; None: with ``Muon + AdamW`` all
     matrices but embeddings, and those of the shape of one, as an output layer has it."""
+    replicas: int = 1
+    """Replicas of the model, each sharded over world_size / replicas neighbouring ranks, two or more: weights are
+    gathered within a replica, gradients reduced there and summed over the replicas once per optimizer step."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -96,6 +100,8 @@ class SearchRequest:
         if self.world_size > MOST_RANKS:
             raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
         check_count("accumulation", self.accumulation)
+        check_count("replicas", self.replicas)
+        check_replicas(self.replicas, self.world_size)
         choices = {"placement": HomeChoice, "search": SearchName, "assume": Assumption, "frozen_weights": FrozenHome}
         for name, kind in choices.items():
             known = get_args(kind)
@@ -114,14 +120,20 @@ class SearchRequest:
                     f"{which}_reserve="
                     f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
                 )
-        if self.chunks_of is not None:
-            ranks = plan_of(self.chunks_of).world_size
-            if ranks != self.world_size:
-                raise InputError(f"chunks_of is a plan for {ranks} ranks, so world_size must be {ranks}, too")
+        self._check_kept()
         for name in ("clipping", "early_updates"):
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):
                 raise InputTypeError(f"{name} must be True, False or None, got {wanted!r}")
+
+    def _check_kept(self) -> None:
+        if self.chunks_of is None:
+            return
+        kept = plan_of(self.chunks_of)
+        for name, what in (("world_size", "ranks"), ("replicas", "replicas")):
+            there = getattr(kept, name)
+            if there != getattr(self, name):
+                raise InputError(f"chunks_of is a plan for {there} {what}, so {name} must be {there}, too")
 
     @classmethod
     def of(cls, asked: SearchRequest | int, **options: Any) -> SearchRequest:

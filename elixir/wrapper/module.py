@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place
-from elixir.chunk.group import Group
+from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.kernels.model.fused_kernels import FusedKernels
@@ -68,7 +67,8 @@ class ElixirModule(nn.Module):
     Args:
         module: the model; from now on use it only through the wrapper.
         plan: the plan for this model and this number of ranks, or the answer of a search.
-        group: the process group; None means the default group, or a single rank if there is none.
+        group: the process group; None means the default group, or a single rank if there is none. A device mesh with
+            the dimensions ``replicate`` and ``shard`` says which ranks form a replica; otherwise neighbours do.
         prefetch: fetch chunks before they are used, as the plan says; False fetches on demand.
         dtype: the dtype of parameters and floating inputs; None takes the plan's. Buffers follow if the whole model is
             cast (`casts_buffers`).
@@ -102,7 +102,7 @@ class ElixirModule(nn.Module):
         self,
         module: nn.Module,
         plan: Plan | HasPlan | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: GivenGroup = None,
         prefetch: bool = True,
         dtype: torch.dtype | str | None = None,
         reduce_always_fp32: bool = False,
@@ -132,9 +132,10 @@ class ElixirModule(nn.Module):
         )
         with compiled_in_place(module, keep=True), contextlib.ExitStack() as undone:
             self._origins = Origins(module)
-            ranks = Group(group)
+            ranks = Group(group, data=False)
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
+            ranks.divide(made.replicas)
             self._shared_weights = SharedWeights(module, find_shared_memory(module))
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def plan_for(
     *,
     loss: LossFn = hf_loss,
     split_number: int = 8,
+    accumulation: int = 1,
     **options: Any,
 ) -> Plan:
     """A plan of one of `PLANS`, made on rank 0 and sent to the others."""
@@ -64,6 +66,7 @@ def plan_for(
                 shard_device="cuda" if kind == "device" else "cpu",
                 **common,
             ).plan
+        plan = replace(plan, accumulation=accumulation)
         texts = [(mixed(plan) if kind == "mixed" else plan).to_json()]
     dist.broadcast_object_list(texts, src=0)
     return Plan.from_json(str(texts[0]))

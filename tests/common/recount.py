@@ -42,7 +42,7 @@ class Recounter:
 
     def __init__(self, plan: Plan, trace: StepTrace, ranks_per_host: int) -> None:
         self.plan, self.trace, self.ranks_per_host = plan, trace, ranks_per_host
-        self.world = plan.world_size
+        self.world = plan.world_size // plan.replicas
         self.size = [chunk.numel * ITEMSIZE[chunk.dtype] for chunk in plan.chunks]
         self.shard = [size // self.world for size in self.size]
         self.home = {slot.name: index for index, chunk in enumerate(plan.chunks) for slot in chunk.parameters}
@@ -107,6 +107,7 @@ class Recounter:
             "device_to_host": sum(self.shard[c] for c in away),
             # A reduction receives as much as a gather: all shards but one's own.
             "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *trained)),
+            "replicas": sum(2 * (self.plan.replicas - 1) * self.shard[c] // self.plan.replicas for c in trained),
             "disk_read": updated_from_disk + sum(map(self.in_file, loaded)),
             "disk_write": updated_from_disk,
         }

@@ -85,7 +85,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
     names = sorted(slot.name for chunk in made.chunks for slot in chunk.parameters)
     assert names == sorted(infos)
     for chunk in made.chunks:
-        assert chunk.weight_bytes % (made.world_size * made.alignment_bytes) == 0
+        assert chunk.weight_bytes % (made.shards * made.alignment_bytes) == 0
         assert made.world_size > 1 or (chunk.weight_home == "device") == chunk.resident
         for slot in chunk.parameters:
             info = infos[slot.name]

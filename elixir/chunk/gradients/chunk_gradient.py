@@ -90,6 +90,8 @@ class ChunkGradient:
         """Names of the parameters that got a gradient on this rank since the last step."""
         self.dropped: set[str] = set()
         """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
+        self.is_partial: bool | None = None
+        """Whether what is at home is the sum of this replica alone; None before any came. The same on all ranks."""
         self.norms: PartNorms | None = None
         """Norms of what `memory` holds once it has arrived; None if they were not summed on the way. A change of the
         gradients replaces them."""
@@ -117,6 +119,10 @@ class ChunkGradient:
     def holds(self) -> bool:
         """Whether a gradient is at home, so that the next one is added."""
         return self.state in (GradState.HOME, GradState.ADDING)
+
+    def ends_partial(self, over_replicas: bool) -> bool:
+        """Whether what comes next is summed over the replicas together with what is at home."""
+        return over_replicas and self.is_partial is True
 
     @property
     def is_complete(self) -> bool:
@@ -183,6 +189,7 @@ class ChunkGradient:
             to_none: rather than zeros.
         """
         arrived = arrived | self.arrived | self.forget_kept()
+        self.is_partial = None
         self.dropped.clear()
         self.norms = None
         self.changes += 1
@@ -240,6 +247,7 @@ class ChunkGradient:
     def _forget(self) -> None:
         """Forgets the gradient at home. Memory on the device is freed, since it exists only while gradients do."""
         self.arrived = set()
+        self.is_partial = None
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
         if self.memory.numel() and self.chunk.plan.update_home == "device":

@@ -11,6 +11,8 @@ execution than the traced one, and those of a chunk that gets none in the traced
 of the states. Each rank keeps them there until the next backward that sends the chunk, or until the optimizer steps,
 before which all ranks learn of them. From then on every backward sends the chunk.
 
+Replicas sum their gradients once per step: in the last backward that it is planned with, or before the optimizer steps.
+
 While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
 ones that are reduced, or reduced before the optimizer steps.
 """
@@ -46,7 +48,8 @@ class FlowOptions:
         reduce_fp32: sum over the ranks in float32.
         overlap: gradients larger than a block leave while backward goes on; otherwise it waits for them.
         places: chunk -> the position of the order after which it is sent; chunks without one come last.
-        accumulation: backwards that a step is planned with; the norms of sums are those of the last one only.
+        accumulation: backwards that a step is planned with; norms of sums, and sums over replicas, are made in the last
+            one.
     """
 
     block_count: int
@@ -205,6 +208,10 @@ class GradientFlow:
             for late in self.by_chunk.values():
                 self._keep(late)  # its block is the next forward's, and the next backward's
 
+    def is_partial(self, chunk: Chunk) -> bool:
+        """Whether a chunk's gradients are to be summed over the replicas yet."""
+        return self.by_chunk[chunk.index].is_partial is True
+
     def forget_counts(self) -> None:
         """Resets the counts, since a step begins or has been reported."""
         self._transport.moved = MovedBytes()
@@ -300,6 +307,9 @@ class GradientFlow:
             self._awaited |= set(late)
             for index in late:
                 self._send(self.by_chunk[index].chunk, late=True)
+            for gradient in self.by_chunk.values():
+                if gradient.is_partial:
+                    self._transport.finish(gradient)
 
     def _send_in_order(self) -> None:
         while self._unsent:
@@ -332,7 +342,10 @@ class GradientFlow:
             return
         opened = gradient.close() or self._opened(chunk)
         opened.fill_gaps(chunk)
-        leaving = self._transport.send(gradient, opened, self._norms_for(gradient))
+        # What all replicas have summed must not be mixed with what they have not.
+        whole = late or gradient.is_partial is False or self._backwards >= self._options.accumulation
+        over = whole and self._group.replicas > 1
+        leaving = self._transport.send(gradient, opened, self._norms_for(gradient, over), over_replicas=over)
         is_block = opened.memory.nbytes == self._options.block_bytes
         self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
@@ -344,7 +357,7 @@ class GradientFlow:
         if opened is not None:
             self._blocks.leave(self._transport.keep(gradient, opened))
 
-    def _norms_for(self, gradient: ChunkGradient) -> PartNorms | None:
+    def _norms_for(self, gradient: ChunkGradient, over_replicas: bool) -> PartNorms | None:
         """Makes the norms of what is sent now; None if the step sums those that it needs.
 
         The step sums what stays on the device: compute does it there, and nobody waits. Of accumulated gradients only
@@ -354,7 +367,8 @@ class GradientFlow:
         chunk = gradient.chunk
         if chunk.plan.update_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
             return None
-        return PartNorms(chunk, "cpu" if gradient.holds else self._device)
+        adds = gradient.holds and not gradient.ends_partial(over_replicas)
+        return PartNorms(chunk, "cpu" if adds else self._device)
 
 
 def _number(gradient: ChunkGradient) -> int:

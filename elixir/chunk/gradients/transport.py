@@ -1,7 +1,8 @@
 """Takes a chunk's gradients from a full block to the home of the optimizer states.
 
 On several ranks the block is first reduced over them, together with what this rank has kept to itself. Then this rank's
-shard is copied home, or added to what is there. What leaves for the host is summed for the gradient norm before it
+shard is copied home, or added to what is there. Replicas sum their shards once per step, in its last planned backward:
+what is at home goes along, by way of the device. What leaves for the host is summed for the gradient norm before it
 leaves, or, where it is added to earlier backwards, in the pass that adds it.
 """
 
@@ -19,6 +20,10 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
 from elixir.chunk.lanes import Lanes, Ticket, Work, settled
 from elixir.chunk.part_norms import PartNorms
+from elixir.plan.step_traffic import all_reduce_bytes
+
+Then = Callable[[torch.Tensor, torch.Tensor], object]
+"""Work on this rank's reduced part, with the block that it came from."""
 
 
 @dataclass
@@ -30,6 +35,9 @@ class MovedBytes:
     returned: int = 0
     """Host to device: gradients that a rank had kept to itself, added to the next that are reduced."""
     network: int = 0
+    """Received from other ranks of the replica."""
+    replicas: int = 0
+    """Received from other replicas."""
 
 
 class Transport:
@@ -50,13 +58,16 @@ class Transport:
         self._reduce_fp32 = reduce_fp32
         self.moved = MovedBytes()
 
-    def send(self, gradient: ChunkGradient, opened: OpenChunk, norms: PartNorms | None) -> Leaving:
+    def send(
+        self, gradient: ChunkGradient, opened: OpenChunk, norms: PartNorms | None, *, over_replicas: bool = False
+    ) -> Leaving:
         """Reduces a chunk's gradients, and lets this rank's shard leave for its home.
 
         Args:
             gradient: of the chunk, with no block open.
             opened: all gradients of the chunk, zeros for those that did not come.
             norms: filled with the norms of what is at home then.
+            over_replicas: they are summed over the replicas as well, with those at home that have not been.
         """
         chunk, block = gradient.chunk, opened.block
         gradient.make_memory()
@@ -69,13 +80,26 @@ class Transport:
         has_kept = gradient.kept is not None
         written, kept_alive = self._return_kept(gradient, block)
         mine = block[chunk.mine]
-        if self._group.size > 1:
-            early = None if gradient.holds else norms
-            mine, reduced = self._reduce(block, mine, f"gradients of chunk {chunk.index}", written, early)
-            written, kept_alive = [reduced], (mine, *kept_alive)
+        adds = gradient.holds and not gradient.ends_partial(over_replicas)
         moved_bytes = gradient.memory.nbytes if chunk.plan.update_home == "host" else 0
+        if self._group.size > 1:
+            what = f"gradients of chunk {chunk.index}"
+            after = written
+            then: list[Then] = []
+            if gradient.ends_partial(over_replicas):
+                self.moved.returned += moved_bytes
+                then.append(self._joining(gradient))
+                after = [*written, *used]  # `used` writes what is at home, which is added
+            if over_replicas:
+                then.append(self._over_replicas(mine.nbytes, what))
+            if norms is not None and not adds:
+                then.append(_measuring(norms))
+            mine, reduced = self._reduce(block, mine, what, after, then)
+            written, kept_alive = [reduced], (mine, *kept_alive)
+            if self._group.replicas > 1:
+                gradient.is_partial = not over_replicas
         self.moved.offloaded += moved_bytes
-        if gradient.holds:
+        if adds:
             add = self._adding(gradient, mine.numel(), norms)
             home = gradient.memory[: mine.numel()]  # but for padding, all of it
             gone, ready = self._add(add, mine, home, written=written, used=used, nbytes=moved_bytes)
@@ -84,7 +108,8 @@ class Transport:
             gone = ready = self._copy(gradient, mine, norms, written, used, moved_bytes)
             # On CUDA compute has summed what was not reduced, and nobody waits for that.
             summed = written[-1] if written else None if block.is_cuda else gone
-            gradient.to(GradState.HOME)
+            if not gradient.holds:
+                gradient.to(GradState.HOME)
         gradient.uses.written_by(ready)
         gradient.dropped.clear()
         if norms is not None:
@@ -104,6 +129,57 @@ class Transport:
         kept.uses.written_by(added)
         return Leaving(opened.memory, gone, (kept.memory,), is_extra=True)
 
+    def finish(self, gradient: ChunkGradient) -> None:
+        """Sums over the replicas what is at home, since no backward has."""
+        chunk, what = gradient.chunk, f"gradients of chunk {gradient.chunk.index}"
+        home = gradient.memory[: chunk.shard_numel]
+        gradient.is_partial, gradient.norms = False, None
+        gradient.changes += 1
+        dtype = torch.float32 if self._reduce_fp32 else home.dtype
+        moved_bytes = home.nbytes if chunk.plan.update_home == "host" else 0
+        self.moved.returned += moved_bytes
+        self.moved.offloaded += moved_bytes
+        stale = gradient.parts_of(gradient.dropped)
+        gradient.dropped.clear()
+
+        over_replicas = self._over_replicas(home.nbytes, what)
+
+        def add_up() -> None:
+            for part in stale:
+                part.zero_()
+            here = home.to(self._device, dtype)
+            over_replicas(here, here)
+            if here.data_ptr() != home.data_ptr():
+                home.copy_(here, non_blocking=True)
+
+        # The last gradients may still be on their way home.
+        done = self._lanes.network.submit(add_up, after=gradient.uses.to_write(), nbytes=moved_bytes)
+        gradient.uses.written_by(done)
+
+    def _over_replicas(self, nbytes: int, what: str) -> Then:
+        """Counts and returns the work that sums a shard of so many bytes over the replicas."""
+        self.moved.replicas += all_reduce_bytes(nbytes, self._group.replicas)
+        return lambda shard, _: self._group.sum_replicas(shard, what)
+
+    def _joining(self, gradient: ChunkGradient) -> Then:
+        """Returns the work that adds what is at home to a shard that was just reduced; parts that were dropped count
+        as zero."""
+        home, stale = gradient.memory[: gradient.chunk.shard_numel], gradient.parts_of(gradient.dropped)
+        numel, shards = gradient.chunk.shard_numel, self._group.shards
+        neighbour = (self._group.shard + 1) % shards
+
+        def join(reduced: torch.Tensor, whole: torch.Tensor) -> None:
+            for part in stale:
+                part.zero_()
+            here = home
+            if home.device != reduced.device:
+                # Other ranks have their parts of the block by now, so it has room.
+                here = whole[neighbour * numel : (neighbour + 1) * numel]
+                here.copy_(home, non_blocking=True)
+            reduced.add_(here)
+
+        return join
+
     def _return_kept(
         self, gradient: ChunkGradient, block: torch.Tensor
     ) -> tuple[list[Ticket], tuple[torch.Tensor, ...]]:
@@ -122,7 +198,12 @@ class Transport:
         return [self._lanes.offload.submit(add, after=kept.uses.to_read(), nbytes=memory.nbytes)], (memory,)
 
     def _reduce(
-        self, block: torch.Tensor, mine: torch.Tensor, what: str, written: list[Ticket], norms: PartNorms | None
+        self,
+        block: torch.Tensor,
+        mine: torch.Tensor,
+        what: str,
+        written: list[Ticket],
+        then: Sequence[Then],
     ) -> tuple[torch.Tensor, Ticket]:
         """Averages `block` over the ranks; returns this rank's part of the mean, and its ticket.
 
@@ -130,8 +211,8 @@ class Transport:
             block: is overwritten.
             mine: this rank's part of it.
             what: is reduced; for messages.
-            written: tickets of what writes `block`.
-            norms: are measured as well.
+            written: tickets of what writes `block`, or what `then` reads.
+            then: done next with this rank's part, and with the block.
         """
         # In place where the dtype allows: the block has room for the result.
         reduced = torch.empty_like(mine, dtype=torch.float32) if self._reduce_fp32 else mine
@@ -139,8 +220,8 @@ class Transport:
         def reduce() -> None:
             wide = block.float() if self._reduce_fp32 else block  # now: what was kept has been added
             self._group.reduce_mean(reduced, wide, what)
-            if norms is not None:
-                norms.measure(reduced)
+            for work in then:
+                work(reduced, wide)
 
         sent_bytes = block.nbytes - mine.nbytes
         self.moved.network += sent_bytes
@@ -225,6 +306,10 @@ class Transport:
                 norms.add_and_measure(home, gradients)
 
         return add
+
+
+def _measuring(norms: PartNorms) -> Then:
+    return lambda reduced, _: norms.measure(reduced)
 
 
 def _measure_and_copy(norms: PartNorms, gradients: torch.Tensor, home: torch.Tensor) -> None:

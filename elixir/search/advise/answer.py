@@ -84,6 +84,7 @@ class Answer:
             early_updates=plan.may_update_early,
             clipping=plan.clipping and not overflow_only,
             assume=plan.assume,
+            replicas=plan.replicas,
         )
         return cls(plan, Question(trace, hardware, request))
 

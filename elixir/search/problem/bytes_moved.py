@@ -16,11 +16,11 @@ from elixir.search.problem.placement import Placement
 class BytesMoved(StepTraffic):
     """Bytes that one rank moves in one optimizer step, all its micro-batches together."""
 
-    disk_bytes: int
+    disk_bytes: int = 0
     """Read for updates on the host; as many are written."""
-    loads: int
+    loads: int = 0
     """Chunks brought into blocks."""
-    hits: int
+    hits: int = 0
 
     @property
     def link_bytes(self) -> int:
@@ -37,5 +37,5 @@ def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks
     counts = np.array([loads.by_chunk.get(chunk, 0) for chunk in range(len(chunks))], dtype=np.int64)
     moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
     disk = sum(int(model.disk_shard_bytes[index]) for index in placement.state_on_disk if chunks[index].grad_bytes)
-    down, up, network, files = moved.tolist()
-    return BytesMoved(down, up, network, files, disk_bytes=disk, loads=loads.loads, hits=loads.hits)
+    down, up, network, files, replicas = moved.tolist()
+    return BytesMoved(down, up, network, files, replicas, disk_bytes=disk, loads=loads.loads, hits=loads.hits)

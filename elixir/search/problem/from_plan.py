@@ -71,6 +71,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         matrices=frozenset(plan.matrices),
         clipping=plan.clipping,
         frozen_weights=plan.frozen_weights,
+        replicas=plan.replicas,
     )
 
 

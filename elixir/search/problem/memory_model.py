@@ -120,7 +120,7 @@ class MemoryModel:
 
     def __init__(self, work: PackedStep, setting: Setting) -> None:
         self.work, self.setting = work, setting
-        facts, chunks, ranks = work.facts, work.chunks, setting.world_size
+        facts, chunks, ranks = work.facts, work.chunks, setting.shards
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
         self.transient: Ints = np.zeros(facts.stretches, dtype=np.int64)
         self.matrix_room_bytes = room_bytes([(chunk.matrices, chunk.numel // ranks) for chunk in chunks], ranks)
@@ -214,7 +214,7 @@ class MemoryModel:
 
         Links as in `StepTraffic`.
         """
-        ranks, facts_of = self.setting.world_size, []
+        ranks, facts_of = self.setting.shards, []
         for chunk, read in zip(self.work.chunks, self.file_bytes, strict=True):
             shard_numel = chunk.numel // ranks
             turned = sum(map(math.prod, chunk.matrices)) if ranks == 1 else shard_numel * bool(chunk.matrices)
@@ -232,7 +232,7 @@ class MemoryModel:
         setting, (direction_bytes, exchanged, file_bytes) = self.setting, moved
         route = ChunkRoute(
             nbytes,
-            nbytes // setting.world_size,
+            nbytes // setting.shards,
             home.resident,
             home.weights_on_device,
             home.states_on_device,
@@ -242,8 +242,11 @@ class MemoryModel:
             exchanged_bytes=exchanged,
             file_bytes=file_bytes if home is Home.FILES else 0,
         )
-        backwards = Backwards(setting.accumulation)
-        none, one = (list(vars(step_traffic([route], {0: loads}, backwards)).values()) for loads in (0, 1))
+        backwards = Backwards.of([True] * setting.accumulation, setting.accumulation)
+        none, one = (
+            list(vars(step_traffic([route], {0: loads}, backwards, replicas=setting.replicas)).values())
+            for loads in (0, 1)
+        )
         return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
 
     # --- host and disk
@@ -264,7 +267,7 @@ class MemoryModel:
         parts["file_window"] = _buffers(found["file_window"], FILE_BUFFERS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
         parts["new_states"] = found["new_states"].sum(axis=1)
-        parts["matrix_staging"] = stages(self.setting.world_size) * found["matrix_staging"].max(axis=1, initial=0)
+        parts["matrix_staging"] = stages(self.setting.shards) * found["matrix_staging"].max(axis=1, initial=0)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:

@@ -134,9 +134,15 @@ class Setting:
     """Names of the parameters that are stepped as whole matrices, with `elixir.optimizer_states.MATRIX_STATES`."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""
-
     frozen_weights: FrozenHome = "host"
     """The home of frozen weights that do not fit the device."""
+    replicas: int = 1
+    """Replicas of the model, each sharded over as many ranks."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which each replica is sharded."""
+        return self.world_size // self.replicas
 
     def away(self, trainable: bool) -> Home:
         """The home of a streamed chunk of which nothing lives on the device."""

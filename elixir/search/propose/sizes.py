@@ -64,7 +64,7 @@ class SearchSpace:
         self.setting = setting
         self.compute_scale = compute_scale
         self.cost = SimulatedCost(trace, hardware, setting, compute_scale=compute_scale)
-        self.table = ParamTable(trace, setting.world_size, setting.moments, setting.matrices)
+        self.table = ParamTable(trace, setting.shards, setting.moments, setting.matrices)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}
         self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], MemoryModel] = {}

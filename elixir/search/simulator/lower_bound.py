@@ -35,7 +35,7 @@ class LowerBound:
         ahead: bool = False,
     ) -> None:
         self._times = times
-        self._several = times.world_size > 1
+        self._several = times.shards > 1
         work, before_backward_s = times.work, times.before_backward_s
         count = len(times.bytes)
         facts = work.chunks

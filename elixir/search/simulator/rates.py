@@ -22,6 +22,7 @@ from elixir.search.simulator.cluster import (
     NETWORK_STEP_S,
     NVLINK_STEP_S,
     Cluster,
+    all_reduce_s,
     check_positive,
     gather_s,
 )
@@ -95,6 +96,7 @@ class Rates:
         dtype: of most parameters, in which matrices are multiplied.
         world_size: number of ranks.
         ranks_per_host: how many of them share a machine.
+        replicas: of the model, each sharded over as many neighbouring ranks.
         moments: how Adam's are kept. A profile has measured float32, and perhaps bfloat16; other rates follow by the
             bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
 
@@ -110,10 +112,11 @@ class Rates:
         ranks_per_host: int,
         *,
         moments: MomentKind = "float32",
+        replicas: int = 1,
     ) -> None:
         self._moments = moments
         self._dtype = dtype
-        self.world_size = world_size
+        self.shards, self.replicas = world_size // replicas, replicas
         self._hardware = hardware
         self._ranks = ranks_per_host
         host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
@@ -132,6 +135,7 @@ class Rates:
         self.contention = hardware.contention or 0.0
         """Seconds that compute loses for each that a lane works next to it."""
         self._cluster = self._made()
+        self._across = self._made_across()
 
     def device_step(self, numel: npt.ArrayLike, low_precision: npt.ArrayLike) -> Floats:
         """Adam on the device, by elements of a chunk and whether its weights have fewer bits than its masters."""
@@ -238,8 +242,14 @@ class Rates:
         """Seconds of reduce-scatters, by bytes of the whole buffer."""
         return self._collective("reduce_scatter", nbytes)
 
+    def sum_replicas(self, nbytes: npt.ArrayLike) -> Floats:
+        """Seconds of sums over the replicas, by bytes of a shard; nothing for one replica."""
+        amounts = np.asarray(nbytes, dtype=np.float64)
+        known = {amount: all_reduce_s(amount, self._across) for amount in np.unique(amounts).tolist()}
+        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+
     def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
-        fit = self._hardware.fits.get(f"{name}.{self.world_size}")
+        fit = self._hardware.fits.get(f"{name}.{self.shards}")
         if fit is not None:
             return Line(fit.latency_s, fit.per_s)(nbytes)
         amounts = np.asarray(nbytes, dtype=np.float64)
@@ -252,13 +262,25 @@ class Rates:
         between_s = hardware.network_latency_s
         nccl = hardware.device_kind == "cuda"
         return Cluster(
-            ranks=self.world_size,
-            ranks_per_host=self._ranks,
+            ranks=self.shards,
+            ranks_per_host=min(self._ranks, self.shards),
             host_bytes_per_s=hardware.device_to_device_bytes_per_s,
             network_bytes_per_s=hardware.network_bytes_per_s or hardware.device_to_device_bytes_per_s,
             call_s=NCCL_CALL_S if nccl else 0.0,
             host_step_s=NVLINK_STEP_S if nccl else 0.0,
             network_step_s=NETWORK_STEP_S if between_s is None else between_s,
+        )
+
+    def _made_across(self) -> Cluster:
+        """The ranks that hold the same shard. All that share a machine sum at once, so they share its network."""
+        of_host = max(1, self._ranks // self.shards)
+        together = min(self._ranks, self.shards)
+        network_per_s = self._cluster.network_bytes_per_s
+        return replace(
+            self._cluster,
+            ranks=self.replicas,
+            ranks_per_host=min(of_host, self.replicas),
+            network_bytes_per_s=None if network_per_s is None else network_per_s / together,
         )
 
     def _line(self, key: str) -> Line:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.prediction import LINKS
+from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events
@@ -58,7 +59,7 @@ class Replay:
         self.in_last_batch = True
         """Whether the batch that runs is the last of its step: before, gradients are not whole."""
         self._sums_early = case.clipping and not case.accumulates
-        self._together = times.world_size > 1
+        self._together = times.shards > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
         self._slowdown = {
@@ -343,6 +344,17 @@ class Replay:
             self.extra_grad_blocks += 1
         return now_s
 
+    def _reduce_s(self, c: int, *, sums: bool) -> float:
+        """Counts the bytes of a reduction, and of the sum over replicas if it `sums`; returns the seconds of both."""
+        times = self._times
+        self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+        if not sums:
+            return times.reduce_s[c]
+        self.moved_bytes["replicas"] += all_reduce_bytes(times.shard_bytes[c], times.rates.replicas)
+        joins = self._holds[c] and not self._placement.state_on_device[c]
+        self.moved_bytes[FETCH] += joins * times.shard_bytes[c]
+        return times.reduce_s[c] + times.sum_replicas_s[c] + joins * times.fetch_s[c]
+
     def _send(self, c: int, now_s: float) -> float:
         """Sends a gradient: into the block, over the network, to the home of the states."""
         times, on_device = self._times, self._placement.state_on_device[c]
@@ -353,10 +365,12 @@ class Replay:
         compute_s = times.device_copy_s[c] + norm_s if by_compute else times.device_copy_s[c]
         self.busy_s[COMPUTE] += compute_s
         now_s += compute_s
+        # What was added up before comes back in the last batch and is summed over the replicas along with this.
+        sums = self.in_last_batch and times.rates.replicas > 1
+        adds = self._holds[c] and not sums
         start_s = now_s
         if self._together:
-            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
-            start_s = self._run(NETWORK, "reduce", c, start_s, times.reduce_s[c] + norm_s)
+            start_s = self._run(NETWORK, "reduce", c, start_s, self._reduce_s(c, sums=sums) + norm_s)
         # The update of the step before may still read what is written now.
         if self._updated_s[c] > start_s:
             start_s = self._updated_s[c]
@@ -365,11 +379,11 @@ class Replay:
         else:
             self.moved_bytes[OFFLOAD] += times.shard_bytes[c]
             seconds = times.offload_s[c] if by_compute or self._together else times.offload_s[c] + norm_s
-        passes = self._holds[c] and not on_device and self._ahead
+        passes = adds and not on_device and self._ahead
         if passes:  # on through a buffer, which is written again when what was in it has been added
             if len(self._passed) == PASSAGE_BUFFERS:
                 start_s = max(start_s, self._passed[0])
-        elif self._holds[c]:
+        elif adds:
             seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
         self._holds[c] = True
         gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)

@@ -72,6 +72,7 @@ class SimulatedCost:
             setting.world_size,
             setting.ranks_per_host,
             moments=setting.moments,
+            replicas=setting.replicas,
         )
         self._setting = setting
         self._early_share = out_of_place_share(setting)

@@ -110,6 +110,7 @@ def simulate_step(
         plan.world_size,
         min(ranks_per_host, plan.world_size),
         moments=plan.moments,
+        replicas=plan.replicas,
     )
     check_positive("compute_scale", compute_scale)
     work, placement = packed_step_of(plan, trace), placement_of(plan)

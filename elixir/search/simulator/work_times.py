@@ -76,10 +76,10 @@ class WorkTimes:
 
     def measure(self, rates: Rates, accesses_s: Floats) -> None:
         """Takes the seconds at these rates."""
-        self.rates, self.world_size, work = rates, rates.world_size, self.work
+        self.rates, self.shards, work = rates, rates.shards, self.work
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
-        numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
-        shard = size // self.world_size
+        numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.shards
+        shard = size // self.shards
         self.bytes: list[int] = size.tolist()
         self.shard_bytes: list[int] = shard.tolist()
         self.rounded = [chunk.low_precision for chunk in work.chunks]
@@ -89,6 +89,7 @@ class WorkTimes:
         self.device_copy_s: list[float] = rates.device_copy(size).tolist()
         self.gather_s: list[float] = rates.gather(size).tolist()
         self.reduce_s: list[float] = rates.reduce(size).tolist()
+        self.sum_replicas_s: list[float] = rates.sum_replicas(shard).tolist()
         self.offload_s: list[float] = rates.offload(shard).tolist()
         self.deliver_on_device_s: list[float] = rates.device_copy(shard).tolist()
         self.add_on_host_s: list[float] = rates.host_add(shard).tolist()
@@ -112,7 +113,7 @@ class WorkTimes:
     def _measure_matrices(self, rates: Rates, c: int, matrices: Sequence[tuple[int, int]]) -> None:
         """Takes the seconds of a chunk that is stepped as whole matrices: with states on the host each passes through
         the device, while the host works on the next."""
-        ranks, shard_numel = self.world_size, self.work.chunks[c].numel // self.world_size
+        ranks, shard_numel = self.shards, self.work.chunks[c].numel // self.shards
         numel = np.array([rows * columns for rows, columns in matrices] if ranks == 1 else [shard_numel])
         device_s = rates.orthogonal_s(slowest(matrices, ranks))
         if ranks > 1:  # as a gather in which one rank receives so much, there and back
@@ -246,7 +247,7 @@ class WorkTimes:
         entries = reached[positions]
         access = self._access_of[entries]
         place = np.full(len(chunks), _AT["load"])
-        if self.world_size > 1:
+        if self.shards > 1:
             # What forward did not come to is loaded when it is over.
             backward = self.work.first_backward
             place[(positions < backward) & (entries >= backward)] = _AT["forward over"]
@@ -285,7 +286,7 @@ class WorkTimes:
                 for chunk in self.update_order
                 if placement.resident[chunk]
                 and chunk in self._first_use
-                and (self.world_size > 1 or not placement.state_on_device[chunk])
+                and (self.shards > 1 or not placement.state_on_device[chunk])
             ]
             used = np.append(used, np.array(waiting, dtype=np.int64))
             entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
@@ -293,11 +294,11 @@ class WorkTimes:
 
     def _gradients(self, placement: Placement, schedule: Schedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
         """Gradients that go through blocks: all but those of one rank that stay next to resident weights."""
-        gathers = (self.world_size > 1) | ~(RESIDENT & STATES)[placement.codes]
+        gathers = (self.shards > 1) | ~(RESIDENT & STATES)[placement.codes]
         kept = gathers[self._grad_chunk]
         access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
         keys = self._key(access, _AT["gradient"])
-        if self.world_size > 1:
+        if self.shards > 1:
             keys = self._in_order(keys, kinds, self._grad_entry[kept], schedule, reached)
         return keys, kinds, chunks
 
@@ -328,7 +329,7 @@ class WorkTimes:
         streamed = ~np.append(np.array(resident, dtype=bool), False)[lone]  # those of several chunks are looked at
         positions: list[int] = []
         entries: list[int] = []
-        here, in_forward = -1, self.world_size > 1
+        here, in_forward = -1, self.shards > 1
         current: tuple[int, ...] = ()
         for entry in np.flatnonzero(streamed).tolist():
             if in_forward and entry >= backward:

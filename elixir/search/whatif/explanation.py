@@ -300,4 +300,5 @@ class _Variants:
 
 
 def _moved_bytes(candidate: Candidate) -> int:
-    return candidate.moved.link_bytes + candidate.moved.network_bytes + 2 * candidate.moved.disk_bytes
+    moved = candidate.moved
+    return moved.link_bytes + moved.network_bytes + moved.replicas_bytes + 2 * moved.disk_bytes

@@ -79,6 +79,8 @@ class SweepRow:
     disk_write_bytes: int | None = None
     accumulation: int = 1
     """Micro-batches of an optimizer step, `batch` samples each."""
+    replicas_bytes: int | None = None
+    """Per rank and step, between replicas."""
 
 
 @dataclass

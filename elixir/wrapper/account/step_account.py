@@ -108,7 +108,9 @@ class StepAccount:
         elif in_part:
             odd = "not all optimizers of this module have stepped"
         untraced = engine.gradients.untraced
-        course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, untraced, odd)
+        course = Course(
+            Backwards.of(backwards, engine.plan.accumulation), self._held, engine.group.rank, skipped, untraced, odd
+        )
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
         before, counts = self.last_report, engine.cache.take_counts()

@@ -24,7 +24,7 @@ from elixir.wrapper.engine import Engine
 
 TOLERANCE = 0.05
 """A step whose figures differ from the prediction by more than this share is reported."""
-_LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+_LINKS = ("host_to_device", "device_to_host", "network", "replicas", *DISK_LINKS)
 MUCH_SLOWER = 2.0
 """A step that takes this many times the upper end of its predicted range is reported: rates alone do not explain it."""
 SHOWN_S = 0.0005
@@ -272,7 +272,9 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
         course: the course of the step.
     """
     predicted, count = plan.predicted, course.backwards.count
-    links = [link for link in _LINKS if plan.uses_disk or plan.reads_files or link not in DISK_LINKS]
+    unused: tuple[str, ...] = () if plan.uses_disk or plan.reads_files else DISK_LINKS
+    unused = unused if plan.replicas > 1 else (*unused, "replicas")
+    links = [link for link in _LINKS if link not in unused]
     if course.odd:
         counts = {"loads": predicted.loads, "hits": predicted.hits} | {
             link: predicted.moved_bytes[link] for link in links
@@ -290,11 +292,12 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
         loads.by_chunk,
         course.backwards,
         stepped=not course.skipped,
+        replicas=plan.replicas,
     )
     on_disk = 0 if course.skipped else plan.disk_bytes(course.rank)
-    over_links = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes)
-    bytes_by_link = (*over_links, on_disk + moved.file_bytes, on_disk)
-    counts = {"loads": loads.loads, "hits": loads.hits, **dict(zip(links, bytes_by_link, strict=False))}
+    over_links = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes, moved.replicas_bytes)
+    by_link = dict(zip(_LINKS, (*over_links, on_disk + moved.file_bytes, on_disk), strict=True))
+    counts = {"loads": loads.loads, "hits": loads.hits, **{link: by_link[link] for link in links}}
     return Expected(counts, count, "")
 
 
@@ -338,6 +341,7 @@ def make_report(
             + engine.turned_bytes,
             "device_to_host": moved.offloaded + engine.turned_bytes,
             "network": counts.network_bytes + moved.network + engine.regathered_bytes + engine.exchanged_bytes,
+            **({"replicas": moved.replicas} if plan.replicas > 1 else {}),
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
@@ -384,7 +388,7 @@ def make_report(
 
 def _planned_early(plan: Plan, rank: int) -> int:
     """The number of chunks that a rank updates early under the plan."""
-    return sum(chunk.home.early and chunk.has_parameters_on(rank, plan.world_size) for chunk in plan.chunks)
+    return sum(chunk.home.early and chunk.has_parameters_on(rank % plan.shards, plan.shards) for chunk in plan.chunks)
 
 
 def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
@@ -393,11 +397,11 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
     kinds = (staging_kind(plan), window_kind(plan), file_window_kind(plan))
     total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
-    ranks, hosted = plan.world_size, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
+    ranks, hosted = plan.shards, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
     staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
     total += stages(ranks) * DIRECTION_BYTES * staged
     for chunk in plan.chunks:
-        numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
+        numel, itemsize = chunk.numel // plan.shards, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":
             total += numel * itemsize
         if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None:

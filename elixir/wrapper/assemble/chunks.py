@@ -77,7 +77,7 @@ def build_chunks(  # noqa: PLR0913 - the first five are those of `Build`
         source = WeightSource(model, weights, seed=seed, strict=strict)
     for index, chunk_plan in enumerate(plan.chunks):
         parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
-        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        chunk = _made(index, chunk_plan, parameters, group, arena.device)
         with _released_on_error(chunk), group.together("fill its weights"):
             _make_memory(chunk, plan, arena, window, frozen)
             if chunk.filed is None:
@@ -122,7 +122,7 @@ def move_chunks(
             yield old
             continue
         parameters = [slot.parameter for slot in old.slots]
-        chunk = Chunk(old.index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        chunk = _made(old.index, chunk_plan, parameters, group, arena.device)
         if chunk_plan.home.states_on_disk:
             chunk.stored = leaving.get(chunk.index)
         with _released_on_error(chunk), group.together("move its chunks"):
@@ -137,6 +137,11 @@ def move_chunks(
         for slot in chunk.slots:
             chunk.show(slot)
         old.let_go()
+
+
+def _made(index: int, plan: ChunkPlan, parameters: Sequence[nn.Parameter], group: Group, device: torch.device) -> Chunk:
+    """Creates a chunk without memory for this rank of the group."""
+    return Chunk(index, plan, parameters, rank=group.rank, world_size=group.shards, shard=group.shard, device=device)
 
 
 @contextlib.contextmanager
@@ -300,6 +305,11 @@ def agree_on_plan(
         mine = plan.fingerprint
         refuse_unplannable(module, None if plan.dtype == "as built" else parse_dtype(plan.dtype))
         _check_fits(plan, module, group.size)
+        if group.of_mesh not in (None, plan.replicas):
+            raise InputError(
+                f"the plan has {plan.replicas} replicas, the device mesh {group.of_mesh}; plan with "
+                f"replicas={group.of_mesh}, or give the mesh that the plan is for"
+            )
         refuse_compiled(module, plan, runs=runs)
         _check_disk_folders(plan, disk_folders)
         planned = (

@@ -101,7 +101,7 @@ class EarlyUpdates:
         backwards = self._backwards or engine.plan.accumulation
         if engine.gradients.backward_count < backwards or not self.forecast.expects_to_keep(scale):
             return
-        if shard.writes.exist or not shard.make_second():
+        if engine.gradients.is_partial(chunk) or shard.writes.exist or not shard.make_second():
             return
         names = {slot.name for slot in chunk.slots}
         inputs = shard.inputs(names, 1.0 / scale, self._user.hyperparameters(), in_place=False)

@@ -218,7 +218,8 @@ class GradientNorm:
         if self._engine.group.size == 1:
             return norm
         # Added in order of rank, so that all ranks get the same bits. Python's `sum` compensates in some versions.
-        square = reduce(operator.add, self._engine.exchange("norm", float(norm.cpu().double() ** 2)))
+        squares = self._engine.exchange("norm", float(norm.cpu().double() ** 2))
+        square = reduce(operator.add, squares[: self._engine.group.shards])  # each replica has them all
         return torch.tensor(math.sqrt(square), dtype=norm.dtype, device="cpu")
 
 

@@ -51,7 +51,7 @@ class MatrixRoom:
     """
 
     def __init__(self, arena: Arena, plan: Plan, bytes_per_s: float | None = None) -> None:
-        ranks = plan.world_size
+        ranks = plan.shards
         chunks = [(chunk.matrices, chunk.numel // ranks) for chunk in plan.chunks]
         self._memory = arena.make(room_bytes(chunks, ranks) // DIRECTION_BYTES, _WIDTH, "device", "matrix_room")
         numels = (directions_numel(chunks), owned_numel(chunks, ranks)) if ranks > 1 else (0, 0)
@@ -159,19 +159,19 @@ class Exchange:
         self._from_others: list[tuple[torch.Tensor, int]] = []  # parts of what this rank owns, by the rank that has it
         self._own: list[tuple[Slot, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         at = 0
-        for slot, owner in zip(chunk.slots, owners(chunk.plan.matrices, group.size), strict=True):
-            parts = [part_of(slot.offset, slot.numel, chunk.shard_numel, rank) for rank in range(group.size)]
-            mine = parts[group.rank]
+        for slot, owner in zip(chunk.slots, owners(chunk.plan.matrices, group.shards), strict=True):
+            parts = [part_of(slot.offset, slot.numel, chunk.shard_numel, rank) for rank in range(group.shards)]
+            mine = parts[group.shard]
             first = slot.offset + mine.start - chunk.shard_start
             here = self.directions[first : first + mine.stop - mine.start] if mine.stop > mine.start else room.own[:0]
             if slot.parameter not in group_of:
                 continue
-            if owner != group.rank:
+            if owner != group.shard:
                 self._of_others += [(here, owner)] if here.numel() else []
                 continue
             whole = room.own[at : at + slot.numel]
             at += slot.numel
-            others = ((whole[part], rank) for rank, part in enumerate(parts) if rank != group.rank)
+            others = ((whole[part], rank) for rank, part in enumerate(parts) if rank != group.shard)
             self._from_others += [(part, rank) for part, rank in others if part.numel()]
             self._own.append((slot, group_of[slot.parameter], whole, whole[mine], here))
 

@@ -379,6 +379,14 @@ def test_early_updates_had_other_names_until_version_19() -> None:
     assert Plan.from_dict(data) == plan
 
 
+def test_there_was_one_replica_until_version_24() -> None:
+    plan = make_plan(3)
+    data = plan.to_dict() | {"schema_version": 24}
+    assert data.pop("replicas") == 1
+    assert data["predicted"]["moved_bytes"].pop("replicas") == 0
+    assert Plan.from_dict(data) == plan
+
+
 def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:
     with pytest.raises(ArtifactError, match=r"'schema_version' is 1, .* reads \d+; trace it anew"):
         StepTrace.from_dict(make_trace(layers=1).to_dict() | {"schema_version": 1})

@@ -12,7 +12,7 @@ import elixir
 from elixir.errors import InputError, InputTypeError
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.request import OPTIONS, SearchRequest
-from tests.common.searching import HARDWARE, PLENTY, SMALL
+from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
 from tests.common.synthetic_trace import stack_trace
 
 
@@ -31,6 +31,8 @@ from tests.common.synthetic_trace import stack_trace
         ({"disk_memory": -1}, InputError, "-1"),
         ({"device_memory": "1GiB", "device_reserve": 0}, InputError, "taken as given"),
         ({"clipping": "yes"}, InputTypeError, "clipping must be"),
+        ({"replicas": 2}, InputError, "a divisor of 1 from 1 to 1"),
+        ({"replicas": 0}, InputError, "replicas must be 1 or larger"),
     ],
 )
 def test_what_makes_no_sense_is_refused_when_it_is_asked(
@@ -41,6 +43,26 @@ def test_what_makes_no_sense_is_refused_when_it_is_asked(
     request = SearchRequest(world_size=1)
     with pytest.raises(error, match=message):
         replace(request, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_type": "Muon"}, "with an optimizer of whole matrices such as Muon yet; give replicas=1, or"),
+        ({"frozen_weights": "files"}, "with frozen_weights='files' yet; give replicas=1, or frozen_weights='host'"),
+    ],
+)
+def test_several_replicas_do_not_go_with_everything(options: dict[str, Any], message: str) -> None:
+    trace, plenty = stack_trace(SMALL, batch=2), {"device_memory": "4GiB", "host_memory": "4GiB"}
+    with pytest.raises(InputError, match=f"replicas=2 does not go {message}"):
+        plan_from_trace(trace, HARDWARE, 4, replicas=2, **plenty, **options)
+    plan = plan_from_trace(trace, HARDWARE, 4, replicas=2, **plenty).plan
+    assert (plan.shards, plan.predicted.moved_bytes["replicas"] > 0) == (2, True)
+    check_consistent(plan, trace)
+    forward = replace(plan.step, forward=True)
+    for wrong in ({"frozen_weights": "files"}, {"step": forward}):
+        with pytest.raises(InputError, match="replicas=2 does not go with"):
+            replace(plan, **wrong)
 
 
 def test_free_host_memory_may_keep_a_reserve() -> None:
