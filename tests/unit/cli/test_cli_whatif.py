@@ -221,7 +221,7 @@ def test_explain_prints_sentences_and_tables(folder: Path, capsys: pytest.Captur
     status, out, err = run(capsys, "explain", *paths)
     assert (status, err) == (0, "")
     for words in (
-        "a step, bound by",
+        "a step at the profile's rates, bound by",
         "one chunk elsewhere",
         "what one lever would bring",
         "plan again, nothing changed",
