@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from elixir.access.compiled_units import compiled_in_place, compiled_units, has_cuda_graphs, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
-from elixir.models.quantised import PACKED_CLASSES, is_packed
+from elixir.models.quantised import PACKED_CLASSES, is_packed, packed_for_cpu
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import Plan
 from elixir.step_trace import is_inside
@@ -106,6 +106,8 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     if _is_of(kind, PACKED_CLASSES):
         if not is_packed(tensor):
             return f"a {kind.__name__} that is not quantised yet", "move the model to a device first, model.to('cpu')"
+        if packed_for_cpu(tensor):
+            return f"a {kind.__name__} that an evaluation has reordered", "plan and wrap before evaluating on the CPU"
         if tensor.requires_grad:
             return f"a trained {kind.__name__}", "freeze it (requires_grad_(False)) and train adapters over it"
         return None

@@ -6,10 +6,11 @@ unpacks them hangs on the parameter (`quant_state`), where neither `named_parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 PACKED_CLASSES = frozenset({"Params4bit"})
 """Classes of parameters that may hold packed numbers."""
@@ -19,7 +20,7 @@ class Companion(NamedTuple):
     """A tensor that hangs on a packed weight and is needed to unpack it."""
 
     name: str
-    """Its name in bitsandbytes' own checkpoints, such as ``absmax``."""
+    """Its name in bitsandbytes' own checkpoints, such as ``absmax``; that of the table has the kind as well."""
     holder: Any
     """The object that has it as the attribute `key`."""
     key: str
@@ -37,9 +38,10 @@ def companions(parameter: torch.Tensor) -> Iterator[Companion]:
     if state is None:
         return
     inner = getattr(state, "state2", None)  # of double quantisation: the scales are quantised, too
+    # A kernel goes by the name of the kind, so numbers of another kind must not be loaded.
     places = [
         ("absmax", state, "absmax"),
-        ("quant_map", state, "code"),
+        (f"quant_map.{state.quant_type}", state, "code"),
         ("nested_offset", state, "offset"),
         ("nested_absmax", inner, "absmax"),
         ("nested_quant_map", inner, "code"),
@@ -48,3 +50,24 @@ def companions(parameter: torch.Tensor) -> Iterator[Companion]:
         tensor = getattr(holder, key, None)
         if isinstance(tensor, torch.Tensor):
             yield Companion(name, holder, key, tensor)
+
+
+def packed_for_cpu(tensor: torch.Tensor) -> bool:
+    """Whether an evaluation on a CPU with AVX512-BF16 has put the numbers in its kernel's own order."""
+    return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
+
+
+def order_kept(model: nn.Module) -> Callable[[], None]:
+    """Keeps evaluations from reordering packed numbers; returns what ends it.
+
+    bitsandbytes would replace ``weight.data`` and the scales in the first evaluation on such a CPU.
+    """
+    layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+    def end() -> None:
+        for layer in layers:
+            layer.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
+
+    return end

@@ -19,6 +19,7 @@ from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
+from elixir.models.quantised import order_kept
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import (
@@ -136,6 +137,8 @@ class ElixirModule(nn.Module):
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
             ranks.divide(made.replicas)
+            self._order_of_packed = order_kept(module)
+            undone.callback(self._order_of_packed)
             self._shared_weights = SharedWeights(module, find_shared_memory(module))
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
@@ -474,6 +477,7 @@ class ElixirModule(nn.Module):
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
         with contextlib.ExitStack() as ends:  # all of these run, whatever fails
             ends.callback(self._fused.remove)
+            ends.callback(self._order_of_packed)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))
             ends.callback(lambda: vars(self.module).pop("_apply"))
             if self._frozen is not None:

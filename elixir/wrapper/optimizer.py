@@ -213,6 +213,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         Raises:
             InputTypeError: `loss` is not a tensor.
+            InputError: the gradients of several optimizers were clipped, and one of them has not stepped since.
         """
         if not isinstance(loss, torch.Tensor):
             raise InputTypeError(

@@ -14,6 +14,7 @@ from torch import nn
 
 from elixir.chunk.pages import pinned_zeros
 from elixir.chunk.part_norms import norms_of
+from elixir.errors import InputError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shards import Shards
 
@@ -146,6 +147,14 @@ class GradientNorm:
         """Makes the next step clip to `limit`, too. Later backwards sum norms while gradients arrive."""
         self._clip_once = limit if self._clip_once is None else min(limit, self._clip_once)
         self.was_asked_for = True
+
+    def refuse_stale(self) -> None:
+        """Refuses gradients that come after the norm of several optimizers was taken."""
+        if self.of_all is not None:
+            raise InputError(
+                "clip_grad_norm_() took the norm of several optimizers, and more gradients would come before all of "
+                "them have stepped; clip right before all of them step"
+            )
 
     def forget_limit(self) -> None:
         """Drops the limit that `ask` has set for the next step."""

@@ -130,6 +130,7 @@ class Stepper:
 
     def gradients_scaled(self, by: float) -> None:
         """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
+        self.norm.refuse_stale()
         self.gradients.scaled(by)
 
     def gradients_cleared(self, scale: float | None) -> None:

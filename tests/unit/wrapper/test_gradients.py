@@ -338,3 +338,19 @@ def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -
                 pair.backward()
             pair.step()
         pair.assert_same_weights()
+
+
+def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_steps() -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    weights, rest = [], []
+    for parameter in it.model.parameters():
+        (weights if parameter.dim() > 1 else rest).append(parameter)
+    optimizers = [ElixirOptimizer(module, torch.optim.AdamW(each, lr=1e-3)) for each in (weights, rest)]
+    first = optimizers[0]
+    first.backward(it.loss(module, it.inp))
+    module.clip_grad_norm_(0.1)
+    first.step()
+    with pytest.raises(InputError, match="clip right before"):
+        first.backward(it.loss(module, it.inp))
+    module.close()

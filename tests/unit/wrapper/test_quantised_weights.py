@@ -161,3 +161,35 @@ def test_what_cannot_be_right_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=said):
             trace_step(model, it.inp, step, hardware=preset("cpu"))
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_an_evaluation_changes_no_packed_weight(mode: str) -> None:
+    it = quantised_case("nf4 double")
+    plain = copy.deepcopy(it.model)
+    bits = {place.name: place.buffer.clone() for place in buffer_places(it.model) if ".weight." in place.name}
+    module = elixir.ElixirModule(it.model, make_plan(it, mode), device="cpu")
+    before = module(**it.inp).loss
+    module.eval()
+    with torch.no_grad():
+        module(**it.inp)
+    assert torch.equal(module.train()(**it.inp).loss, before)
+    module.close()
+    assert torch.equal(it.model(**it.inp).loss, plain(**it.inp).loss)
+    now = {place.name: place.buffer for place in buffer_places(it.model) if ".weight." in place.name}
+    assert all(torch.equal(bits[name], value) for name, value in now.items())
+
+
+def test_numbers_of_another_kind_are_not_loaded(tmp_path: Any) -> None:
+    four, other = quantised_case("nf4"), quantised_case("fp4 in float32")
+    kinds = {place.name.rpartition(".")[2] for it in (four, other) for place in buffer_places(it.model)}
+    assert {"nf4", "fp4"} <= kinds
+    FORMS["fp4"] = {"quant_type": "fp4"}
+    try:
+        fp4 = quantised_case("fp4")
+    finally:
+        del FORMS["fp4"]
+    with Pair(four, make_plan(four, "streamed")) as one, Pair(fp4, make_plan(fp4, "streamed")) as two:
+        save_checkpoint(tmp_path / "saved", {"model": one.module}, wait=True)
+        with pytest.raises(elixir.ElixirError, match="quant_map"):
+            load_checkpoint(tmp_path / "saved", {"model": two.module})
