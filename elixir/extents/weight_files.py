@@ -96,10 +96,10 @@ class WeightFiles:
             start, header = _header(file)
             stamp = _stamp(file)
             record = WeightFile(path.name, stamp[0], _digest(file, stamp[0]))
-            for name, told in header.items():
-                dtype = _DTYPES.get(told["dtype"])
-                first, end = (start + int(at) for at in told["data_offsets"])
-                shape = tuple(map(int, told["shape"]))
+            for name, entry in header.items():
+                dtype = _DTYPES.get(entry["dtype"])
+                first, end = (start + int(at) for at in entry["data_offsets"])
+                shape = tuple(map(int, entry["shape"]))
                 if dtype is None:
                     continue
                 if end > stamp[0] or end - first != math.prod(shape) * dtype.itemsize:
@@ -290,8 +290,8 @@ def _digest(file: File, nbytes: int) -> str:
 
 
 def _stamp(file: File) -> tuple[int, int]:
-    told = os.fstat(file.handle)
-    return told.st_size, told.st_mtime_ns
+    found = os.fstat(file.handle)
+    return found.st_size, found.st_mtime_ns
 
 
 def _read(opened: _Opened, memory: memoryview, at: int) -> None:

@@ -51,7 +51,7 @@ class GeneratedCode:
 
     Args:
         layers: name of a layer -> the layer, and settings of inductor; empty for those that it has now.
-        cost: is told what each kernel costs.
+        cost: gets what each kernel costs.
     """
 
     def __init__(

@@ -308,7 +308,7 @@ class Replay:
             in_file = c in self._placement.in_files
             if in_file:
                 self.moved_bytes["disk_read"] += times.file_bytes[c]
-                free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # that which the buffer held is gone
+                free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # its data were used
                 start_s = self._run(DISK, "read", c, max(now_s, free_s), times.file_read_s[c])
             self.moved_bytes[FETCH] += times.shard_bytes[c]
             start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])

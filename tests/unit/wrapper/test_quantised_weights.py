@@ -59,8 +59,8 @@ def test_bytes_are_those_of_the_tensors(form: str) -> None:
     trace = traced(it)
     assert trace.param_bytes == sum(parameter.nbytes for parameter in it.model.parameters())
     places = {place.buffer: place.name for place in buffer_places(it.model)}
-    beside = [name for name in places.values() if ".weight." in name]
-    assert len(beside) == {"nf4 double": 5}.get(form, 2) * 14
+    companions = [name for name in places.values() if ".weight." in name]
+    assert len(companions) == {"nf4 double": 5}.get(form, 2) * 14
     assert trace.buffer_bytes == sum(buffer.nbytes for buffer in places)
 
 
