@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elixir.errors import InputError
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.promises import Outstanding, outstanding
 from elixir.search.propose.sizes import Budgets
 from elixir.search.request import FREE_HERE, SearchRequest, Size
 from elixir.units import MIB, format_bytes, parse_bytes
@@ -79,7 +80,7 @@ def resolve_budgets(
     Without a size of device memory it is what is free, if the profile is of this machine, and otherwise what the
     profile says less `CUDA_CONTEXT_BYTES`. Host memory likewise, without a context. On a ``cpu`` profile devices and
     host share one memory: what is not given is split evenly between them, and no device reserve is kept back unless it
-    is given.
+    is given. Of what is free here, the memory is left out that other plans at work in this process may still take.
 
     Args:
         hardware: the machine planned for.
@@ -88,7 +89,7 @@ def resolve_budgets(
         on_paper: no machine is taken for this one.
 
     Raises:
-        InputError: no size is given and the profile knows none.
+        InputError: no size is given and the profile knows none, or other plans were promised all that is free.
     """
     world_size, host_memory, host_reserve = request.world_size, request.host_memory, request.host_reserve
     device_memory, device_reserve = request.device_memory, request.device_reserve
@@ -108,7 +109,8 @@ def resolve_budgets(
     left = 0  # of the host's memory, without its reserve
     if host is None or (on_cpu and device is None):
         if host_here:
-            whole = free_host_bytes()
+            others = outstanding("cpu" if on_cpu else _device_here())
+            whole = _left(free_host_bytes(), others.host_bytes, "host", others)
         elif hardware.host_memory_bytes is None and unknown_host_bytes is not None:
             whole = unknown_host_bytes
         else:
@@ -121,7 +123,11 @@ def resolve_budgets(
         return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host, read=read)
     host = left if host is None else host
     if device is None:
-        whole = free_device_bytes("cuda") if here else max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
+        if here:
+            others = outstanding(_device_here())
+            whole = _left(free_device_bytes("cuda"), others.device_bytes, "device", others)
+        else:
+            whole = max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
         if device_reserve is None:
             kept_of_device = default_device_reserve(whole, world_size)
         device = max(whole - kept_of_device, 0)
@@ -216,6 +222,23 @@ def is_this_machine(hardware: HardwareProfile) -> bool:
     if hardware.device_kind == "cpu":
         return hardware.measured_at is not None or hardware.host_memory_bytes is None
     return torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.device_name
+
+
+def _device_here() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _left(free: int, promised: int, memory: str, others: Outstanding) -> int:
+    """Free bytes that no other plan in this process was promised."""
+    if promised and promised >= free:
+        raise InputError(
+            f"{format_bytes(free)} of {memory} memory are free, and all of them are promised: {others}; give "
+            f"{memory}_memory= to the searches of all models, close() a model that is done, or put the models under "
+            "one plan with elixir.together()"
+        )
+    if promised:
+        logger.info("planning with %s of free %s memory: %s", format_bytes(free - promised), memory, others)
+    return free - promised
 
 
 def _profile_host(hardware: HardwareProfile) -> int:

@@ -17,6 +17,7 @@ from elixir.access.compiled_units import compiled_in_place
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
+from elixir.hardware import promises
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.quantised import order_kept
@@ -29,6 +30,7 @@ from elixir.torch_private import (
     tree_unflatten,
 )
 from elixir.units import parse_dtype
+from elixir.wrapper.account.plan_promise import PlanPromise, refuse_exceeded
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
@@ -151,6 +153,8 @@ class ElixirModule(nn.Module):
             undone.callback(self._fused.remove)
             self._engine = engine = Engine(module, ranks, where, options)
             undone.push(partial(_undo, self._origins, engine))
+            with ranks.together("take memory that no other plan was promised"):
+                refuse_exceeded(made, module, engine)
             kept = self._cast if follow else None
             self._frozen = frozen = open_frozen(ranks, module, made, weights, debug.files)
             undone.callback(lambda: None if frozen is None else frozen.files.close())
@@ -164,6 +168,7 @@ class ElixirModule(nn.Module):
             self._account = StepAccount(engine)
             engine.stepped = self._account.step_over
             self._shared_weights.attach(engine)
+            self._promise = PlanPromise(engine)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own method reads gradients, which lie elsewhere.
@@ -483,6 +488,7 @@ class ElixirModule(nn.Module):
             if self._frozen is not None:
                 ends.callback(self._frozen.files.close)
             ends.callback(engine.stop)
+            ends.callback(partial(promises.leave, self._promise))
             ends.callback(self._state.remove)
             unread = self._origins.give_back(engine, alone=not engine.end())
             self._shared_weights.give_back()

@@ -1,0 +1,125 @@
+"""The ledger of promises: memory that the plans at work in this process may take, and have not taken yet.
+
+Free memory alone does not tell what a second model may plan with. The first takes activations in its first forward and
+states in its first step, long after a second search has read what is free.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from elixir.errors import InputError, readable_bytes
+from elixir.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, and bytes of the host for all ranks of one machine together."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+class Promised(Protocol):
+    """A plan at work."""
+
+    ranks: int
+    """Ranks of the group that share this machine."""
+    device: str
+    """The device of its compute, such as ``cuda:0`` or ``cpu``; a ``cpu`` has the host's memory."""
+
+    @property
+    def promised(self) -> Memory:
+        """The peaks of the plan."""
+
+    @property
+    def taken(self) -> Memory:
+        """The part of it that it holds now."""
+
+
+_AT_WORK: weakref.WeakSet[Promised] = weakref.WeakSet()
+
+
+def enter(promise: Promised) -> None:
+    """Enters a plan at work, until `leave` or until nobody holds the promise."""
+    _AT_WORK.add(promise)
+
+
+def leave(promise: Promised) -> None:
+    """Takes a plan off the ledger; it may be off already."""
+    _AT_WORK.discard(promise)
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """The memory that the plans at work may still take, each at least nothing.
+
+    Activations count as not taken: the ledger knows what the runtime holds between steps.
+    """
+
+    plans: int
+    device_bytes: int
+    """Bytes of the device that was asked for."""
+    host_bytes: int
+    """Bytes of the host, by all ranks of this machine; on a ``cpu`` those of devices too."""
+
+    def __str__(self) -> str:
+        more = f"{format_bytes(self.device_bytes)} of the device and {format_bytes(self.host_bytes)} of the host"
+        return f"models that run under plans in this process ({self.plans}) may still take {more}"
+
+
+def outstanding(device: str) -> Outstanding:
+    """The memory that living plans were promised and have not taken yet, of `device` (such as ``cuda:0``) and of the
+    host."""
+    on_device = on_host = 0
+    plans = list(_AT_WORK)
+    for each in plans:
+        promised, taken = each.promised, each.taken
+        ahead = max(promised.device_bytes - taken.device_bytes, 0)
+        on_host += max(promised.host_bytes - taken.host_bytes, 0)
+        if each.device == "cpu":
+            on_host += ahead * each.ranks
+        if each.device == device:
+            on_device += ahead
+    return Outstanding(len(plans), on_device, on_host)
+
+
+def refuse_exceeded(
+    needed: Memory, free: Memory, device: str, ranks: int, *, name: str, own: Iterable[tuple[str, int]] = ()
+) -> None:
+    """Refuses a plan that takes memory which other plans at work in this process were promised.
+
+    A plan alone is not refused: what is free now may be more by then.
+
+    Args:
+        needed: peaks of the plan.
+        free: what is free now; of a ``cpu`` the host's counts.
+        device: on which the plan computes.
+        ranks: of the plan, on this machine.
+        name: of the model, for the error.
+        own: (type of device, bytes) of the model's weights as they are now, which the plan replaces.
+
+    Raises:
+        InputError: what is needed exceeds what is free, less what other plans may still take.
+    """
+    others = outstanding(device)
+    if not others.plans:
+        return
+    held = {"cpu": 0, "cuda": 0}
+    for kind, nbytes in own:
+        held[kind] = held.get(kind, 0) + nbytes
+    on_host = needed.host_bytes + (needed.device_bytes * ranks if device == "cpu" else 0)
+    wanted = [("host", on_host, free.host_bytes + held["cpu"] * ranks - others.host_bytes)]
+    if device != "cpu":
+        wanted.append(("device", needed.device_bytes, free.device_bytes + held["cuda"] - others.device_bytes))
+    for memory, bytes_needed, available in wanted:
+        if bytes_needed > max(available, 0):
+            raise InputError(
+                f"the plan of {name} takes {readable_bytes(bytes_needed, up=True)} of {memory} memory, but only "
+                f"{readable_bytes(max(available, 0))} are free and not promised: {others}; give this plan less with "
+                "device_memory= and host_memory=, close() a model that is done, or put the models under one plan with "
+                "elixir.together()"
+            )

@@ -1,0 +1,99 @@
+"""Two plans in one process: the second knows of the memory that the first was promised and has not taken yet."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import elixir
+from elixir.errors import InputError
+from elixir.hardware import promises
+from elixir.hardware.profile import preset
+from elixir.search.budgets import resolve_budgets
+from elixir.search.request import SearchRequest
+from elixir.units import GIB, MIB
+from elixir.wrapper.engine import engine_of
+from tests.common.parity import case, hf_loss
+
+HERE = replace(preset("cpu"), host_memory_bytes=None)
+FREE = 16 * GIB
+
+
+@pytest.fixture(autouse=True)
+def known_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # models of other tests
+    monkeypatch.setattr(promises, "_AT_WORK", weakref.WeakSet())
+    for place in ("elixir.search.budgets", "elixir.wrapper.account.plan_promise"):
+        monkeypatch.setattr(f"{place}.free_host_bytes", lambda: FREE)
+
+
+def wrapped(**memory: Any) -> tuple[Any, Any, Any]:
+    it = case("gpt2")
+    optimizer = torch.optim.AdamW(it.model.parameters(), lr=1e-3)
+    memory = {"device_memory": "1600KiB", "host_memory": "1GiB", **memory}
+    return *elixir.wrap(it.model, optimizer, inp=it.inp, hardware="cpu", replan=False, **memory), it.inp
+
+
+def budgets() -> int:
+    found = resolve_budgets(HERE, SearchRequest(world_size=1, host_reserve=0))
+    return found.device_bytes + found.host_bytes
+
+
+def test_a_second_plan_leaves_out_what_the_first_may_still_take() -> None:
+    assert budgets() == FREE
+    model, optimizer, inp = wrapped()
+    predicted, arena = model.plan.predicted, engine_of(model).arena
+    peaks = predicted.device_peak_bytes + predicted.host_peak_bytes
+    buffers = sum(each.nbytes for each in model.module.buffers())
+
+    def expected() -> int:
+        return FREE - peaks + arena.live_bytes("device") + arena.live_bytes("host") + buffers
+
+    before = budgets()
+    assert before == expected() < FREE
+    hf_loss(model, inp).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.settle()
+    assert before < budgets() == expected() < FREE  # moments and gradients are taken by now
+    model.close()
+    assert budgets() == FREE
+
+
+def test_sizes_that_are_given_are_obeyed_and_a_model_that_is_gone_was_promised_nothing() -> None:
+    model, optimizer, _ = wrapped()
+    given = resolve_budgets(HERE, SearchRequest(world_size=1, device_memory="1GiB", host_memory="2GiB"))
+    assert (given.device_bytes, given.host_bytes) == (GIB, 2 * GIB)
+    assert budgets() < FREE
+    del model, optimizer
+    gc.collect()
+    assert budgets() == FREE
+
+
+def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = wrapped()
+    needed = first.plan.predicted.device_peak_bytes + first.plan.predicted.host_peak_bytes
+    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: needed)
+    it = case("gpt2")
+    kept = copy.deepcopy(it.model.state_dict())
+    plan = first.plan
+    with pytest.raises(InputError, match=r"takes .* of host memory, but only .* not promised: .*\(1\).*together\(\)"):
+        elixir.ElixirModule(it.model, plan)
+    assert all(torch.equal(value, it.model.state_dict()[name]) for name, value in kept.items())
+    first.close()
+    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: 0)
+    elixir.ElixirModule(it.model, plan).close()  # alone it is not refused: what is free may be more by then
+
+
+def test_a_search_is_refused_where_all_free_memory_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = wrapped()
+    monkeypatch.setattr("elixir.search.budgets.free_host_bytes", lambda: MIB // 2)
+    with pytest.raises(InputError, match=r"512.* of host memory are free, and all of them are promised"):
+        budgets()
+    first.close()
