@@ -181,7 +181,7 @@ def work_compiled(rounds: int) -> Result:
             layer.compile()
         plan = _streamed_plan(twin, inp) if streamed else _plan(twin, inp, 1, device_memory="16GiB")
         step, module = _planned(twin, inp, plan, clock=time.process_time)
-        assert len(plan.step.units) == len(twin.model.decoder.layers)
+        assert len(plan.step.compiled) == len(twin.model.decoder.layers)
         steps.append(step)
         modules.append(module)
     assert not any(chunk.resident for chunk in modules[0].plan.chunks)

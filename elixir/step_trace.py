@@ -5,9 +5,10 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
@@ -24,6 +25,13 @@ Kind = Literal["parameters", "gradients", "optimizer", "buffers", "inputs", "act
 def is_inside(name: str, module: str) -> bool:
     """Whether `name` is that of a module, or of a module or parameter inside it: ``h.1.bias`` inside ``h.1``."""
     return name == module or name.startswith(f"{module}.")
+
+
+def enclosing(name: str, modules: Collection[str]) -> str | None:
+    """The innermost of `modules` that is `name`, or that it is inside of; None if there is none."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,69 @@ class Access:
     """Highest live bytes of inputs, activations and workspace: all but parameters, gradients, states, buffers."""
 
 
+Form = Literal["compiled", "checkpointed", "plain"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer of the model: a module that is compiled, checkpointed, or a member of a list of repeated layers.
+
+    No unit is inside another one, and the model itself is none: see `elixir.models.layer_units`.
+    """
+
+    name: str
+    """Path of the module."""
+    form: Form
+    """``compiled``, also where it is checkpointed too; ``plain`` for a repeated layer that is neither."""
+    kind: str
+    """Same for units of the same class whose parameters have the same names, shapes and dtypes: the name of the class,
+    with a number from its second kind on. Empty in artifacts of earlier versions."""
+
+
+@dataclass(frozen=True)
+class UnitRun:
+    """Successive accesses of one unit in one phase, such as one call of it in forward, or its part of backward."""
+
+    unit: int
+    """Index into `StepTrace.units`."""
+    phase: Phase
+    first: int
+    """Index of its first access."""
+    last: int
+    """Index of its last access."""
+
+
+class _Use(Protocol):
+    """An access, or what becomes one."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def module(self) -> str: ...
+
+
+def unit_runs(accesses: Sequence[_Use], units: Sequence[str]) -> tuple[UnitRun, ...]:
+    """The runs of units, in order. An access belongs to the unit in which its module is.
+
+    Args:
+        accesses: those of a step, in order.
+        units: names of the units.
+    """
+    numbers = {unit: index for index, unit in enumerate(units)}
+    unit_of = {module: enclosing(module, numbers) for module in {access.module for access in accesses}}
+    runs: list[UnitRun] = []
+    for index, access in enumerate(accesses):
+        name = unit_of[access.module]
+        if name is None:
+            continue
+        unit, first = numbers[name], index
+        if runs and (runs[-1].unit, runs[-1].phase, runs[-1].last) == (unit, access.phase, index - 1):
+            first = runs.pop().first
+        runs.append(UnitRun(unit, access.phase, first, index))
+    return tuple(runs)
+
+
 @dataclass(frozen=True)
 class CurveSample:
     """Live bytes by kind at the moment of highest total within one stretch of the step."""
@@ -135,9 +206,9 @@ class StepShape:
     """Activation checkpointing, as `elixir.models.build` takes it, of a step that follows from it and the model's name.
     None if the input or the step is a function of the user's, or the model was given as an object: such a step cannot
     be traced again by name."""
-    units: tuple[str, ...] = ()
-    """Names of compiled modules, outermost ones. One access of each call has all parameters of such a module, and their
-    gradients are complete together."""
+    units: tuple[Unit, ...] = ()
+    """The layers of the model, in the order of its modules. One access of each call has all parameters of a compiled
+    one, and their gradients are complete together."""
     forward: bool = False
     """Whether the step only evaluates or generates: nothing is trained, whatever `requires_grad` says."""
     generate: tuple[int, int] | None = None
@@ -148,9 +219,25 @@ class StepShape:
         """Tokens per sample."""
         return None if self.tokens is None or not self.samples else self.tokens // self.samples
 
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Names of the compiled units."""
+        return tuple(unit.name for unit in self.units if unit.form == "compiled")
 
-LATER_OF_A_STEP: dict[str, Any] = {"units": [], "forward": False, "generate": None}
-"""Fields of `StepShape` that earlier versions lack, with what leaving them out means."""
+
+def renewed_step(step: Any) -> Any:
+    """The fields of a `StepShape` in a file of an earlier version, which may lack some, and named compiled units only.
+
+    Anything but an object is returned as it is: decoding refuses it, and names the field.
+    """
+    if not isinstance(step, dict):
+        return step
+    step = {"units": [], "forward": False, "generate": None} | step
+    if isinstance(step["units"], list):
+        step["units"] = [
+            {"name": unit, "form": "compiled", "kind": ""} if isinstance(unit, str) else unit for unit in step["units"]
+        ]
+    return step
 
 
 @dataclass(frozen=True)
@@ -158,8 +245,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 6
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}}
+    schema_version: ClassVar[int] = 7
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -223,9 +310,9 @@ class StepTrace(Artifact):
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Traces of version 4 knew no compiled modules, those of version 5 only training."""
-        step = data.get("step")
-        return data | {"step": LATER_OF_A_STEP | step} if isinstance(step, dict) else data
+        """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
+        but compiled ones."""
+        return data | {"step": renewed_step(data["step"])} if "step" in data else data
 
     def __post_init__(self) -> None:
         for number, access in enumerate(self.accesses):
@@ -239,6 +326,28 @@ class StepTrace(Artifact):
                         f"field 'accesses[{number}].{name}' must have indices below {count}, found {min(indices)} to "
                         f"{max(indices)}"
                     )
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The layers of the model: `StepShape.units`."""
+        return self.step.units
+
+    @cached_property
+    def unit_runs(self) -> tuple[UnitRun, ...]:
+        """The runs of all units: `unit_runs` of the accesses."""
+        return unit_runs(self.accesses, [unit.name for unit in self.units])
+
+    def unit_accesses(self, unit: int) -> dict[Phase, tuple[int, int]]:
+        """The first and the last access of a unit in each phase of the step in which it runs.
+
+        Args:
+            unit: index into `units`.
+        """
+        found: dict[Phase, tuple[int, int]] = {}
+        for run in self.unit_runs:
+            if run.unit == unit:
+                found[run.phase] = found.get(run.phase, (run.first, 0))[0], run.last
+        return found
 
     @property
     def numel(self) -> int:

@@ -1,4 +1,4 @@
-"""torch.compile by layer: which layers a model repeats, and compiling each of them in place."""
+"""torch.compile by layer: compiles the layers that a model repeats in place."""
 
 from __future__ import annotations
 
@@ -10,27 +10,7 @@ from torch import nn
 
 from elixir.access.compiled_units import compile_module, compiled_in_place, is_compiled
 from elixir.errors import InputError, InputTypeError
-
-
-def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers that a model repeats -> their names: members of one class of the outermost lists, with parameters.
-
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
-    >>> list(repeated_layers(model).values())
-    ['1.0', '1.1', '1.2']
-    """
-    found: dict[nn.Module, str] = {}
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        members = {key: child for key, child in module.named_children() if next(child.parameters(), None) is not None}
-        if len(members) > 1 and len({type(child) for child in members.values()}) == 1:
-            for key, child in members.items():
-                found[child] = f"{name}.{key}" if name else key
-                inside.update(child.modules())
-    return found
+from elixir.models.layer_units import repeated_layers
 
 
 def check_compile(compile: object) -> dict[str, Any] | None:

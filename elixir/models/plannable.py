@@ -68,7 +68,7 @@ def _refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool) -> None:
         raise compiled_over_moving_weights("the model")
     units = {
         name: [chunk for each, chunk in moving.items() if is_inside(each, name)]
-        for name in sorted({*compiled_units(model).values(), *plan.step.units})
+        for name in sorted({*compiled_units(model).values(), *plan.step.compiled})
     }
     compiled = {name: module for module, name in compiled_units(model).items() if units[name]}
     for name, module in compiled.items():
@@ -77,7 +77,7 @@ def _refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool) -> None:
                 f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have none; "
                 "compile it with mode='default' or 'max-autotune-no-cudagraphs'"
             )
-    for name in sorted({name for name, chunks in units.items() if chunks} & (set(compiled) ^ set(plan.step.units))):
+    for name in sorted({name for name, chunks in units.items() if chunks} & (set(compiled) ^ set(plan.step.compiled))):
         streamed = {id(chunk) for chunk in units[name] if not chunk.resident}
         if runs and len(streamed) <= plan.block_count:
             continue

@@ -41,7 +41,7 @@ from elixir.plan.replicas import check_replicas, refuse_with_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
-from elixir.step_trace import LATER_OF_A_STEP, StepShape
+from elixir.step_trace import StepShape, renewed_step
 from elixir.units import format_bytes, format_seconds
 
 
@@ -50,7 +50,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 25
+    schema_version: ClassVar[int] = 26
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -60,6 +60,7 @@ class Plan(Artifact):
         22: {},
         23: {},
         24: {},
+        25: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -151,11 +152,11 @@ class Plan(Artifact):
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
         is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
         no plan knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in
-        memory, until 23 all were for training, and until 24 there was one replica."""
+        memory, until 23 all were for training, until 24 there was one replica, and until 25 all units were compiled."""
         later: dict[str, Any] = {"frozen_weights": "host", "weight_files": [], "replicas": 1}
         data = later | data
-        if isinstance(data.get("step"), dict):
-            data = data | {"step": LATER_OF_A_STEP | data["step"]}
+        if "step" in data:
+            data = data | {"step": renewed_step(data["step"])}
         if "may_speculate" in data:
             data["may_update_early"] = data.pop("may_speculate")
         if isinstance(data.get("predicted"), dict):
@@ -427,7 +428,7 @@ class Plan(Artifact):
             + tokens
             + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
             + (", fused kernels" if step.fused_kernels else "")
-            + (f", {len(step.units)} compiled layers" if step.units else "")
+            + (f", {len(step.compiled)} compiled layers" if step.compiled else "")
         )
 
     @property

@@ -89,7 +89,7 @@ class StepQuestion:
             dtype=None if made.dtype == "as built" else made.dtype,
             checkpoint=step.checkpoint,
             use_fused_kernels=step.fused_kernels,
-            compile=bool(step.units),
+            compile=bool(step.compiled),
             forward=step.forward,
             generate=step.generate,
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,

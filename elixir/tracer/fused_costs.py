@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from elixir.step_trace import Operation, is_inside
+from elixir.step_trace import Operation, enclosing
 from elixir.tracer.ledger import StorageRecord
 
 
@@ -22,7 +22,7 @@ class FusedCosts:
     """
 
     def __init__(self, units: Iterable[str]) -> None:
-        self.units = tuple(units)
+        self.units = frozenset(units)
         self._unit_of: dict[str, str | None] = {}
         self._run: tuple[str, str] | None = None
         self._made: dict[int, int] = {}  # bytes by the record of what the kernels of this run have made
@@ -40,7 +40,7 @@ class FusedCosts:
     ) -> Iterator[Operation]:
         """Yields what one operator costs, and what a layer has left to write when another begins."""
         if module not in self._unit_of:
-            self._unit_of[module] = next((unit for unit in self.units if is_inside(module, unit)), None)
+            self._unit_of[module] = enclosing(module, self.units)
         unit = self._unit_of[module]
         run = None if unit is None else (phase, unit)
         if run != self._run:

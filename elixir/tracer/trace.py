@@ -21,10 +21,10 @@ from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
-from elixir.models.compiled_layers import repeated_layers
+from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
-from elixir.step_trace import StepShape, StepTrace, is_inside
+from elixir.step_trace import StepShape, StepTrace, Unit
 from elixir.torch_private import tree_leaves
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
@@ -116,7 +116,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     target = target_for(hardware)
     with compiled_in_place(model):
         twin = meta_copy(model, dtype)
-        units = _units(model, compile)
+        compiled = _compiled(model, compile)
         batch, inputs = meta_input(inp, dtype)
         parameters = twin.parameters
         ledger = Ledger(target.round_bytes)
@@ -135,8 +135,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
-        generated = GeneratedCode(_generated_units(twin, units, target) if generated_code else {}, order.cost)
-        recorder.fused_costs = FusedCosts(() if generated.layers else units)
+        generated = GeneratedCode(_generated_units(twin, compiled, target) if generated_code else {}, order.cost)
+        recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
         try:
             with (
                 user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
@@ -149,7 +149,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             ):
                 _run_step(twin, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
             order.finish()
-            order.join_units(units)
+            order.join_units(compiled)
+            units = layer_units(model, compile=compile, checkpointed=order.checkpointed())
             step_end, operators = len(ledger), ledger.operators
             trained = any(parameter.grad is not None for parameter in parameters)
             phase = run_optimizer(
@@ -167,9 +168,11 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 step_begin=step_begin,
                 step_end=step_end,
                 operators=operators,
-                assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(units)),
+                assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
                 unverified=target.unverified,
-                step=_shape_of(inp, bool(fused.counts), checkpoint, tuple(units), forward=forward, generate=generate),
+                step=_shape_of(
+                    inp, bool(fused.counts), checkpoint, tuple(units.values()), forward=forward, generate=generate
+                ),
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
@@ -242,14 +245,13 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
     return unheard
 
 
-def _units(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | None]:
-    """The outermost modules that are compiled, or will be -> the settings of inductor, None of another compiler."""
-    compiled = compiled_units(model)
-    names = {**(repeated_layers(model) if compile else {}), **compiled}
+def _compiled(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | None]:
+    """The units that are compiled, or will be -> the settings of inductor, None of another compiler."""
+    before = compiled_units(model)
     return {
-        name: inductor_settings(module) if module in compiled else {}
-        for module, name in names.items()
-        if not any(name != other and is_inside(name, other) for other in names.values())
+        unit.name: inductor_settings(module) if module in before else {}
+        for module, unit in layer_units(model, compile=compile).items()
+        if unit.form == "compiled"
     }
 
 
@@ -268,7 +270,7 @@ def _shape_of(
     inp: dict[Any, Any],
     fused_kernels: bool,
     checkpoint: str | None,
-    units: tuple[str, ...],
+    units: tuple[Unit, ...],
     *,
     forward: bool,
     generate: tuple[int, int] | None,

@@ -15,7 +15,7 @@ from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
-from elixir.step_trace import Operation, Phase, is_inside
+from elixir.step_trace import Operation, Phase, is_inside, unit_runs
 from elixir.torch_private import (
     OpOverload,
     current_autograd_node,
@@ -303,18 +303,9 @@ class UseOrder:
             unit: [i for i, names in enumerate(self._parameter_names) if any(is_inside(name, unit) for name in names)]
             for unit in units
         }
-        unit_of = {name: next((u for u in units if is_inside(name, u)), None) for name in {u.module for u in self.uses}}
-        runs: list[tuple[Phase, str | None, list[int]]] = []
-        for position, use in enumerate(self.uses):
-            unit = unit_of[use.module] if use.parameters else None
-            if runs and unit is not None and runs[-1][:2] == (use.phase, unit):
-                runs[-1][2].append(position)
-            else:
-                runs.append((use.phase, unit, [position]))
-        for _, unit, positions in runs:
-            if unit is None:
-                continue
-            first, last = positions[0], positions[-1]
+        for run in unit_runs(self.uses, units):
+            unit, first, last = units[run.unit], run.first, run.last
+            positions = range(first, last + 1)
             read = {index: None for position in positions for index in self.uses[position].parameters}
             for position in positions[1:]:
                 self.uses[position].parameters = []

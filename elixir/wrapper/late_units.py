@@ -42,7 +42,7 @@ def follow_compiled(engine: Engine) -> None:
     refuse_compiled(engine.model, engine.plan, runs=True)
     units = sorted(compiled_units(engine.model).values())
     engine.exchange(f"compiled modules {units}", None)
-    late = set(units) - set(engine.plan.step.units)
+    late = set(units) - set(engine.plan.step.compiled)
     if late:
         logger.warning(
             "%d modules were compiled after the plan was made, which counts less memory for them and fetches their "

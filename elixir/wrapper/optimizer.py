@@ -227,7 +227,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         try:
             (loss * scale.value if scale.used else loss).backward(**kwargs)
         except CheckpointError as error:
-            if not self._engine.plan.step.units:
+            if not self._engine.plan.step.compiled:
                 raise
             raise InputError(
                 "a compiled layer checkpoints activations outside of its graph, where the compiler breaks it, and runs "

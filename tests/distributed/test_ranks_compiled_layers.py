@@ -31,7 +31,7 @@ def _check(rank: int, world_size: int, name: str, backend: str, checkpoint: str,
     object.__setattr__(mine, "inp", inp)
     plain = DistributedDataParallel(compiled(copy.deepcopy(it.model), backend))
     plan = plan_for(compiled(it.model, backend), inp, kind, loss=it.loss)
-    assert plan.step.units == tuple(compiled_units(it.model).values())
+    assert plan.step.compiled == tuple(compiled_units(it.model).values())
     fresh()
     wanted = train(mine, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     expected = counted()

@@ -12,7 +12,7 @@ from elixir.plan.chunk_plan import ChunkUse, Phase
 from elixir.schedule import Schedule, required_chunks
 from elixir.search.problem.packing import Ints, Packing
 from elixir.search.problem.placement import Floats
-from elixir.step_trace import StepTrace, is_inside
+from elixir.step_trace import StepTrace, enclosing
 from elixir.units import dtype_bytes
 
 OrderEntry = tuple[Phase, tuple[int, ...], int]
@@ -217,10 +217,11 @@ class PackedStep:
 def _largest_arrival(trace: StepTrace) -> int:
     """Bytes of the largest gradient, or of all that a compiled module gives at once."""
     arrivals: dict[tuple[bool, int], int] = {}
+    compiled = frozenset(trace.step.compiled)
     for index, param in enumerate(trace.parameters):
         if param.grad_access is not None:
             names = (param.name, *param.aliases)
-            together = any(is_inside(name, unit) for unit in trace.step.units for name in names)
+            together = any(enclosing(name, compiled) for name in names)
             key = (together, param.grad_access if together else index)
             arrivals[key] = arrivals.get(key, 0) + param.numel * dtype_bytes(param.dtype)
     return max(arrivals.values(), default=0)

@@ -144,7 +144,9 @@ def test_layers_that_user_code_has_compiled_are_planned_as_such(
     model: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words("plan", folder, model=model), "--world-size", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"]["units"] == ["0", "1", "2"]
+    assert json.loads(capsys.readouterr().out)["step"]["units"] == [
+        {"name": str(index), "form": "compiled", "kind": "Linear"} for index in range(3)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from elixir.errors import InputError
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.lightning import ElixirStrategy
 from elixir.integrations.transformers import ElixirTrainer
-from elixir.models.compiled_layers import repeated_layers
+from elixir.models.layer_units import repeated_layers
 from tests.common.accelerated import Loop, same
 from tests.common.lit import Module, fitted
 from tests.common.trainers import PLAIN, llama, train
@@ -67,7 +67,7 @@ def test_accelerates_plugin_compiles_the_layers() -> None:
     torch._dynamo.reset()
     AcceleratorState._reset_state(True)
     ours = Loop(ElixirAccelerator(cpu=True, dynamo_plugin=plugin, elixir=ON_HOST))
-    assert tuple(compiled_units(ours.model.module).values()) == LAYERS == ours.model.plan.step.units
+    assert tuple(compiled_units(ours.model.module).values()) == LAYERS == ours.model.plan.step.compiled
     assert ours.epoch() == expected[0]
     assert same(ours.weights(), {name.replace("_orig_mod.", ""): value for name, value in expected[1].items()})
     assert ours.accelerator.state.dynamo_plugin is plugin
@@ -75,7 +75,7 @@ def test_accelerates_plugin_compiles_the_layers() -> None:
 
 def test_an_option_of_ours_comes_before_accelerates_plugin() -> None:
     accelerator = ElixirAccelerator(cpu=True, dynamo_backend="inductor", elixir={**ON_HOST, "compile": False})
-    assert not Loop(accelerator).model.plan.step.units
+    assert not Loop(accelerator).model.plan.step.compiled
 
 
 def test_accelerates_plugin_with_cuda_graphs_is_refused() -> None:
@@ -92,7 +92,7 @@ def test_trainers_torch_compile_compiles_the_layers(tmp_path: Path) -> None:
     ours = train(
         ElixirTrainer, tmp_path / "ours", torch_compile=True, torch_compile_backend=BACKEND, elixir=ON_HOST, **short
     )
-    assert ours.trainer.elixir.module.plan.step.units == LAYERS
+    assert ours.trainer.elixir.module.plan.step.compiled == LAYERS
     assert ours.history == plain.history
     assert np.array_equal(ours.predictions, plain.predictions)
 
@@ -103,7 +103,7 @@ def test_a_lightning_strategy_compiles_the_layers(tmp_path: Path) -> None:
     torch._dynamo.reset()
     ours, _ = fitted(ElixirStrategy(**ON_HOST, compile={"backend": BACKEND}), tmp_path / "ours", Deep(), **once)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert ours.strategy.model.plan.step.units == ("body.0", "body.1", "body.2")
+    assert ours.strategy.model.plan.step.compiled == ("body.0", "body.1", "body.2")
     assert ours.logger.plain() == plain.logger.plain()
     assert same(ours.strategy.model.state_dict(), dict(of_plain.state_dict()))
     with pytest.raises(InputError, match=r"ElixirStrategy\(compile=True\), which compiles its layers"):

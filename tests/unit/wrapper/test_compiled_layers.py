@@ -14,7 +14,7 @@ from torch import nn
 import elixir
 from elixir.access.compiled_units import compile_module, compiled_units
 from elixir.errors import InputError, InputTypeError
-from elixir.models.compiled_layers import repeated_layers
+from elixir.models.layer_units import repeated_layers
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -97,7 +97,7 @@ def check(name: str, checkpoint: str, mode: str, backend: str = "aot_eager") -> 
     plain = compiled(copy.deepcopy(it.model), backend)
     compiled(it.model, backend)
     plan = plan_of(it, mode)
-    assert plan.step.units == tuple(compiled_units(it.model).values())
+    assert plan.step.compiled == tuple(compiled_units(it.model).values())
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     expected = counted()
     assert expected[0] > 0
@@ -174,7 +174,7 @@ def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
         it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=it.inp, compile={"backend": "aot_eager"},
         device_memory="1.3MiB", host_memory="1GiB", replan=False, assume="nominal",
     )  # fmt: skip
-    assert model.plan.step.units == ("model.layers.0", "model.layers.1")
+    assert model.plan.step.compiled == ("model.layers.0", "model.layers.1")
     assert not all(chunk.resident for chunk in model.plan.chunks)
     found = []
     for _ in range(3):

@@ -127,7 +127,7 @@ def test_layers_that_torch_compile_has_replaced_keep_their_plain_names(mode: str
     plain = compiled(copy.deepcopy(it.model))
     before = replaced(it.model).model.layers[0]
     plan = plan_of(it, mode)
-    assert plan.step.units == LAYERS
+    assert plan.step.compiled == LAYERS
     assert it.model.model.layers[0] is before, "planning changes nothing"
     assert plan == plan_of(Case(plain, it.inp, it.loss), mode), "the plan of layers compiled in place"
     with pytest.raises(ArtifactError):
@@ -209,7 +209,7 @@ def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
     it = Case(model, {"x": torch.randn(4, 8, requires_grad=True)}, lambda m, inp: m(**inp).square().mean())
     plain = compiled(copy.deepcopy(model))
     with Pair(it, plan_of(replace(it, model=compiled(model)), "streamed", split_number=4), plain=plain) as pair:
-        assert pair.module.plan.step.units == ("layers.0", "layers.1", "layers.2")
+        assert pair.module.plan.step.compiled == ("layers.0", "layers.1", "layers.2")
         pair.train(3)
         pair.assert_same_weights()
         report = pair.module.last_report
@@ -282,7 +282,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
             each.step()
             each.zero_grad()
     assert model.plan != before
-    assert model.plan.step.units == LAYERS == tuple(compiled_units(it.model).values())
+    assert model.plan.step.compiled == LAYERS == tuple(compiled_units(it.model).values())
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     model.close()
@@ -324,7 +324,7 @@ def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:
         it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, device_memory="64MiB",
         host_memory="1GiB",
     )  # fmt: skip
-    assert model.plan.step.units == LAYERS
+    assert model.plan.step.compiled == LAYERS
     model.close()
     other = case("llama")
     assert refusals(replaced(other.model), adamw(other.model), other.inp) == ()

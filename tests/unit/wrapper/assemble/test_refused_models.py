@@ -182,7 +182,7 @@ def test_compiled_layers_whose_weights_are_streamed_have_the_same_bits(compiled:
     plain, model = Blocks(), Blocks()
     compiled(model)
     plan = planned(model, "cpu")
-    assert plan.step.units == ("blocks.1",)
+    assert plan.step.compiled == ("blocks.1",)
     module = ElixirModule(model, plan, device="cpu")
     wanted, found = (each(X["x"]) for each in (plain, module))
     assert torch.equal(wanted, found)

@@ -1,0 +1,90 @@
+"""The layers of a model that count as units: one function decides for the tracer, the search and the runtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from elixir.access.compiled_units import compiled_units
+from elixir.step_trace import Form, Unit, enclosing
+
+
+def layer_units(
+    model: nn.Module, *, compile: bool = False, checkpointed: Collection[str] = ()
+) -> dict[nn.Module, Unit]:
+    """The units of a model -> what a trace says of each, in the order of modules.
+
+    A unit is the outermost module that is compiled, checkpointed, or a repeated layer. Where these overlap, compiled
+    modules rule: a layer of which only a part is compiled is no unit. A checkpoint that runs several repeated layers
+    is none either; they are.
+
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    >>> [(unit.name, unit.form, unit.kind) for unit in layer_units(model, checkpointed=["1.1"]).values()]
+    [('1.0', 'plain', 'Linear'), ('1.1', 'checkpointed', 'Linear')]
+
+    Args:
+        model: any module.
+        compile: whether its repeated layers will be compiled.
+        checkpointed: names of modules whose activations are recomputed (`StepTrace.checkpointed_modules`).
+    """
+    repeated = repeated_layers(model).values()
+    compiled = _outermost([*compiled_units(model).values(), *(repeated if compile else ())])
+    layers = _apart(repeated, compiled)
+    holds_layers = {parent for name in (*compiled, *layers) for parent in _parents(name)}
+    again = [name for name in checkpointed if name not in holds_layers]
+    names = {*compiled, *_outermost([*layers, *_apart(again, compiled)])}
+    found: dict[nn.Module, Unit] = {}
+    kinds: dict[object, str] = {}
+    classes = Counter[str]()
+    for name, module in model.named_modules():
+        if name not in names or next(module.parameters(), None) is None:
+            continue
+        form: Form = "compiled" if name in compiled else "checkpointed" if name in checkpointed else "plain"
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters())
+        if (type(module), shapes) not in kinds:
+            kind = type(module).__name__
+            classes[kind] += 1
+            kinds[type(module), shapes] = kind if classes[kind] == 1 else f"{kind} {classes[kind]}"
+        found[module] = Unit(name, form, kinds[type(module), shapes])
+    return found
+
+
+def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers that a model repeats -> their names: members of one class of the outermost lists, with parameters.
+
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    >>> list(repeated_layers(model).values())
+    ['1.0', '1.1', '1.2']
+    """
+    found: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        members = {key: child for key, child in module.named_children() if next(child.parameters(), None) is not None}
+        if len(members) > 1 and len({type(child) for child in members.values()}) == 1:
+            for key, child in members.items():
+                found[child] = f"{name}.{key}" if name else key
+                inside.update(child.modules())
+    return found
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Names that are inside none of the others."""
+    names = dict.fromkeys(names)
+    return [name for name in names if not any(parent in names for parent in _parents(name))]
+
+
+def _apart(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Names that are none of `others`, are inside none of them and hold none of them."""
+    others = set(others)
+    held = {parent for other in others for parent in (other, *_parents(other))}
+    return [name for name in names if name not in held and enclosing(name, others) is None]
+
+
+def _parents(name: str) -> list[str]:
+    """Names of the modules around one, innermost first, without the model: ``a.b`` and ``a`` for ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]

@@ -1,0 +1,144 @@
+"""Units: which layers of a model they are, and which accesses of a step belong to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.models.layer_units import layer_units
+from elixir.plan.plan import Plan
+from elixir.step_trace import StepTrace, Unit, UnitRun
+from tests.common.samples import make_plan
+from tests.common.tracing import cpu_trace, sum_step
+
+
+class Layer(nn.Module):
+    """Two products."""
+
+    def __init__(self, inner: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, inner), nn.Linear(inner, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers between two products, checkpointed one by one where told, or all in one checkpoint."""
+
+    def __init__(self, *inner: int, recompute: str = "none") -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.begin, self.end = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(map(Layer, inner))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        if self.recompute == "all":
+            x = checkpoint(self._run, x, use_reentrant=False)  # type: ignore[assignment]
+        else:
+            for layer in self.layers:
+                again = self.recompute == "each"
+                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)  # type: ignore[assignment]
+        result: torch.Tensor = self.end(x)
+        return result
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+INP = {"x": torch.ones(2, 4)}
+
+
+def runs(trace: StepTrace) -> list[tuple[str, str, int, int]]:
+    return [(trace.units[run.unit].name, run.phase, run.first, run.last) for run in trace.unit_runs]
+
+
+def test_units_are_the_repeated_layers_and_have_runs() -> None:
+    trace = cpu_trace(Stack(8, 8, 16), INP, sum_step)
+    assert trace.units == (
+        Unit("layers.0", "plain", "Layer"), Unit("layers.1", "plain", "Layer"), Unit("layers.2", "plain", "Layer 2"),
+    )  # fmt: skip
+    # Forward: begin, two products a layer, end. Backward: end, each layer from its last product on; begin's input needs
+    # no gradient.
+    assert runs(trace) == [
+        ("layers.0", "forward", 1, 2), ("layers.1", "forward", 3, 4), ("layers.2", "forward", 5, 6),
+        ("layers.2", "backward", 9, 10), ("layers.1", "backward", 11, 12), ("layers.0", "backward", 13, 14),
+    ]  # fmt: skip
+    assert trace.unit_accesses(1) == {"forward": (3, 4), "backward": (11, 12)}
+    assert trace.step.compiled == ()
+
+
+def test_checkpointed_layers_run_again_in_backward() -> None:
+    trace = cpu_trace(Stack(8, 8, recompute="each"), INP, sum_step)
+    assert trace.units == (Unit("layers.0", "checkpointed", "Layer"), Unit("layers.1", "checkpointed", "Layer"))
+    assert trace.unit_accesses(1) == {"forward": (3, 4), "recompute": (7, 8), "backward": (9, 10)}
+    assert trace.unit_accesses(0) == {"forward": (1, 2), "recompute": (11, 12), "backward": (13, 14)}
+
+
+def test_a_checkpoint_around_all_layers_is_no_unit() -> None:
+    trace = cpu_trace(Stack(8, 8, recompute="all"), INP, sum_step)
+    assert [(unit.name, unit.form) for unit in trace.units] == [("layers.0", "plain"), ("layers.1", "plain")]
+    assert [phase for _, phase, _, _ in runs(trace)] == ["forward"] * 2 + ["recompute"] * 2 + ["backward"] * 2
+
+
+def test_a_unit_that_runs_twice_has_a_run_for_each_call() -> None:
+    class Twice(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    trace = cpu_trace(Twice(8, 8), INP, sum_step)
+    assert [name for name, phase, _, _ in runs(trace) if phase == "forward"] == ["layers.0", "layers.1"] * 2
+    assert trace.unit_accesses(0)["forward"] == (1, 8)
+
+
+def test_compiled_modules_are_units_before_repeated_layers() -> None:
+    model = Stack(8, 8, 8)
+    model.layers[0].compile(backend="eager")
+    model.layers[1].get_submodule("up").compile(backend="eager")
+    model.end.compile(backend="eager")
+    model.get_submodule("layers.0.down").compile(backend="eager")
+    found = {unit.name: unit.form for unit in layer_units(model).values()}
+    assert found == {"end": "compiled", "layers.0": "compiled", "layers.1.up": "compiled", "layers.2": "plain"}
+    every = {unit.name: unit.form for unit in layer_units(model, compile=True).values()}
+    assert every == {"end": "compiled"} | {f"layers.{index}": "compiled" for index in range(3)}
+    trace = cpu_trace(model, INP, sum_step)
+    assert {unit.name: unit.form for unit in trace.units} == found
+    assert trace.step.compiled == ("end", "layers.0", "layers.1.up")
+    first = trace.unit_accesses([unit.name for unit in trace.units].index("layers.0"))["forward"][0]
+    used = {trace.parameters[index].name for index in trace.accesses[first].parameters}
+    assert used == {f"layers.0.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")}
+
+
+def test_a_checkpointed_part_of_a_repeated_layer_lies_in_its_unit() -> None:
+    model = nn.Sequential(Stack(8, 8), Stack(8, 8))
+    found = layer_units(model, checkpointed=["0.layers.1", "Sequential", "1"])
+    assert [(unit.name, unit.form) for unit in found.values()] == [("0", "plain"), ("1", "checkpointed")]
+
+
+def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
+    assert layer_units(nn.Linear(4, 4)) == {}
+    assert layer_units(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)), checkpointed=["0"]) == {}
+    model = Stack(8, 8)
+    assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit("begin", "checkpointed", "Linear")
+
+
+@pytest.mark.parametrize(("artifact", "version"), [(StepTrace, 6), (Plan, 25)])
+def test_earlier_versions_named_compiled_units_alone(artifact: Any, version: int) -> None:
+    made = cpu_trace(Stack(8), INP, sum_step) if artifact is StepTrace else make_plan(3)
+    data = made.to_dict() | {"schema_version": version}
+    data["step"]["units"] = ["layers.0"]
+    read = artifact.from_dict(data)
+    assert read.step.units == (Unit("layers.0", "compiled", ""),)
+    assert artifact.from_json(read.to_json()) == read
+
+
+def test_runs_end_where_another_phase_begins() -> None:
+    trace = cpu_trace(Stack(8, 8), INP, sum_step)
+    assert trace.unit_runs[1:3] == (UnitRun(1, "forward", 3, 4), UnitRun(1, "backward", 7, 8))
