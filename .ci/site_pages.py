@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("optimal_search", "minimum_waste_search", "simple_search", "Plan", "ChunkPlan", "StepTrace", "HardwareProfile",
          "PlanError", "TraceError", "InputError", "InputTypeError", "ArtifactError", "ElixirError"),
     ),
-    "train": ("Train", ("wrap", "ElixirModule", "ElixirOptimizer", "HybridAdam", "StateError")),
+    "train": ("Train", ("wrap", "together", "ElixirModule", "ElixirOptimizer", "HybridAdam", "StateError")),
     "save": (
         "Save",
         ("Checkpoints", "save_checkpoint", "load_checkpoint", "open_checkpoint", "export_hf", "Saving", "Loaded", "PerRank"),

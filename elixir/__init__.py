@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware.profile import HardwareProfile
     from elixir.kernels import HybridAdam
+    from elixir.models.together import together
     from elixir.plan.chunk_plan import ChunkPlan
     from elixir.plan.plan import Plan
     from elixir.search import minimum_waste_search, optimal_search, simple_search
@@ -54,6 +55,7 @@ __all__ = [
     "optimal_search",
     "save_checkpoint",
     "simple_search",
+    "together",
     "wrap",
 ]
 
@@ -65,6 +67,7 @@ _NAMES = {
     "elixir.errors": "ArtifactError ElixirError InputError InputTypeError PlanError StateError TraceError",
     "elixir.hardware.profile": "HardwareProfile",
     "elixir.kernels": "HybridAdam",
+    "elixir.models.together": "together",
     "elixir.plan.chunk_plan": "ChunkPlan",
     "elixir.plan.plan": "Plan",
     "elixir.search": "minimum_waste_search optimal_search simple_search",

@@ -50,6 +50,8 @@ class CacheCounts:
     deviations: int = 0
     calls: int = 0
     """Calls of the model, or of parts, outside of a forward that `begin` has announced."""
+    begun_anew: int = 0
+    """Calls among them with which the order began anew."""
     host_to_device_bytes: int = 0
     network_bytes: int = 0
     file_bytes: int = 0
@@ -148,11 +150,26 @@ class RCache:
             start = next((position for position in uses if position > self._position), None)
             if start is None:
                 start = uses[0]
-                self._begin_at(start - 1)
+                self.counts.begun_anew += 1
+                self._begin_at(-1 if self.begins_with(chunks) else start - 1)
                 self._walk_to(start)
-            self._call_end = start
-            while self._call_end + 1 < self._backward_from and self._required[self._call_end + 1] <= chunks:
-                self._call_end += 1
+            self._call_end = self._end_of_call(start, chunks)
+
+    def _end_of_call(self, start: int, chunks: frozenset[int]) -> int:
+        """The last position of a call of `chunks` that begins at `start`: another call of them may follow at once."""
+        end, left = start, False
+        while end + 1 < self._backward_from and self._required[end + 1] <= chunks:
+            required = self._required[end + 1]
+            if required:
+                if left and required == self._required[start]:
+                    break
+                left = left or required != self._required[start]
+            end += 1
+        return end
+
+    def begins_with(self, chunks: frozenset[int]) -> bool:
+        """Whether a call of `chunks` is the first of the order."""
+        return bool(self._streaming) and not chunks.isdisjoint(self._required[self._streaming[0]])
 
     def end_call(self) -> None:
         """Ends a call: what this rank's data skipped is left out on one rank, and loaded on several."""

@@ -155,7 +155,7 @@ class Engine:
         self._pending_updates: list[Ticket] = []
         self._is_after_step = False  # no forward has ended since
         self.leaving: dict[int, StoredStates] = {}
-        """By chunk, the states on a disk under the previous plan, until the optimizers have taken them over."""
+        """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
         self._handles: list[RemovableHandle | Frozen] = []
@@ -347,23 +347,25 @@ class Engine:
 
     # --- forward and backward ----------------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """Notes that the model's forward starts."""
-        self.cache.begin()
+    def forward_begins(self, *, of_part: bool = False) -> None:
+        """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
+        if not of_part:
+            self.cache.begin()
         self.phase.enter_forward()
 
-    def forward_over(self) -> None:
-        """Notes that the model's forward has returned."""
+    def forward_over(self, *, of_part: bool = False) -> None:
+        """Notes that it has returned."""
         self.phase.leave_forward()
-        self.cache.end_forward()
+        if not of_part:
+            self.cache.end_forward()
 
     def forward_failed(self) -> None:
-        """Notes that the model's forward has raised."""
+        """Notes that it has raised."""
         self.phase.leave_forward()
         self._failed("a forward")
 
     def watch_output(self, output: Any) -> None:
-        """Registers a hook that notices backward at the model's output, before any of the model's nodes run."""
+        """Makes backward known at the model's output, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             begins = _weakly(self.backward_runs)
             output.register_hook(lambda gradient: begins())
@@ -548,10 +550,8 @@ class Engine:
         return any(stepper.wants_norm for stepper in self.steppers)
 
     def _arrived(self, index: int, place: int, parameter: nn.Parameter) -> None:
-        """Sends a gradient home that autograd has accumulated.
-
-        The hook holds numbers, not the chunk: the garbage collector cannot see through autograd.
-        """
+        """Sends a gradient home that autograd has accumulated. The hook holds numbers, not the chunk: the garbage
+        collector cannot see through autograd."""
         chunk = self.chunks[index]
         slot = chunk.slots[place]
         self.backward_runs()

@@ -22,6 +22,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.quantised import order_kept
 from elixir.models.shared_memory import find_shared_memory
+from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
@@ -47,6 +48,7 @@ from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_compiled, refuse_compiled_around
+from elixir.wrapper.passes import Passes
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.run_options import Debug, RunOptions
 from elixir.wrapper.weights_io.gathered import shown
@@ -169,11 +171,19 @@ class ElixirModule(nn.Module):
             engine.stepped = self._account.step_over
             self._shared_weights.attach(engine)
             self._promise = PlanPromise(engine)
+            self._passes = self._passes_of(module)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own method reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module = module
+
+    def _passes_of(self, module: nn.Module) -> Passes | None:
+        if not isinstance(module, Together):
+            return None
+        found = Passes(module.children(), self._pass)
+        found.attach()
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -192,44 +202,51 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        refuse_compiled_around(self._engine)
-        with self._engine.phase.alone():
-            return self._forward(args, kwargs)
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine, buffers = self._engine, self._shared_buffers
-        engine.refuse_unusable()
-        if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
-                "weights move; run an ElixirModule without capturing it"
-            )
-        engine.forget_failed_backward()
-        engine.errors.report(Call.RUN)
-        if engine.before_forward is not None:
-            engine.before_forward()
-        follow_compiled(engine)
-        begins = self._account.forward(args, kwargs)
-        engine.renew_shared()
-        buffers.before_forward()
-        engine.forward_begins()
-        try:
-            args, kwargs = cast_inputs((args, kwargs), engine.device, self._cast)
+        if self._passes is not None:
+            return self.module(*args, **kwargs)
+        with self._pass(None, args, kwargs) as ((args, kwargs), finished):
             output = self.module(*args, **kwargs)
-            engine.refuse_stale()
-        except BaseException as error:
-            engine.forward_failed()
-            if begins:
-                self._account.begin_anew()
-            refuse_addresses(self.module, error)
-            refused = hooks_were_refused(error)
-            if refused is not None:
-                raise refused from error
-            raise
-        engine.forward_over()
-        self._shared_weights.refuse_written()
-        buffers.after_forward(reducing=engine.gradients.reducing)
-        tree_map(engine.watch_output, output)
+        return finished(output)
+
+    @contextlib.contextmanager
+    def _pass(self, part: nn.Module | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+        """A forward of the model, or of one of several models under the plan; see `Passes`."""
+        engine, buffers = self._engine, self._shared_buffers
+        refuse_compiled_around(engine)
+        with engine.phase.alone():
+            engine.refuse_unusable()
+            if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
+                    "weights move; run an ElixirModule without capturing it"
+                )
+            engine.forget_failed_backward()
+            engine.errors.report(Call.RUN)
+            if engine.before_forward is not None:
+                engine.before_forward()
+            follow_compiled(engine)
+            begins = self._account.forward(args, kwargs, part)
+            engine.renew_shared()
+            buffers.before_forward()
+            engine.forward_begins(of_part=part is not None)
+            try:
+                yield cast_inputs((args, kwargs), engine.device, self._cast), self._finished
+                engine.refuse_stale()
+            except BaseException as error:
+                engine.forward_failed()
+                if begins:
+                    self._account.begin_anew()
+                refuse_addresses(self.module, error)
+                refused = hooks_were_refused(error)
+                if refused is not None:
+                    raise refused from error
+                raise
+            engine.forward_over(of_part=part is not None)
+            self._shared_weights.refuse_written()
+            buffers.after_forward(reducing=engine.gradients.reducing)
+
+    def _finished(self, output: Any) -> Any:
+        tree_map(self._engine.watch_output, output)
         return tree_map(_as_float32, output) if self._output_fp32 else output
 
     def __getattr__(self, name: str) -> Any:
@@ -320,6 +337,8 @@ class ElixirModule(nn.Module):
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
         self._shared_weights.attach(engine)
         self._account.another_plan()
+        if self._passes is not None:
+            self._passes.attach()  # outside of the new hooks of the engine
 
     def settle(self) -> None:
         """Waits for all lanes and empties the blocks.
@@ -489,6 +508,8 @@ class ElixirModule(nn.Module):
                 ends.callback(self._frozen.files.close)
             ends.callback(engine.stop)
             ends.callback(partial(promises.leave, self._promise))
+            if self._passes is not None:
+                ends.callback(self._passes.remove)
             ends.callback(self._state.remove)
             unread = self._origins.give_back(engine, alone=not engine.end())
             self._shared_weights.give_back()

@@ -301,7 +301,7 @@ class WeightUses:
             if backward_is_running():
                 self._enter_node(state)
             else:
-                self._cache.begin_call(self._streamed_of(module))
+                self._cache.begin_call(self.streamed_of(module))
         state.scopes.append(_ScopeUses())
 
     def left(self, module: nn.Module, output: Any) -> Any:
@@ -313,7 +313,8 @@ class WeightUses:
             self._cache.end_call()
         return kept
 
-    def _streamed_of(self, module: nn.Module) -> frozenset[int]:
+    def streamed_of(self, module: nn.Module) -> frozenset[int]:
+        """The chunks of a module's weights that pass through blocks."""
         found = self._streamed.get(module)
         if found is None:
             chunks = [self._places[each][0] for each in module.parameters() if each in self._places]

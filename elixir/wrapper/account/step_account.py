@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from elixir.plan.step_traffic import Backwards
 from elixir.wrapper.account.step_clock import StepClock
@@ -49,34 +50,50 @@ class StepAccount:
         self._tokens: int | None = 0  # their tokens
         self._engine.emptied = False  # of the blocks, since its last forward
         self._odd = ""  # the reason why no plan predicts its loads
+        self._in_parts = False  # whether it consists of calls of several models
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Counts a forward with these arguments; returns whether a step begins with it."""
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], part: nn.Module | None = None) -> bool:
+        """Counts a forward with these arguments; returns whether a step begins with it.
+
+        Args:
+            args, kwargs: of the forward.
+            part: one of several models under the plan, whose calls make up a step together. Those without gradients
+                belong to it, too. A step begins with the call with which the traced one began.
+        """
         engine = self._engine
         if self._skipped is not None:
             self._report(self._skipped, in_part=bool(self._engine.unstepped))
         training = torch.is_grad_enabled()
-        begins = training and not self._clock.running
+        first = part is not None and not self._trained and engine.cache.begins_with(engine.uses.streamed_of(part))
+        begins = first or (training and not self._clock.running)
         if begins:
-            # Counts since the last step, as from an evaluation, do not belong to this one.
-            engine.cache.take_counts()
-            engine.gradients.forget_counts()
-            engine.window.take_moved()
-            engine.lanes.fetch.take_busy_s()  # other lanes may still work for the last step
-            for lane in engine.lanes.all():
-                lane.waited_s = 0.0
-            self._clock.start()
-            self._start(engine.cache.held)
-        elif self._clock.running and not training:
+            self._begin(in_parts=part is not None)
+        elif self._clock.running and not training and part is None:
             self._odd = "the model was evaluated between its first forward and step()"
         elif engine.emptied and engine.schedule.min_blocks:
             self._odd = "weights were shown or saved between two micro-batches, which empties the blocks"
         engine.emptied = False
-        self._trained += training
         if training:
+            # Of several models, or several calls of one, before a backward, the first counts.
+            self._trained += part is None or len(engine.gradients.backwards) == self._trained
             tokens = _tokens(args, kwargs)
             self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         return begins
+
+    def _begin(self, *, in_parts: bool) -> None:
+        engine = self._engine
+        if in_parts:
+            engine.cache.begin(announce=False)
+        # Counts since the last step, as from an evaluation, do not belong to this one.
+        engine.cache.take_counts()
+        engine.gradients.forget_counts()
+        engine.window.take_moved()
+        engine.lanes.fetch.take_busy_s()  # other lanes may still work for the last step
+        for lane in engine.lanes.all():
+            lane.waited_s = 0.0
+        self._clock.start()
+        self._start(engine.cache.held)
+        self._in_parts = in_parts
 
     def begin_anew(self) -> None:
         """Stops the clock, since the first forward of a step has raised; the step begins with the next."""
@@ -101,8 +118,10 @@ class StepAccount:
 
     def _report(self, skipped: bool, *, in_part: bool = False) -> None:
         engine, self._skipped = self._engine, None
-        backwards = engine.gradients.backwards
+        backwards, counts = engine.gradients.backwards, engine.cache.take_counts()
         odd = self._odd
+        if self._in_parts and engine.schedule.min_blocks and counts.begun_anew != max(len(backwards) - 1, 0):
+            odd = odd or "its models were called more often than in the traced step, or in another order"
         if len(backwards) != self._trained or not backwards:
             odd = f"{self._trained} forwards to train and {len(backwards)} backwards came before step()"
         elif in_part:
@@ -113,7 +132,7 @@ class StepAccount:
         )
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
-        before, counts = self.last_report, engine.cache.take_counts()
+        before = self.last_report
         report = make_report(
             engine, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
         )

@@ -47,7 +47,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
     "wrapper": (
         frozenset({"loss_scale", "phase", "run_errors", "run_options", "state_reader", "weight_uses"}),
         frozenset({"engine"}),
-        frozenset({"account", "address_errors", "assemble", "late_units", "step", "weights_io"}),
+        frozenset({"account", "address_errors", "assemble", "late_units", "passes", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
         frozenset({"training_states"}),
     ),

@@ -1,0 +1,70 @@
+"""`Passes`: every call of one of several models under a plan is a pass, by whatever method it comes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elixir.access.autograd import backward_is_running
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Pass = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
+"""Gives the arguments as the model gets them, and a function that finishes its output."""
+
+
+class Passes:
+    """Opens a pass when a model is called outside of a pass, and closes it when the call returns or raises.
+
+    `generate`, or any other method of a model, makes a pass of each call of the model that it contains.
+
+    Args:
+        models: those under the plan.
+        begin: ``begin(model, args, kwargs)`` makes a pass.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], begin: Callable[[nn.Module, Any, Any], Pass]) -> None:
+        self._models, self._begin = list(models), begin
+        self._open: dict[int, list[tuple[Pass, Callable[[Any], Any]] | None]] = {}  # by thread
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Hooks the models: before all hooks that are there by now, and after them."""
+        self.remove()
+        for model in self._models:
+            self._handles.append(model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        open_here = self._open.setdefault(threading.get_ident(), [])
+        if open_here or backward_is_running():
+            open_here.append(None)
+            return None
+        begun = self._begin(model, args, kwargs)
+        arguments, finished = begun.__enter__()
+        open_here.append((begun, finished))
+        return arguments
+
+    def _leave(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        thread = threading.get_ident()
+        open_here = self._open.get(thread, [])
+        found = open_here.pop() if open_here else None  # none is open if the pass could not begin
+        if not open_here:
+            self._open.pop(thread, None)
+        if found is None:
+            return None
+        begun, finished = found
+        # torch calls this with None after an error, which is the one that is being handled.
+        error = sys.exc_info() if output is None else (None, None, None)
+        begun.__exit__(*error)
+        return None if error[0] is not None else finished(output)

@@ -1,0 +1,203 @@
+"""Several models under one plan train as in plain PyTorch, one budget holds them, and each call of one is a pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from benchmark.observe import observe
+from elixir.errors import InputError, InputTypeError
+from elixir.models.together import Together
+from elixir.wrapper.engine import engine_of
+from tests.common.tiny_models import tiny
+
+MEMORY: dict[str, dict[str, str]] = {
+    "streamed": {"device_memory": "1GiB", "placement": "cpu"},
+    "mixed": {"device_memory": "2500KiB"},
+    "resident": {"device_memory": "1GiB", "placement": "cuda"},
+}
+Step = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def models(*, critic: bool = False) -> Together:
+    policy = tiny("llama", layers=3, positions=64)
+    other = tiny("llama", layers=4, positions=64, seed=1).requires_grad_(critic)
+    return elixir.together(policy=policy, critic=other) if critic else elixir.together(policy=policy, reference=other)
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def preference(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The reference comes after the policy, as in DPO."""
+    loss: torch.Tensor = models.policy(**inp).loss
+    with torch.no_grad():
+        reference = models.reference(**inp).loss
+    return (loss - reference + 0.1) ** 2
+
+
+def distillation(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The teacher comes before the student."""
+    with torch.no_grad():
+        teacher = models.reference(input_ids=inp["input_ids"]).logits.log_softmax(-1)
+    student = models.policy(input_ids=inp["input_ids"]).logits.log_softmax(-1)
+    return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+def pairs(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Two calls of one model before a backward, each with gradients; and two of the reference."""
+    halves = [{name: value[row : row + 1] for name, value in inp.items()} for row in (0, 1)]
+    chosen, rejected = (models.policy(**half).loss for half in halves)
+    with torch.no_grad():
+        first, second = (models.reference(**half).loss for half in halves)
+    return -nn.functional.logsigmoid(rejected - second - chosen + first)
+
+
+def actor_critic(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Both are trained."""
+    value = models.critic(**inp).loss
+    loss: torch.Tensor = models.policy(**inp).loss
+    return loss * value.detach() + value
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+
+
+def trained(model: Any, optimizer: Any, step: Step, *, accumulation: int, steps: int = 4) -> list[float]:
+    losses = []
+    for number in range(steps):
+        for micro in range(accumulation):
+            loss = step(model, batch(number * accumulation + micro)) / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def wrapped(step: Step, memory: str, accumulation: int = 1, **options: Any) -> tuple[Any, Any]:
+    model = models(critic=step is actor_critic)
+
+    def traced(models: Any, inp: dict[str, torch.Tensor]) -> None:
+        (step(models, inp) / accumulation).backward()
+
+    return elixir.wrap(
+        model, optimizer_of(model), inp=batch(0), step_fn=traced, hardware="cpu", host_memory="1GiB",
+        accumulation=accumulation, **MEMORY[memory], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("step", [preference, distillation, pairs, actor_critic])
+def test_several_models_train_as_in_plain_pytorch(step: Step, memory: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain = models(critic=step is actor_critic)
+    expected = trained(plain, optimizer_of(plain), step, accumulation=2)
+    model, optimizer = wrapped(step, memory, 2, replan=False)
+    with caplog.at_level(logging.WARNING):
+        assert trained(model, optimizer, step, accumulation=2) == expected
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert {chunk.resident for chunk in model.plan.chunks} == {"streamed": {False}, "resident": {True}}.get(
+        memory, {False, True}
+    )
+    report = model.last_report
+    assert report.not_compared == ""
+    assert report.demand_loads == report.deviations == 0
+    assert (report.micro_batches, report.observed["loads"]) == (2, report.predicted["loads"])
+    assert report.observed["host_to_device"] == report.predicted["host_to_device"]
+    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
+    assert report.observed["host_peak"] <= report.predicted["host_peak"] <= model.plan.predicted.host_peak_bytes
+    assert "differs from its plan" not in caplog.text
+    model.close()
+
+
+def test_a_model_generates_within_its_plan_and_leaves_the_next_step_as_planned() -> None:
+    def answer(policy: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = policy.generate(
+                batch(7)["input_ids"][:, :8], max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+            )
+        return found
+
+    plain = models()
+    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=2)
+    tokens = answer(plain.policy)
+    model, optimizer = wrapped(preference, "streamed", replan=False)
+    assert trained(model, optimizer, preference, accumulation=1, steps=2) == expected
+    assert torch.equal(answer(model.policy), tokens)
+    assert engine_of(model).cache.counts.demand_loads == 0
+    answer(model.policy)
+    trained(model, optimizer, preference, accumulation=1, steps=1)
+    report = model.last_report
+    assert (report.not_compared, report.demand_loads) == ("", 0)
+    assert report.observed["loads"] == report.predicted["loads"]
+    preference(model, batch(0)).backward()
+    answer(model.policy)
+    trained(model, optimizer, preference, accumulation=1, steps=1)
+    assert "called more often" in model.last_report.not_compared
+
+
+def test_the_plan_is_corrected_between_two_steps() -> None:
+    plain = models()
+    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=8)
+    model, optimizer = wrapped(preference, "mixed")
+    assert trained(model, optimizer, preference, accumulation=1, steps=8) == expected
+    assert engine_of(model).before_forward is None
+
+
+def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
+    """Bytes that torch's profiler sees on the CPU, where device and host are one memory."""
+    alone = models()
+    weights = [sum(each.nbytes for each in model.parameters()) for _, model in alone.models()]
+    model, optimizer = wrapped(distillation, "streamed", replan=False)
+    predicted = model.plan.predicted
+    assert sum(weights) <= predicted.host_parts["weights"] < 1.01 * sum(weights)
+    trained(model, optimizer, distillation, accumulation=1, steps=1)
+    arena = engine_of(model).arena
+    resting = arena.live_bytes("device") + arena.live_bytes("host")
+    seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
+    assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes
+
+
+def test_a_frozen_model_keeps_its_mode_and_the_first_is_called_by_the_whole() -> None:
+    model, _ = wrapped(preference, "streamed")
+    model.reference.eval()
+    model.train()
+    assert model.policy.training
+    assert not model.reference.training
+    with torch.no_grad():
+        assert torch.equal(model(**batch(1)).logits, model.policy(**batch(1)).logits)
+    inner = model.release()
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules())
+
+
+def test_an_error_in_a_model_ends_its_pass() -> None:
+    plain = models()
+    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=2)
+    model, optimizer = wrapped(preference, "streamed")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="input_ids"):
+            model.policy()
+    assert trained(model, optimizer, preference, accumulation=1, steps=2) == expected
+
+
+def test_names_and_models_that_cannot_be_together_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="takes models by name"):
+        elixir.together()
+    with pytest.raises(InputTypeError, match="policy is a str"):
+        elixir.together(policy="llama")  # type: ignore[arg-type]
+    for name in ("forward", "plan", "first"):
+        with pytest.raises(InputError, match=f"'{name}' is an attribute"):
+            elixir.together(**{name: layer})
+    with pytest.raises(InputError, match=r"reference is policy, or a part of it"):
+        elixir.together(policy=nn.Sequential(layer), reference=layer)
