@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,13 +53,14 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     twin = observed.twin
     operations, numbers = _distinct(order)
     accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], numbers)
+    in_order = order.in_order()
     return StepTrace(
         model_name=observed.model_name,
         model_fingerprint=observed.model_fingerprint,
         device=observed.device,
         dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
         optimizer=observed.optimizer.description,
-        parameters=_parameters(twin, order, trains=not observed.step.forward),
+        parameters=_parameters(twin, order, in_order, trains=not observed.step.forward),
         param_bytes=sum(parameter.nbytes for parameter in twin.names),
         grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
         optimizer_bytes=observed.optimizer.state_bytes,
@@ -74,7 +76,9 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_contributors=contributors(peaks.alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
-        accesses=accesses if observed.step.generate is None else _last_call(accesses, order.calls[-1]),
+        accesses=_in_order(accesses, in_order)
+        if observed.step.generate is None
+        else _last_call(accesses, order.calls[-1]),
         curve=samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
@@ -110,7 +114,8 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(twin: MetaCopy, order: UseOrder, *, trains: bool) -> tuple[ParamInfo, ...]:
+def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
+    numbers: dict[int | None, int] = {position: number for number, position in enumerate(in_order)}
     return tuple(
         ParamInfo(
             name=aliases[0],
@@ -118,7 +123,7 @@ def _parameters(twin: MetaCopy, order: UseOrder, *, trains: bool) -> tuple[Param
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad and trains,
-            grad_access=order.grad_use.get(index),
+            grad_access=numbers.get(order.grad_use.get(index)),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
         for index, (parameter, aliases) in enumerate(twin.names.items())
@@ -146,6 +151,20 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
         )
         for use, live in zip(order.uses, highest, strict=True)
     )
+
+
+def _in_order(accesses: tuple[Access, ...], positions: list[int]) -> tuple[Access, ...]:
+    """The accesses at `positions`; the first takes the memory that those left out have taken."""
+    if len(positions) == len(accesses):
+        return accesses
+    kept = set(positions)
+    most = max(access.live_bytes for at, access in enumerate(accesses) if at not in kept)
+    found = [
+        replace(accesses[at], pin_until=max(number, bisect_right(positions, accesses[at].pin_until) - 1))
+        for number, at in enumerate(positions)
+    ]
+    found[0] = replace(found[0], live_bytes=max(found[0].live_bytes, most))
+    return tuple(found)
 
 
 def _last_call(accesses: tuple[Access, ...], first: int) -> tuple[Access, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +27,22 @@ from elixir.torch_private import (
 )
 from elixir.tracer.meta_copy import MetaCopy
 
+_MEMORY_ALONE: ContextVar[bool] = ContextVar("memory_alone", default=False)
+
+
+@contextmanager
+def memory_alone() -> Iterator[None]:
+    """Inside of it, calls of a model that is called after it count by their memory alone, not in the order of uses.
+
+    For what comes before a step and not before each: generation, and a second look at what was generated. Outside of a
+    trace it does nothing.
+    """
+    token = _MEMORY_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _MEMORY_ALONE.reset(token)
+
 
 @dataclass(slots=True)
 class Use:
@@ -37,6 +55,8 @@ class Use:
     log_position: int
     pin_until: int
     operations: list[Operation] = field(default_factory=list)
+    memory_alone: bool = False
+    """See `memory_alone`."""
 
 
 @dataclass(slots=True)
@@ -315,6 +335,16 @@ class UseOrder:
                 if first <= self.grad_use.get(index, -1) <= last:
                     self.grad_use[index] = last
 
+    def in_order(self) -> list[int]:
+        """The positions of uses that belong to the order: all but those inside of `memory_alone`, of a model, or of
+        one of several, that is called outside of it as well."""
+
+        def top(use: Use) -> str:
+            return use.module.partition(".")[0]
+
+        called = {top(use) for use in self.uses if not use.memory_alone}
+        return [at for at, use in enumerate(self.uses) if not (use.memory_alone and top(use) in called)]
+
     def checkpointed(self) -> tuple[str, ...]:
         """The modules that enclose each region that ran again in backward, in forward order."""
         forward = {name: position for position, name in enumerate(self.ran)}
@@ -353,7 +383,9 @@ class UseOrder:
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)
-        self.uses.append(Use(phase, parameters, module, operator, len(self._log), pin_until=position))
+        alone = _MEMORY_ALONE.get()
+        use = Use(phase, parameters, module, operator, len(self._log), pin_until=position, memory_alone=alone)
+        self.uses.append(use)
         return position
 
     def _mark(self, module: str) -> None:
