@@ -51,7 +51,7 @@ class CacheCounts:
     calls: int = 0
     """Calls of the model, or of parts, outside of a forward that `begin` has announced."""
     begun_anew: int = 0
-    """Calls among them with which the order began anew."""
+    """Calls among them with which the order began anew, from its beginning."""
     host_to_device_bytes: int = 0
     network_bytes: int = 0
     file_bytes: int = 0
@@ -149,9 +149,12 @@ class RCache:
                 self._announce("a call")
             start = next((position for position in uses if position > self._position), None)
             if start is None:
-                start = uses[0]
-                self.counts.begun_anew += 1
-                self._begin_at(-1 if self.begins_with(chunks) else start - 1)
+                start, first = uses[0], self.begins_with(chunks)
+                self.counts.begun_anew += first
+                self._begin_at(-1 if first else start - 1)
+                self._walk_to(start)
+            elif start > next(position for position in self._streaming if position > self._position):
+                self._jump(start - 1)  # calls of other models are left out
                 self._walk_to(start)
             self._call_end = self._end_of_call(start, chunks)
 

@@ -24,6 +24,7 @@ from elixir.integrations.options import Options, as_inp, read_options
 from elixir.integrations.run import Run
 from elixir.models.samples import planning_batch
 from elixir.models.step import default_step
+from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -106,6 +107,10 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         """Turns an Accelerator that somebody else has made into one of these, in place."""
         accelerator.__class__ = cls
         accelerator._elixir_adopted(options)
+        accelerator._elixir_places_all = True
+
+    _elixir_places_all = False
+    """Whether models that are only evaluated stay where they are until a plan places them."""
 
     def _elixir_adopted(self, options: dict[str, Any]) -> None:
         self._elixir_options = options
@@ -220,6 +225,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             with patch.object(self.state, "dynamo_plugin", TorchDynamoPlugin(backend="no")):
                 # Older versions do not look at it: without these they would move the model, and wrap it in DDP.
                 return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if self._elixir_places_all and self.elixir is None and kwargs.get("evaluation_mode"):
+            kwargs.setdefault("device_placement", False)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
@@ -258,13 +265,15 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         super().clip_grad_value_(parameters, clip_value)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The plain model; it runs under the plan nevertheless."""
-        return model.module if isinstance(model, ElixirModule) else super().unwrap_model(model, *args, **kwargs)
+        """The plain model; it runs under the plan nevertheless. Of several models under the plan it is the first."""
+        if not isinstance(model, ElixirModule):
+            return super().unwrap_model(model, *args, **kwargs)
+        return model.module.first if isinstance(model.module, Together) else model.module
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Full weights in float32 on rank 0, an empty dict on the others; all ranks call this."""
-        if self.elixir is not None and model in (self.elixir.module, self.elixir.module.module):
-            return self.elixir.module.state_dict(rank0_only=True)
+        if self.elixir is not None and model in (self.elixir.module, self.elixir.module.module, self.elixir.model):
+            return self.elixir.state_dict(rank0_only=True)
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import elixir
+from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -42,6 +45,27 @@ class Run:
         """Names of numbers that have been other than 0 in some step."""
         if is_main:
             logger.info("%s", module.plan)
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model; of several under the plan the first, which is trained."""
+        inner = self.module.module
+        return inner.first if isinstance(inner, Together) else inner
+
+    def state_dict(
+        self, *, rank0_only: bool = False, only: Callable[[str, nn.Parameter], bool] | None = None
+    ) -> dict[str, Any]:
+        """The state dict of `model`, as `ElixirModule.state_dict` makes it. All ranks call this."""
+        inner = self.module.module
+        if not isinstance(inner, Together):
+            return self.module.state_dict(rank0_only=rank0_only, only=only)
+        prefix = f"{next(name for name, _ in inner.models())}."
+
+        def wanted(name: str, parameter: nn.Parameter) -> bool:
+            return name.startswith(prefix) and (only is None or only(name.removeprefix(prefix), parameter))
+
+        found = self.module.state_dict(rank0_only=rank0_only, only=wanted)
+        return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
     def save(self, folder: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Saves weights, states and the loss scale under `folder`, for any number of ranks. All ranks call this.

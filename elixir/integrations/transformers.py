@@ -12,6 +12,7 @@ they know.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,11 @@ import torch
 from elixir.errors import InputError
 from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
+from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.options import Options, read_options
 from elixir.integrations.run import Planned, Run
-from elixir.models.samples import generators_untouched, planning_batch
+from elixir.models.samples import generators_untouched
+from elixir.models.together import Together, together
 from elixir.plan.plan import Plan
 
 try:
@@ -126,6 +129,9 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             "bf16_full_eval and fp16_full_eval: evaluation runs in the plan's dtype; set bf16 or fp16 instead": (
                 (args.bf16_full_eval and dtype != "bf16") or (args.fp16_full_eval and dtype != "fp16")
             ),
+            "sync_ref_model writes to the reference, whose weights the plan holds; leave it out": getattr(
+                args, "sync_ref_model", False
+            ),
             "use_vllm would generate with a second copy of the weights, which no plan counts; leave it out, so that "
             "transformers generates under the plan": getattr(args, "use_vllm", False),
             f"optim={optim!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': '8bit'}}": any(
@@ -145,7 +151,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         return self._elixir_loader
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if self.elixir is not None and self.elixir.module.module is self.model:
+        if self.elixir is not None and self.elixir.model is self.model:
             return self.elixir.module
         if not training:
             if any(parameter.is_meta for parameter in model.parameters()):
@@ -155,24 +161,64 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             self.elixir.module.close()  # a new model has come from model_init
         more: dict[str, Any] = {
             "accumulation": self.args.gradient_accumulation_steps,
-            "inp": lambda: planning_batch(self._elixir_loader, batch_size=self.args.train_batch_size),
+            "inp": lambda: rows_of(self, self._elixir_loader),
             "step_fn": self._elixir_step,
             **({"max_norm": self.args.max_grad_norm} if self.args.max_grad_norm > 0 else {}),
             **({"weights": self._elixir_weights} if self._elixir_weights is not None else {}),
         }
         self.model.train()
+        planned, trainable = self._elixir_models(), []
+        for other in self._elixir_others().values():
+            trainable += [each for each in other.parameters() if each.requires_grad]
+            other.requires_grad_(False)  # no optimizer has it
         if self._elixir_only_plan:
-            raise Planned(self.accelerator.dry_run(self.model, self.optimizer, **more))
-        self.elixir = self.accelerator.wrap(self.model, self.optimizer, **more)
+            try:
+                raise Planned(self.accelerator.dry_run(planned, self.optimizer, **more))
+            finally:
+                for each in trainable:
+                    each.requires_grad_(True)
+        self.elixir = self.accelerator.wrap(planned, self.optimizer, **more)
         self.optimizer = self.elixir.optimizers[0]
         return self.elixir.module
 
+    def _elixir_others(self) -> dict[str, torch.nn.Module]:
+        """Models that the trainer runs next to the one it trains, by attribute, such as ``ref_model``."""
+        own = set(self.model.modules())
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, torch.nn.Module)
+            and name not in ("model", "model_wrapped")
+            and value not in own
+            and next(value.parameters(), None) is not None
+        }
+
+    def _elixir_models(self) -> torch.nn.Module:
+        """The model; together with the others if there are any, or if it is its own reference, without adapters."""
+        own: torch.nn.Module = self.model
+        others = self._elixir_others()
+        if not others and not hasattr(self, "ref_model"):
+            return own
+        if self._elixir_weights is not None or "weights" in self.accelerator._elixir_options:
+            if not others:
+                return own
+            raise InputError(
+                f"weights= cannot be read into a model next to {', '.join(others)}; load all models before the Trainer "
+                "is made"
+            )
+        return together(model=own, **others)
+
     def _elixir_step(self, model: Any, batch: Any) -> None:
         """The step that is traced, as `training_step` runs it."""
-        labels = batch.get("labels")
-        # Counted without Trainer's collective: only rank 0 traces.
-        items = labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
-        self.compute_loss(model, dict(batch), num_items_in_batch=items).backward()
+        twins = dict(model.models()) if isinstance(model, Together) else {"model": model}
+        twin = twins["model"]
+        with twin_shown(self, {**twins, "model_wrapped": twin}):
+            if not isinstance(batch, Mapping):  # samples, of which the trainer makes its batch
+                batch = batch_made(self, batch, twin)
+            labels = batch.get("labels")
+            # Counted without Trainer's collective: only rank 0 traces.
+            items = labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
+            self.compute_loss(twin, dict(batch), num_items_in_batch=items).backward()
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False
@@ -184,7 +230,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         if state_dict is None and self.elixir is not None:
             only = self._elixir_adapters if hasattr(self.model, "peft_config") else None
             rank0_only = not self.args.save_on_each_node
-            state_dict = self.elixir.module.state_dict(rank0_only=rank0_only, only=only)
+            state_dict = self.elixir.state_dict(rank0_only=rank0_only, only=only)
             self.elixir.save_plan(self.args.output_dir)
         super()._save(output_dir, state_dict=state_dict)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from elixir.errors import InputError, TraceError
+from elixir.errors import InputError
 from elixir.integrations.transformers import with_elixir
 from tests.common.trainers import llama, logged, rows
 
@@ -93,30 +93,102 @@ def test_a_plan_leaves_the_metrics_of_the_trainer_empty(tmp_path: Path) -> None:
     assert repr((trainer._metrics, trainer._total_train_tokens)) == before
 
 
-def test_dpo_names_its_reference_model_unless_it_is_frozen(tmp_path: Path) -> None:
-    pairs = [{"prompt": "5 6", "chosen": f"{7 + n} 8", "rejected": f"9 {10 + n}"} for n in range(8)]
+def preferred(kind: Any, folder: Path, *, lora: str = "", elixir: Any = None, **more: Any) -> Any:
+    """A trainer of TRL's DPO: with a reference model, or with adapters, whose base is the reference."""
+    peft = pytest.importorskip("peft") if lora else None
+    new = peft and peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    rows = [{"prompt": "5 6", "chosen": f"{7 + n} 8", "rejected": f"9 {10 + n}"} for n in range(8)]
+    return kind(
+        model=llama(lora == "given"),
+        args=arguments(trl.DPOConfig, folder, **more),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        **({"peft_config": new} if lora == "made" else {} if lora else {"ref_model": llama()}),
+        **({} if elixir is None else {"elixir": elixir}),
+    )
 
-    def made(kind: Any, folder: str, **more: Any) -> Any:
-        return kind(
-            model=llama(),
-            ref_model=llama(),
-            args=arguments(trl.DPOConfig, tmp_path / folder),
-            train_dataset=datasets.Dataset.from_list(pairs),
-            processing_class=tokenizer(),
-            **more,
-        )
 
-    ours = made(with_elixir(trl.DPOTrainer), "ours", elixir=ON_HOST)
-    ours.ref_model.requires_grad_(True)
-    with pytest.raises(
-        TraceError, match=r"'ref_model' of the ElixirDPOTrainer, a second model.*requires_grad_\(False\)"
-    ):
-        ours.plan()
-    ours.ref_model.requires_grad_(False)
-    ours.train()
-    plain = made(trl.DPOTrainer, "plain")
+def same_weights(one: Path, other: Path) -> bool:
+    found = [load_file(next(folder.glob("*model.safetensors"))) for folder in (one, other)]
+    return found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("lora", ["", "given", "made"])
+def test_dpo_logs_and_saves_what_it_does_alone(lora: str, placement: str, tmp_path: Path) -> None:
+    plain = preferred(trl.DPOTrainer, tmp_path / "plain", lora=lora)
     plain.train()
+    options = {**ROOMY, "placement": placement}
+    ours = preferred(with_elixir(trl.DPOTrainer), tmp_path / "ours", lora=lora, elixir=options)
+    ours.train()
     assert logged(ours) == logged(plain)
+    assert same_weights(tmp_path / "plain" / "checkpoint-4", tmp_path / "ours" / "checkpoint-4")
+    report = ours.elixir.module.last_report
+    assert (report.not_compared, report.demand_loads, report.deviations) == ("", 0, 0)
+    assert report.observed["loads"] == report.predicted["loads"]
+    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
+    assert report.observed["host_peak"] <= report.predicted["host_peak"]
+
+
+def test_a_reference_is_planned_and_left_as_it_was(tmp_path: Path) -> None:
+    ours = preferred(with_elixir(trl.DPOTrainer), tmp_path, elixir=ON_HOST)
+    plan = ours.plan()
+    weights = sum(each.nbytes for model in (ours.model, ours.ref_model) for each in model.parameters())
+    assert weights <= plan.predicted.host_parts["weights"] < 1.2 * weights
+    assert all(each.requires_grad for each in ours.ref_model.parameters())
+    assert sum(chunk.trainable for chunk in plan.chunks) < len(plan.chunks)
+    with pytest.raises(InputError, match="sync_ref_model writes to the reference"):
+        preferred(with_elixir(trl.DPOTrainer), tmp_path, elixir=ON_HOST, sync_ref_model=True)
+
+
+def reinforced(kind: Any, folder: Path, *, lora: bool = False, elixir: Any = None, **more: Any) -> Any:
+    """A trainer of TRL's GRPO; its model is loaded from a folder, as its reference will be."""
+    llama().save_pretrained(folder / "start")
+    model = llama(lora)
+    if not lora:
+        model = type(model).from_pretrained(folder / "start", dtype=torch.float32)
+    generation = {"num_generations": 2, "max_completion_length": 6, "max_length": None}
+    given = arguments(trl.SFTConfig, folder).to_dict()
+    names = ("use_cpu", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "seed",
+             "learning_rate", "logging_steps", "save_strategy", "save_steps", "report_to", "disable_tqdm")  # fmt: skip
+    args = {name: given[name] for name in names} | {key: value for key, value in generation.items() if value} | more
+    return kind(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+        args=trl.GRPOConfig(output_dir=str(folder), gradient_checkpointing=False, **args),
+        train_dataset=datasets.Dataset.from_list([{"prompt": f"5 {6 + n}"} for n in range(16)]),
+        processing_class=tokenizer(),
+        **({} if elixir is None else {"elixir": elixir}),
+    )
+
+
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "no reference": {},
+    "a reference": {"beta": 0.1},
+    "adapters": {"beta": 0.1, "lora": True},
+    "two looks at each": {"num_iterations": 2},
+}
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_grpo_logs_and_saves_what_it_does_alone(name: str, placement: str, tmp_path: Path) -> None:
+    def entries(trainer: Any) -> list[dict[str, float]]:
+        trainer.train()
+        return [{key: value for key, value in each.items() if key != "step_time"} for each in logged(trainer)]
+
+    plain = entries(reinforced(trl.GRPOTrainer, tmp_path / "plain", **GENERATIONS[name]))
+    options = {**ROOMY, "placement": placement}
+    ours = reinforced(with_elixir(trl.GRPOTrainer), tmp_path / "ours", elixir=options, **GENERATIONS[name])
+    assert entries(ours) == plain
+    assert any("reward" in entry and "entropy" in entry for entry in plain)
+    assert same_weights(tmp_path / "plain" / "checkpoint-4", tmp_path / "ours" / "checkpoint-4")
+    report = ours.elixir.module.last_report
+    assert report.deviations == 0
+    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
+    assert report.observed["host_peak"] <= report.predicted["host_peak"]
 
 
 def test_generation_by_vllm_is_refused(tmp_path: Path) -> None:
