@@ -42,6 +42,9 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "forward": lambda seconds: {} if seconds is False else {"forward": seconds},
     "generate": lambda tokens: {} if tokens is None else {"generate": tokens},
     "replicas": lambda count: {},
+    "pass_size": lambda size: {} if size == 1 else {"pass_size": size},
+    "kept_bytes": lambda _: {},
+    "parts": lambda counts: {"parts": counts} if counts else {},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

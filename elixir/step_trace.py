@@ -95,6 +95,10 @@ class Access:
     """Its operators in order: indices into `StepTrace.operations`."""
     live_bytes: int
     """Highest live bytes of inputs, activations and workspace: all but parameters, gradients, states, buffers."""
+    kept_bytes: int = 0
+    """The same when it begins: what the accesses before have left."""
+    parts: tuple[int, ...] = ()
+    """Numbers of operators of the accesses that it stands for, in a pass of several micro-batches; else empty."""
 
 
 Form = Literal["compiled", "checkpointed", "plain"]
@@ -224,6 +228,11 @@ class StepShape:
         """Names of the compiled units."""
         return tuple(unit.name for unit in self.units if unit.form == "compiled")
 
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """Names of the units that run again in backward, compiled ones left out."""
+        return tuple(unit.name for unit in self.units if unit.form == "checkpointed")
+
 
 def renewed_step(step: Any) -> Any:
     """The fields of a `StepShape` in a file of an earlier version, which may lack some, and named compiled units only.
@@ -245,8 +254,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 7
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}}
+    schema_version: ClassVar[int] = 8
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -307,11 +316,19 @@ class StepTrace(Artifact):
     trace_s: float = field(compare=False)
     """Seconds that tracing took."""
     step: StepShape = field(default_factory=StepShape)
+    pass_size: int = 1
+    """Micro-batches that go through each checkpointed unit together: then each of these, and all between two, is one
+    access in forward and one in backward, of all micro-batches."""
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
-        but compiled ones."""
+        but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
+        begins: at most what is live."""
+        data = {"pass_size": 1} | data
+        accesses = data.get("accesses")
+        if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):
+            data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0), "parts": []} | each for each in accesses]
         return data | {"step": renewed_step(data["step"])} if "step" in data else data
 
     def __post_init__(self) -> None:

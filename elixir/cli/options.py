@@ -73,6 +73,11 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
+def _pass_size(text: str) -> int | str:
+    """A whole number, or ``auto``."""
+    return text if text == "auto" else _count(text, LARGEST_ACCUMULATION)
+
+
 def _amount(text: str) -> float:
     """A positive number, such as ``1e9``."""
     try:
@@ -262,6 +267,13 @@ FLAGS: dict[str, Flag] = {
         "N",
         partial(_count, most=LARGEST_ACCUMULATION),
     ),
+    "--pass-size": _flag(
+        "micro-batches that go through each layer before the next layer's weights are fetched, with "
+        "optimizer.accumulate: a number that divides --accumulation, or auto for the fastest (default: 1)",
+        "N",
+        _pass_size,
+        default=1,
+    ),
     "--accumulation@timeline": _flag(
         "micro-batches per optimizer step (default: as it was planned for)",
         "N",
@@ -313,7 +325,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --early-updates --no-clipping --frozen-weights --assume"
+_SEARCH = "--accumulation --pass-size --moments --early-updates --no-clipping --frozen-weights --assume"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel --forward --generate"
 _AGAIN = {

@@ -35,13 +35,14 @@ from elixir.plan.chunk_plan import (
     check_at_least,
     itemsize_of,
 )
+from elixir.plan.earlier_plans import renewed
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.replicas import check_replicas, refuse_with_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
-from elixir.step_trace import StepShape, renewed_step
+from elixir.step_trace import StepShape
 from elixir.units import format_bytes, format_seconds
 
 
@@ -50,7 +51,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 26
+    schema_version: ClassVar[int] = 27
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -61,6 +62,7 @@ class Plan(Artifact):
         23: {},
         24: {},
         25: {},
+        26: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -146,40 +148,18 @@ class Plan(Artifact):
     """These files as they were when the plan was made; empty if nobody named them."""
     replicas: int = 1
     """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
+    pass_size: int = 1
+    """Micro-batches that go through a checkpointed unit before the next one's weights are fetched: those of a pass."""
+
+    @property
+    def passes(self) -> int:
+        """Passes over the weights in an optimizer step, each with one backward; the last may be smaller."""
+        return -(-self.accumulation // self.pass_size)
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
-        is updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20
-        no plan knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in
-        memory, until 23 all were for training, until 24 there was one replica, and until 25 all units were compiled."""
-        later: dict[str, Any] = {"frozen_weights": "host", "weight_files": [], "replicas": 1}
-        data = later | data
-        if "step" in data:
-            data = data | {"step": renewed_step(data["step"])}
-        if "may_speculate" in data:
-            data["may_update_early"] = data.pop("may_speculate")
-        if isinstance(data.get("predicted"), dict):
-            predicted = data["predicted"] = {"judgements": [], "regret_if_known": {}} | data["predicted"]
-            if isinstance(predicted.get("moved_bytes"), dict):
-                predicted["moved_bytes"] = {"replicas": 0} | predicted["moved_bytes"]
-            if isinstance(predicted.get("host_parts"), dict):
-                names = {"undo": "new_states"}
-                predicted["host_parts"] = {names.get(k, k): part for k, part in predicted["host_parts"].items()}
-        chunks = data.get("chunks")
-        if not isinstance(chunks, list):
-            return data
-        found = [{"matrices": []} | chunk if isinstance(chunk, dict) else chunk for chunk in chunks]
-        for chunk in found:
-            if isinstance(chunk, dict) and chunk.pop("steps_in_backward", False):
-                raise ArtifactError(
-                    f"{source}: field 'steps_in_backward' is true, but chunks are stepped in place during backward no "
-                    f"more, since new states made there are as fast; {cls.anew}",
-                    field="steps_in_backward",
-                )
-            if isinstance(chunk, dict) and type(chunk.get("speculates")) is bool:
-                chunk["update"] = "early" if chunk.pop("speculates") else "after_norm"
-        return data | {"chunks": found}
+        """The fields of an earlier version, completed."""
+        return renewed(data, source, cls.anew)
 
     @property
     def shards(self) -> int:
@@ -259,6 +239,9 @@ class Plan(Artifact):
             forward=bool(self.step.forward),
         )
         check_at_least(1, "accumulation", self.accumulation)
+        check_at_least(1, "pass_size", self.pass_size)
+        if self.pass_size > 1 and not self.step.checkpointed:
+            raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:
             check_at_least(1, "host_threads", self.host_threads)

@@ -27,6 +27,7 @@ from elixir.plan.prediction import CHECKPOINT_PART, Prediction
 from elixir.plan.replicas import refuse_with_replicas
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
@@ -43,6 +44,8 @@ from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
+WORTHWHILE = 1.01
+"""Larger passes must be faster by more than this factor."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -84,6 +87,21 @@ def _planned(
 ) -> tuple[Plan | None, Setting, int | None]:
     """The plan or None, the setting that was tried last, and the least host bytes of all that fit the device there,
     None where nothing was searched."""
+    sizes = question.request.sizes if question.trace.step.checkpointed else question.request.sizes[:1]
+    found = []
+    for size in sizes:
+        of_pass = question._replace(trace=pass_trace(question.trace, size))
+        passes = replace(setting, accumulation=setting_for(*of_pass).accumulation)
+        found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
+    seconds = [math.inf if plan is None else plan.predicted.step_s for plan, *_ in found]
+    # Of those about as fast the one with the smallest passes, which keeps least.
+    return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
+
+
+def _planned_in_passes(
+    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool
+) -> tuple[Plan | None, Setting, int | None]:
+    """`_planned` for passes of one size, which the trace has."""
     trace, hardware, request = question
     on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes)) if budgets.disk_bytes else setting
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
@@ -162,6 +180,7 @@ def simple_plan(
     limits: dict[str, Any] = {
         name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
     }
+    trace = pass_trace(trace, request.sizes[-1])
     setting = setting_for(trace, hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     # By hand, nothing is chosen that was not asked for.
@@ -320,7 +339,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         hardware.ranks_per_host(request.world_size),
         state_size(request.optimizer_type, request.moments),
         bool(request.overlap),
-        request.accumulation,
+        request.accumulation // trace.pass_size,
         moments=kind,
         early_updates=_early_updates(hardware, request),
         copied=is_copied(optimizer_name(request.optimizer_type), kind),
@@ -424,7 +443,7 @@ def to_plan(
             flops=trace.flops * space.setting.accumulation,
             peak_flops_per_s=space.hardware.flops_per_s.get(main_dtype(trace)),
         ),
-        accumulation=space.setting.accumulation,
+        accumulation=space.setting.accumulation * trace.pass_size,
         moments=space.setting.moments,
         may_update_early=space.setting.early_updates,
         clipping=space.setting.clipping,
@@ -437,6 +456,7 @@ def to_plan(
         step=trace.step,
         frozen_weights=space.setting.frozen_weights,
         replicas=space.setting.replicas,
+        pass_size=trace.pass_size,
     )
 
 

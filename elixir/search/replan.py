@@ -18,6 +18,7 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.planner import plan_in
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
 from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import out_of_place_share
@@ -174,9 +175,10 @@ def correct(
         optimizer: family, as in the plan.
     """
     plan, seen = plan_of(plan), worst(observations)
+    trace = pass_trace(trace, plan.pass_size)
     ranks = hardware.ranks_per_host(plan.world_size)
     asked = plan
-    if seen.batches is not None and seen.batches != plan.accumulation:
+    if seen.batches is not None and seen.batches != plan.passes:
         plan = _for_batches(plan, trace, ranks, seen.batches)
     host_seen, predicted = seen.host_peak_bytes * ranks, plan.predicted
     # On a CPU only what exceeds the plan is seen, so the rest is the plan's own number.
@@ -225,7 +227,7 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
         host_peak_bytes=need.host_bytes,
         host_parts=need.host_parts,
     )
-    return replace(plan, accumulation=batches, predicted=predicted)
+    return replace(plan, accumulation=batches * plan.pass_size, predicted=predicted)
 
 
 def _too_full(seen: int, predicted: int, budget: int) -> bool:

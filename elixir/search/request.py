@@ -57,6 +57,9 @@ class SearchRequest:
     """``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host."""
     accumulation: int = 1
     """Batches per optimizer step, each like the one that is traced. `search_batches` finds the best number."""
+    pass_size: int | Literal["auto"] = 1
+    """Micro-batches that go through each layer before the next layer's weights are fetched, with
+    `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two."""
     disk_memory: Size = None
     """Budget of the disk of one machine, for states that neither device nor host can hold; None: they may not live
     there. `ElixirModule` runs such a plan with `disk_folder`."""
@@ -100,6 +103,13 @@ class SearchRequest:
         if self.world_size > MOST_RANKS:
             raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
         check_count("accumulation", self.accumulation)
+        if self.pass_size != "auto":
+            check_count("pass_size", self.pass_size)
+            if self.accumulation % self.pass_size:
+                raise InputError(
+                    f"pass_size must divide accumulation, got {self.pass_size} and {self.accumulation}; with "
+                    "pass_size=accumulation all micro-batches of a step are one pass"
+                )
         check_count("replicas", self.replicas)
         check_replicas(self.replicas, self.world_size)
         choices = {"placement": HomeChoice, "search": SearchName, "assume": Assumption, "frozen_weights": FrozenHome}
@@ -144,6 +154,14 @@ class SearchRequest:
         """
         check_options("option of a search", options, OPTIONS)
         return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of passes to try, the smallest first."""
+        if self.pass_size != "auto":
+            return (self.pass_size,)
+        powers = (1 << power for power in range(self.accumulation.bit_length()))
+        return tuple(size for size in powers if not self.accumulation % size)
 
 
 OPTIONS = tuple(field.name for field in fields(SearchRequest))

@@ -148,8 +148,9 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
             operator=use.operator,
             operations=tuple(map(number, map(id, use.operations))),
             live_bytes=live,
+            kept_bytes=kept,
         )
-        for use, live in zip(order.uses, highest, strict=True)
+        for use, live, kept in zip(order.uses, highest, other[begins].tolist(), strict=True)
     )
 
 

@@ -7,6 +7,7 @@ from elixir.optimizer_states import is_copied
 from elixir.plan.plan import Plan
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import PackedChunk, Packing
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Setting
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
@@ -23,6 +24,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
+    trace = pass_trace(trace, plan.pass_size)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):
@@ -64,7 +66,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         ranks_per_host,
         plan.state_size,
         plan.overlap,
-        plan.accumulation,
+        plan.passes,
         moments=plan.moments,
         early_updates=plan.may_update_early,
         copied=is_copied(plan.optimizer, plan.moments),

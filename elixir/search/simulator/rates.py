@@ -192,13 +192,16 @@ class Rates:
     def accesses_s(self, trace: StepTrace) -> Floats:
         """Seconds of every access: the sum over its operators, with the time that their calls take."""
         seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
-        counts = np.array([len(event.operations) for event in trace.accesses], dtype=np.int64)
+        parts = [event.parts or (len(event.operations),) for event in trace.accesses]
+        counts = np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
         run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)
         access = np.repeat(np.arange(len(counts)), counts)
         kernels = np.bincount(access, weights=seconds[run], minlength=len(counts))
         calls = (self._hardware.launch_s or 0.0) * counts
         # A CPU runs its operators itself, so their calls come on top.
-        found: Floats = kernels + calls if self._hardware.device_kind == "cpu" else np.maximum(kernels, calls)
+        busy = kernels + calls if self._hardware.device_kind == "cpu" else np.maximum(kernels, calls)
+        of = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+        found: Floats = np.bincount(of, weights=busy).astype(np.float64)
         return found
 
     def _operation_s(self, operation: Operation) -> float:

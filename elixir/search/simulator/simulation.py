@@ -16,6 +16,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
 from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.request import check_count
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
@@ -81,7 +82,7 @@ def simulate_step(
         plan: made from `trace`, or from a trace with the same order of use.
         trace: what one batch of one rank computes.
         hardware: the machine; its fits are used where it has any.
-        accumulation: batches per optimizer step; None: as the plan was searched for.
+        accumulation: batches per optimizer step, or passes of several; None: as the plan was searched for.
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some
             states live on a disk and other chunks are updated early), so that None is for that one.
@@ -96,7 +97,7 @@ def simulate_step(
         if not isinstance(value, kind):
             raise InputTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     if accumulation is None:
-        accumulation = plan.accumulation
+        accumulation = plan.passes
     check_count("accumulation", accumulation)
     if steps is not None:
         check_count("steps", steps)
@@ -104,6 +105,7 @@ def simulate_step(
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
     check_count("ranks_per_host", ranks_per_host)
     say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
+    trace = pass_trace(trace, plan.pass_size)
     rates = Rates(
         hardware,
         main_dtype(trace),

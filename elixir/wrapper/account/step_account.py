@@ -46,7 +46,7 @@ class StepAccount:
 
     def _start(self, held: tuple[int, ...] = ()) -> None:
         self._held = held  # chunks in blocks at the beginning of the step
-        self._trained = 0  # forwards of this step with gradients
+        self._trained = 0  # passes of this step with gradients; outside of `accumulate` each forward is one
         self._tokens: int | None = 0  # their tokens
         self._engine.emptied = False  # of the blocks, since its last forward
         self._odd = ""  # the reason why no plan predicts its loads
@@ -75,7 +75,8 @@ class StepAccount:
         engine.emptied = False
         if training:
             # Of several models, or several calls of one, before a backward, the first counts.
-            self._trained += part is None or len(engine.gradients.backwards) == self._trained
+            first = part is None or len(engine.gradients.backwards) == self._trained
+            self._trained += first and not engine.joins_pass
             tokens = _tokens(args, kwargs)
             self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         return begins
@@ -128,7 +129,7 @@ class StepAccount:
             odd = "not all optimizers of this module have stepped"
         untraced = engine.gradients.untraced
         course = Course(
-            Backwards.of(backwards, engine.plan.accumulation), self._held, engine.group.rank, skipped, untraced, odd
+            Backwards.of(backwards, engine.plan.passes), self._held, engine.group.rank, skipped, untraced, odd
         )
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
@@ -161,9 +162,10 @@ class StepAccount:
     def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
         """The known reasons why a step needs more than its plan says."""
         engine = self._engine
-        if micro_batches != engine.plan.accumulation:
-            planned = engine.plan.accumulation
-            yield f"it had {micro_batches} micro-batches, planned were {planned}: see accumulation="
+        planned = engine.plan.passes
+        if micro_batches != planned:
+            kind = "micro-batches" if engine.plan.pass_size == 1 else "passes"
+            yield f"it had {micro_batches} {kind}, planned were {planned}: see accumulation="
         if untraced:
             slot = engine.chunks[min(untraced)].slots[0]
             yield (

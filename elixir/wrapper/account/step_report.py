@@ -329,7 +329,7 @@ def make_report(
     seen_on_disk = {"disk_read": read + counts.file_bytes, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
     on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
     has_disk = plan.uses_disk or plan.reads_files
-    as_planned = expected.micro_batches == plan.accumulation
+    as_planned = expected.micro_batches == plan.passes
     cuda = engine.device.type == "cuda"
     report = StepReport(
         observed={
@@ -351,7 +351,7 @@ def make_report(
             **expected.counts,
             "device_peak": predicted.device_peak_bytes,
             "device_buffers": sum(parts.get(name, 0) for name in ours),
-            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation))
+            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.passes))
             + arena.parts("host").get(CHECKPOINT_PART, 0),  # once a checkpoint was saved
             **(on_disk if has_disk else {}),
         },
@@ -394,7 +394,7 @@ def _planned_early(plan: Plan, rank: int) -> int:
 def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     """Bytes of one rank in host memory: weights, gradients, masters and states, and the buffers for new weights, states
     on a disk, and, with a device, gradients that are added to others."""
-    summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
+    summands = summands_kind(plan, device_type, backwards=max(plan.passes, micro_batches))
     kinds = (staging_kind(plan), window_kind(plan), file_window_kind(plan))
     total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
     ranks, hosted = plan.shards, [chunk for chunk in plan.chunks if chunk.update_home == "host"]

@@ -98,7 +98,7 @@ class EarlyUpdates:
         engine, shard = self._engine, self._shards[chunk.index]
         shard.end_early(None)
         self._begun.pop(chunk.index, None)
-        backwards = self._backwards or engine.plan.accumulation
+        backwards = self._backwards or engine.plan.passes
         if engine.gradients.backward_count < backwards or not self.forecast.expects_to_keep(scale):
             return
         if engine.gradients.is_partial(chunk) or shard.writes.exist or not shard.make_second():

@@ -1,0 +1,93 @@
+"""The trace of a pass: a step in which several micro-batches go through each layer together.
+
+To the search, a pass is one step with coarser accesses: each layer, and all that lies between two layers, is one access
+in forward and one in backward, with the work of all micro-batches. So packing, memory, loads and seconds of a pass
+follow from the same code as those of a single micro-batch, and the order of uses does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from elixir.errors import InputError
+from elixir.step_trace import Access, StepTrace, enclosing
+
+
+@dataclass
+class _Stage:
+    """Successive accesses of a trace that one stage of a pass stands for."""
+
+    forward: bool
+    layer: str | None
+    accesses: list[Access] = field(default_factory=list)
+
+
+def pass_trace(trace: StepTrace, size: int) -> StepTrace:
+    """The step of `size` micro-batches in one pass; with 1, the trace as it is.
+
+    Of the micro-batches that do not run, each keeps what it has kept at the beginning or the end of the stage.
+
+    Raises:
+        InputError: the step has no layers that run again, or the trace is one of a pass already.
+    """
+    if size == trace.pass_size:
+        return trace
+    if trace.pass_size > 1:
+        raise InputError(f"the trace is of {trace.pass_size} micro-batches in a pass, not of one")
+    if trace.step.forward:
+        raise InputError("pass_size is for training; an evaluation has no micro-batches to take through a layer")
+    layers = trace.step.checkpointed
+    if not layers:
+        raise InputError(
+            f"several micro-batches pass {trace.model_name} layer by layer, which takes layers that run again in "
+            "backward and are not compiled; turn on activation checkpointing (checkpoint='non-reentrant'), or plan with "
+            "pass_size=1"
+        )
+    stages = _stages(trace, layers)
+    stage_of = [number for number, stage in enumerate(stages) for _ in stage.accesses]
+    parameters = [{index for access in stage.accesses for index in access.parameters} for stage in stages]
+    turn = next((number for number, stage in enumerate(stages) if not stage.forward), len(stages))
+    if 0 < turn < len(stages) and stages[turn - 1].layer is None and stages[turn].layer is None:
+        # Micro-batch by micro-batch, forward and backward alternate here.
+        parameters[turn - 1] = parameters[turn] = parameters[turn - 1] | parameters[turn]
+    kept = [max(stage.accesses[0].kept_bytes - trace.workspace_bytes, trace.input_bytes) for stage in stages]
+    kept.append(trace.input_bytes)
+    accesses = []
+    for number, stage in enumerate(stages):
+        pin = stage_of[max(access.pin_until for access in stage.accesses)] if stage.forward else number
+        waiting = (size - 1) * max(kept[number], kept[number + 1])
+        accesses.append(
+            Access(
+                phase="forward" if stage.forward else "backward",
+                parameters=tuple(sorted(parameters[number])),
+                pin_until=max(number, min(pin, turn - 1)) if stage.forward else pin,
+                module=stage.layer or "",
+                operator="",
+                operations=tuple(number for access in stage.accesses for number in access.operations) * size,
+                live_bytes=max(access.live_bytes for access in stage.accesses) + waiting,
+                kept_bytes=size * kept[number],
+                parts=tuple(len(access.operations) for access in stage.accesses) * size,
+            )
+        )
+    return replace(
+        trace,
+        accesses=tuple(accesses),
+        parameters=tuple(
+            info if info.grad_access is None else replace(info, grad_access=stage_of[info.grad_access])
+            for info in trace.parameters
+        ),
+        input_bytes=size * trace.input_bytes,
+        pass_size=size,
+    )
+
+
+def _stages(trace: StepTrace, layers: tuple[str, ...]) -> list[_Stage]:
+    modules = {access.module for access in trace.accesses}
+    layer_of = {name: enclosing(name, layers) for name in modules}
+    stages: list[_Stage] = []
+    for access in trace.accesses:
+        forward, layer = access.phase == "forward", layer_of[access.module]
+        if not stages or (stages[-1].forward, stages[-1].layer) != (forward, layer):
+            stages.append(_Stage(forward, layer))
+        stages[-1].accesses.append(access)
+    return stages

@@ -1,0 +1,111 @@
+"""The trace of a pass, and plans that are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from elixir.errors import InputError
+from elixir.hardware.profile import HardwareProfile, preset
+from elixir.plan.plan import Plan
+from elixir.search.planner import plan_or_shortage
+from elixir.search.problem.pass_trace import pass_trace
+from elixir.search.request import SearchRequest
+from elixir.search.searches import profile_for
+from elixir.search.simulator.simulation import simulate_step
+from elixir.step_trace import StepTrace
+from elixir.tracer.trace import trace_step
+from tests.common.one_pass import batches, family, hf_loss
+
+
+@pytest.fixture(scope="module")
+def trace() -> StepTrace:
+    made, batch = family("llama")(), batches("llama", 1)[0][0]
+    return trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=profile_for("cpu"))
+
+
+def test_layers_come_in_the_order_of_forward(trace: StepTrace) -> None:
+    assert trace.step.checkpointed == tuple(f"model.layers.{index}" for index in range(3))
+
+
+def test_each_layer_is_one_access_per_direction(trace: StepTrace) -> None:
+    found = pass_trace(trace, 4)
+    modules = [(access.phase, access.module) for access in found.accesses]
+    layers = [f"model.layers.{index}" for index in range(3)]
+    assert [module for phase, module in modules if phase == "forward" and module] == layers
+    assert [module for phase, module in modules if phase == "backward" and module] == layers[::-1]
+    turn = next(index for index, access in enumerate(found.accesses) if access.phase == "backward")
+    # The tail alternates between forward and backward, so its weights are needed together.
+    assert found.accesses[turn - 1].parameters == found.accesses[turn].parameters
+
+
+def test_work_grows_with_the_pass_and_the_order_does_not(trace: StepTrace) -> None:
+    passes = {size: pass_trace(trace, size) for size in (2, 4, 16)}
+    orders = [[(a.phase, a.parameters, a.pin_until) for a in found.accesses] for found in passes.values()]
+    assert orders[0] == orders[1] == orders[2]
+    for size, found in passes.items():
+        assert found.flops == size * trace.flops
+        assert found.input_bytes == size * trace.input_bytes
+        assert {info.grad_access is None for info in found.parameters} == {False}
+
+
+def test_memory_grows_by_what_each_layer_keeps(trace: StepTrace) -> None:
+    highest = [max(access.live_bytes for access in pass_trace(trace, size).accesses) for size in (2, 3, 4)]
+    assert highest[1] - highest[0] == highest[2] - highest[1] > 0
+
+
+def test_a_trace_of_a_pass_is_taken_as_it_is_and_goes_through_json(trace: StepTrace) -> None:
+    found = pass_trace(trace, 4)
+    assert pass_trace(found, 4) is found
+    assert StepTrace.from_json(found.to_json()) == replace(found, trace_s=found.trace_s)
+    with pytest.raises(InputError, match="of 4 micro-batches in a pass"):
+        pass_trace(found, 2)
+
+
+@pytest.fixture(scope="module")
+def deep() -> StepTrace:
+    made = family("llama", layers=8, hidden=128)()
+    batch = {name: value[:1, :8] for name, value in batches("llama", 1)[0][0].items()}
+    return trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=slow_link())
+
+
+def slow_link() -> HardwareProfile:
+    """A machine on whose link the weights take longer than a micro-batch computes."""
+    return replace(preset("rtx4090"), host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
+
+
+def planned(trace: StepTrace, size: int | Literal["auto"], device_memory: str = "23MiB") -> Plan:
+    request = SearchRequest(
+        world_size=1,
+        accumulation=8,
+        pass_size=size,
+        device_memory=device_memory,
+        host_memory="64GiB",
+        assume="nominal",
+        placement="cpu" if size != "auto" or device_memory == "23MiB" else "auto",
+    )
+    return plan_or_shortage(trace, slow_link(), request)
+
+
+def test_a_plan_knows_its_passes_and_simulates_as_predicted(deep: StepTrace) -> None:
+    one, joined = planned(deep, 1), planned(deep, 8)
+    assert (one.passes, joined.passes, one.accumulation, joined.accumulation) == (8, 1, 8, 8)
+    assert joined.step.checkpointed == tuple(f"model.layers.{index}" for index in range(8))
+    assert Plan.from_json(joined.to_json()) == joined
+    assert joined.predicted.moved_bytes["device_to_host"] * 8 == one.predicted.moved_bytes["device_to_host"]
+    assert joined.predicted.moved_bytes["host_to_device"] * 4 < one.predicted.moved_bytes["host_to_device"]
+    assert joined.predicted.flops == one.predicted.flops
+    assert joined.predicted.step_s < one.predicted.step_s
+    assert simulate_step(joined, deep, slow_link()).step_s == pytest.approx(joined.predicted.step_s, rel=1e-6)
+
+
+def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None:
+    best = planned(deep, "auto")
+    seconds = {size: planned(deep, size).predicted.step_s for size in (1, 2, 4, 8)}
+    assert best.pass_size == min(size for size, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())) > 1
+
+
+def test_auto_keeps_single_micro_batches_where_nothing_moves(deep: StepTrace) -> None:
+    assert planned(deep, "auto", "1GiB").pass_size == 1
