@@ -36,6 +36,9 @@ without_dispatch_modes: Callable[[], Any] = torch.utils._python_dispatch._disabl
 """How many dispatch modes this thread has, and a context without them. Tensor subclasses are dispatched as before,
 which `DisableTorchDispatch` would prevent."""
 
+function_mode_count: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
+"""How many torch function modes this thread has. None, where PyTorch cannot say."""
+
 TopDispatch: Any = torch._C._disabled_torch_dispatch_impl
 """The `__torch_dispatch__` of a class that does not define one: a plain tensor to the operator cache."""
 

@@ -182,7 +182,7 @@ class Interception:
         self._listener = listener
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
-        self._open: list[tuple[nn.Module, Any]] = []
+        self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
         self._scripts = _script_functions_announce() if scripts else None
         compiled = {module for unit in units for module in unit.modules()}
         for module in model.modules():
@@ -211,6 +211,14 @@ class Interception:
         self._fast = [FastPath(each, listener, ours) for each in tracked]
         self._modules = list(model.modules())
         self._calls = [module._compiled_call_impl for module in self._modules]
+
+    @property
+    def _open(self) -> list[tuple[nn.Module, Any]]:
+        """Modules that run on this thread, outermost first, and their saved-tensor hooks."""
+        found: list[tuple[nn.Module, Any]] | None = getattr(self._by_thread, "open", None)
+        if found is None:
+            found = self._by_thread.open = []
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copied module has copied hooks, and with them this object: it would listen for two models.

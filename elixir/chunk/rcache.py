@@ -135,7 +135,7 @@ class RCache:
             chunks: all streamed chunks of what is called.
         """
         with self._lock:
-            if self._in_forward or self._call_end is not None or not chunks:
+            if self._in_forward or self._in_backward or self._call_end is not None or not chunks:
                 return
             self.counts.calls += 1
             if self._disturbed:
@@ -218,7 +218,8 @@ class RCache:
 
     def disturbed(self) -> None:
         """Notes that an exception left a forward or backward; with several ranks, it must have been on all of them."""
-        self._in_forward, self._call_end = False, None
+        self._in_forward = self._in_backward = False
+        self._call_end = None
         self._disturbed = self._together
 
     @property
@@ -319,7 +320,8 @@ class RCache:
     def _advance(self, used: Sequence[int]) -> None:
         """Walks the order up to the entry that uses `used`, loading each window on the way."""
         wanted = frozenset(used)
-        backward = self._together and backward_is_running()
+        # In a pass of several micro-batches, layers run again between two calls of autograd.
+        backward = self._together and (self._in_backward or backward_is_running())
         if backward:
             self.enter_backward()
         if self._position >= 0 and wanted <= self._required[self._position]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.state_reader import StateReader
+from elixir.wrapper.views_of_engine import AnyStepper, RunningPass
 from elixir.wrapper.weight_uses import Frozen, WeightUses
 
 logger = logging.getLogger(__name__)
@@ -52,43 +53,6 @@ _FORMS_KEPT = 4096
 Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], Iterator[Chunk]]
 """Yields the filled chunks of a model under a plan, one by one. A yielded chunk alone has its weights, so
 `Engine.chunks` takes it at once, whatever fails later."""
-
-
-class AnyStepper(Protocol):
-    """The engine's view of an optimizer; see `elixir.wrapper.step.stepper.Stepper`."""
-
-    @property
-    def parameters(self) -> set[nn.Parameter]:
-        """The parameters that it steps."""
-
-    @property
-    def wants_norm(self) -> bool:
-        """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """Global norm of the last step's gradients, before clipping; None if the step needed none."""
-
-    def check_plan(self, plan: Plan) -> None:
-        """Raises `InputError` if this optimizer cannot step under a plan."""
-
-    def update_early(self, chunk: Chunk) -> None:
-        """Updates a chunk during backward, next to the old states; its gradients are on their way home."""
-
-    def give_up_states(self) -> None:
-        """Takes the states off the chunks; no chunk is stepped until `take_states`."""
-
-    def take_states(self) -> None:
-        """Loads the states that were given up, under the engine's current plan."""
-
-    def gradients_scaled(self, by: float) -> None:
-        """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
-
-    def gradients_cleared(self, scale: float | None) -> None:
-        """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
-
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
-        """Returns the norm of these gradients and those of `others`, whose next steps clip to `max_norm`, too."""
 
 
 class Engine:
@@ -148,6 +112,7 @@ class Engine:
         """In the last step, the chunks that were updated early, and those whose new states were kept."""
         self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
         """The forms of CPU Adam's steps since the last report."""
+        self._pass: RunningPass | None = None  # that takes several micro-batches through each layer
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None
@@ -221,7 +186,7 @@ class Engine:
         wide = self.options.reduce_fp32 and self.group.size > 1
         self.host_buffers.add(kinds.staging_kind(plan))
         self.host_buffers.add(kinds.file_window_kind(plan))
-        self.host_buffers.add(kinds.summands_kind(plan, self.device.type, backwards=plan.accumulation, wide=wide))
+        self.host_buffers.add(kinds.summands_kind(plan, self.device.type, backwards=plan.passes, wide=wide))
         self.gradients = self._gradient_flow()
         self.cache = RCache(
             self.chunks,
@@ -349,12 +314,16 @@ class Engine:
 
     def forward_begins(self, *, of_part: bool = False) -> None:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
+        if self.joins_pass:
+            return
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()
 
     def forward_over(self, *, of_part: bool = False) -> None:
         """Notes that it has returned."""
+        if self._pass is not None:
+            return
         self.phase.leave_forward()
         if not of_part:
             self.cache.end_forward()
@@ -379,11 +348,12 @@ class Engine:
                 self.cache.enter_backward()
             else:
                 self.gradients.begin()
-            call_after_backward(self._backward_over)
+            if self._pass is None:
+                call_after_backward(self._backward_over)
 
     def forget_failed_backward(self) -> None:
         """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch."""
-        if self.phase.in_backward and not backward_is_running():
+        if self.phase.in_backward and self._pass is None and not backward_is_running():
             try:
                 self._failed("a backward")
                 if self.group.size == 1:
@@ -405,6 +375,34 @@ class Engine:
             self.gradients.flush()
         finally:
             self.phase.leave_backward()
+
+    # --- several micro-batches in a pass ---
+
+    @property
+    def joins_pass(self) -> bool:
+        """Whether a forward that begins now is part of a pass whose first forward has begun."""
+        return self._pass is not None and self.phase.now is not Phase.IDLE
+
+    def pass_begins(self, running: RunningPass) -> None:
+        """Notes that forwards from here on are micro-batches of one pass, which has one backward."""
+        self.refuse_unusable()
+        self.forget_failed_backward()
+        self._pass, self.phase.takes_turns = running, True
+        self.gradients.hold_until(running.is_done)
+
+    def pass_over(self, *, failed: bool = False) -> None:
+        """Notes that all micro-batches of a pass have had their backward, or that one has raised: then the gradients
+        that have come count, as after any backward that raises."""
+        self._pass, self.phase.takes_turns = None, False
+        self.gradients.hold_until(None)
+        if failed:
+            self.forget_failed_backward()
+            self.forward_failed()
+            return
+        self.cache.end_forward()
+        if self.phase.in_backward:
+            self._backward_over()
+        self.phase.leave_forward()
 
     # --- errors and settling -----------------------------------------------------------------------------------
 
@@ -533,7 +531,7 @@ class Engine:
                 reduce_fp32=self.options.reduce_fp32,
                 overlap=self.plan.overlap,
                 places=send_positions(gathering, self.schedule),
-                accumulation=self.plan.accumulation,
+                accumulation=self.plan.passes,
             ),
             _weakly(self._complete) if self.plan.has_early_updates else None,
             _weakly(self._wants_norms),
@@ -559,6 +557,8 @@ class Engine:
             if parameter.grad is not None:
                 self.uses.order_compute()
                 try:
+                    if self._pass is not None and self._pass.keeps(slot.parameter, parameter.grad):
+                        return
                     self.gradients.take(chunk, slot, parameter.grad)
                 finally:  # `step` would take a refused gradient for one that was set by hand
                     parameter.grad = None

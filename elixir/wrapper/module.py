@@ -224,7 +224,8 @@ class ElixirModule(nn.Module):
             engine.errors.report(Call.RUN)
             if engine.before_forward is not None:
                 engine.before_forward()
-            follow_compiled(engine)
+            if not engine.phase.takes_turns:  # `OnePass` has asked, and replaces calls of layers as a compiler does
+                follow_compiled(engine)
             begins = self._account.forward(args, kwargs, part)
             engine.renew_shared()
             buffers.before_forward()

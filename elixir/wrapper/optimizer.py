@@ -8,7 +8,7 @@ parameter group may span chunks and ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
@@ -23,6 +23,8 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.late_units import refuse_compiled_around
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
+from elixir.wrapper.one_pass.micro_batch import MicroBatch
+from elixir.wrapper.one_pass.one_pass import OnePass
 from elixir.wrapper.step.elementwise import MODES, options_of
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import check_optimizer
@@ -221,6 +223,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 "after backward, and for a copy only"
             )
         refuse_compiled_around(self._engine)
+        MicroBatch.begins_backward()
         scale = self._engine.loss_scale
         for stepper in self._engine.steppers:  # all optimizers share the gradients
             stepper.gradients_scaled(scale.value)
@@ -233,6 +236,36 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 "a compiled layer checkpoints activations outside of its graph, where the compiler breaks it, and runs "
                 "again without its weights; leave out activation checkpointing or compile= for this model"
             ) from error
+
+    def accumulate(self, step_fn: Callable[[Any, Any], Any], batches: Iterable[Any]) -> list[Any]:
+        """Calls ``step_fn(module, batch)`` for each micro-batch of an optimizer step, in passes of as many as the plan
+        says.
+
+        With ``pass_size`` 1 this is the loop that it replaces. Otherwise the micro-batches of a pass go through each
+        layer together: weights are fetched, and gradients sent home, once for all of them. Losses and, with one pass
+        per step, gradients have the bits of the loop; several passes are summed one by one. Each micro-batch has a
+        thread, of which one runs at a time, and its own random numbers; for those of a loop, set a seed in `step_fn`.
+
+        Args:
+            step_fn: runs forward and backward (`backward` of this optimizer), and may return anything, such as the
+                detached loss. What it reads of other micro-batches is not there yet.
+            batches: the micro-batches, in order.
+
+        Returns:
+            what the calls have returned, in order.
+
+        Raises:
+            InputError: the model cannot take several micro-batches through its layers together.
+        """
+        given, size = list(batches), self.module.plan.pass_size
+        if size == 1:
+            return [step_fn(self.module, batch) for batch in given]
+        if vars(self.module)["_passes"] is not None:
+            raise InputError("several models under one plan cannot share a pass yet; plan with pass_size=1")
+        results: list[Any] = []
+        for first in range(0, len(given), size):
+            results += OnePass(self._engine).run(partial(step_fn, self.module), given[first : first + size])
+        return results
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:

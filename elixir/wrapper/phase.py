@@ -46,6 +46,8 @@ class StepPhase:
         self.now = Phase.IDLE
         self.in_backward = False
         """Whether a backward runs, or has raised unnoticed. An attribute, since every access reads it."""
+        self.takes_turns = False
+        """Whether forwards on several threads take turns, of which one runs at a time."""
         self._forwards: list[int] = []  # the threads of nested running forwards
 
     def to(self, phase: Phase) -> None:
@@ -73,7 +75,8 @@ class StepPhase:
         """
         thread = threading.get_ident()
         # A backward on an autograd thread may recompute a part of a forward that waits for it.
-        if any(other != thread for other in self._forwards) and not backward_is_running():
+        others = not self.takes_turns and any(other != thread for other in self._forwards)
+        if others and not backward_is_running():
             raise InputError(
                 "another thread is in a forward of this model: blocks hold the weights of one forward; call the model "
                 "from one thread at a time, such as inside of a lock"

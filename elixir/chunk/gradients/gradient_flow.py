@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
@@ -105,6 +106,7 @@ class GradientFlow:
         self._position = -1  # of the order; its loads have been sent
         self._unsent: list[ChunkGradient] = []  # with several ranks: still to be sent in this backward, in order
         self._unsettled = False  # a backward is over, and late gradients have not been asked for
+        self._is_done: Callable[[nn.Parameter], bool] | None = None  # in a pass of several micro-batches
         self.reducing = True
         """Off, several ranks keep their gradients to themselves; all must switch alike."""
         self._lock = threading.RLock()
@@ -137,7 +139,7 @@ class GradientFlow:
             mine = self.by_chunk[chunk.index]
             opened = mine.opened
             # With several ranks a chunk is reduced in memory that is padded, so it is copied.
-            if opened is None and self._group.size == 1:
+            if opened is None and self._group.size == 1 and self._is_done is None:
                 adopted = self._blocks.adopt(chunk, gradient, counted=self._options.overlap)
                 if adopted is not None:
                     mine.open(adopted).arrived.add(slot.name)
@@ -158,7 +160,7 @@ class GradientFlow:
             else:
                 part.copy_(gradient)
                 opened.arrived.add(slot.name)
-            if mine.is_complete:
+            if self._may_leave(mine):
                 if self._group.size == 1:
                     self._send(chunk)
                 elif mine in self._unsent:
@@ -168,7 +170,32 @@ class GradientFlow:
 
     def _adds_to_held(self, gradient: ChunkGradient, slot: Slot) -> bool:
         """Whether a gradient of an earlier backward is at home, on the only rank. Several round as their sums do."""
-        return self._group.size == 1 and gradient.holds and slot.name in gradient.arrived
+        alone = self._group.size == 1 and self._is_done is None
+        return alone and gradient.holds and slot.name in gradient.arrived
+
+    def hold_until(self, is_done: Callable[[nn.Parameter], bool] | None) -> None:
+        """Lets a chunk stay in its block while gradients of further micro-batches come.
+
+        Args:
+            is_done: whether all gradients of a parameter have come; None: with the first one they have.
+        """
+        self._is_done = is_done
+
+    def release(self) -> None:
+        """Sends the chunks all of whose gradients have come, now that more parameters are done."""
+        with self._lock:
+            if self._group.size > 1:
+                self._send_in_order()
+                return
+            for gradient in sorted((g for g in self.by_chunk.values() if g.opened is not None), key=_number):
+                if self._may_leave(gradient):
+                    self._send(gradient.chunk)
+
+    def _may_leave(self, gradient: ChunkGradient) -> bool:
+        """Whether nothing more comes to a chunk. In a pass, that also holds for parameters that got no gradient."""
+        if self._is_done is None:
+            return gradient.is_complete
+        return all(self._is_done(slot.parameter) for slot in gradient.chunk.slots)
 
     def begin(self) -> None:
         """Begins the backward part of the order."""
@@ -314,7 +341,7 @@ class GradientFlow:
     def _send_in_order(self) -> None:
         while self._unsent:
             gradient = self._unsent[0]
-            if not gradient.is_complete:
+            if gradient.opened is None or not self._may_leave(gradient):
                 return
             if self._options.places.get(gradient.chunk.index, self._position + 1) > self._position:
                 return  # gathers come first, on other ranks too

@@ -40,8 +40,8 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
     if not layers:
         raise InputError(
             f"several micro-batches pass {trace.model_name} layer by layer, which takes layers that run again in "
-            "backward and are not compiled; turn on activation checkpointing (checkpoint='non-reentrant'), or plan with "
-            "pass_size=1"
+            "backward and are not compiled; turn on activation checkpointing (checkpoint='non-reentrant'), or plan "
+            "with pass_size=1"
         )
     stages = _stages(trace, layers)
     stage_of = [number for number, stage in enumerate(stages) for _ in stage.accesses]

@@ -45,9 +45,11 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (
-        frozenset({"loss_scale", "phase", "run_errors", "run_options", "state_reader", "weight_uses"}),
+        frozenset(
+            {"loss_scale", "phase", "run_errors", "run_options", "state_reader", "views_of_engine", "weight_uses"}
+        ),
         frozenset({"engine"}),
-        frozenset({"account", "address_errors", "assemble", "late_units", "passes", "step", "weights_io"}),
+        frozenset({"account", "address_errors", "assemble", "late_units", "one_pass", "passes", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
         frozenset({"training_states"}),
     ),

@@ -1,0 +1,62 @@
+"""State that a forward leaves on modules: with several micro-batches in a pass, each would read that of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+class ModuleState:
+    """The tensors that modules hold next to their parameters, as they are when this is made.
+
+    Args:
+        model: all its modules are looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {where: (value, value._version) for where, value in _held(model)}
+
+    def refuse_changed(self) -> None:
+        """Raises if forward has written to one of them, or put another in its place.
+
+        Raises:
+            InputError: names the module and the attribute.
+        """
+        for (module, name), value in _held(self._model):
+            before = self._before.get((module, name))
+            if before is None or before[0] is not value or before[1] != value._version:
+                raise InputError(
+                    f"{module or 'the model'} keeps {name!r} from one forward to what follows, and micro-batches that "
+                    "pass the layers together would read each other's; plan with pass_size=1"
+                )
+
+
+def refuse_statistics(layers: Mapping[str, nn.Module]) -> None:
+    """Refuses layers whose running statistics see each micro-batch twice, in another order than in a loop.
+
+    Raises:
+        InputError: a layer has a batch norm in training mode that tracks statistics.
+    """
+    for name, layer in layers.items():
+        for inner, module in layer.named_modules(prefix=name):
+            tracks = isinstance(module, _NORMS) and getattr(module, "track_running_stats", False)
+            if tracks and module.training:
+                raise InputError(
+                    f"{inner} updates running statistics in forward, which several micro-batches in one pass do in "
+                    "another order than a loop; call eval() on that module, or plan with pass_size=1"
+                )
+
+
+def _held(model: nn.Module) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    for path, module in model.named_modules():
+        for held in (vars(module), module._buffers):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    yield (path, name), value

@@ -1,0 +1,206 @@
+"""`OnePass`: takes several micro-batches through each layer before the next layer's weights are fetched.
+
+Each micro-batch is a call of the user's function on a thread; one thread runs at a time, and they take turns at layers:
+
+* forward: the first layer for micro-batch 0, 1, ...; the operators between it and the second layer for 0, 1, ...; and
+  so on;
+* tail: what follows the last layer, the loss, and the backward that the user's function calls, which stops at the
+  outputs of the last layer, since the graph is cut there;
+* sweep: from the last layer to the first, for micro-batch 0, 1, ...: run the layer again and differentiate it; then
+  the operators before it for 0, 1, ...
+
+So the weights of each layer come twice per pass, whatever the number of micro-batches is, and its gradients leave once.
+Gradients are summed in the order of a loop over the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.late_units import follow_compiled
+from elixir.wrapper.one_pass.gradient_stages import GradientStages
+from elixir.wrapper.one_pass.micro_batch import TAIL, MicroBatch
+from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
+from elixir.wrapper.one_pass.regions import Region, Roots, Trail
+from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
+
+
+class _Course:
+    """One micro-batch's way through the layers.
+
+    Args:
+        index: its number in the pass.
+        function: the user's, with the batch.
+        settings: of the calling thread.
+        random: its random state at the beginning; None: the process's.
+        device: the device of compute.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        function: Callable[[], Any],
+        settings: ThreadSettings,
+        random: RandomState | None,
+        device: torch.device,
+    ) -> None:
+        self._function = function
+        self.call = MicroBatch(index, self._begin, settings, random, device)
+        self.regions: dict[int, Region] = {}
+        """By turn, in rising order."""
+        self.times: dict[int, int] = {}
+        """By layer, how often it was called."""
+
+    def _begin(self) -> Any:
+        self.trail = Trail()  # on the micro-batch's thread, since each numbers autograd's nodes anew
+        function, self._function = self._function, lambda: None
+        return function()
+
+    def glue_before(self, turn: int) -> int | None:
+        """Number of the glue whose backward comes right after that of `turn`, if there is one. A micro-batch may skip
+        layers, as LayerDrop does; its glue is then where that of the others is."""
+        earlier = [number for number in self.regions if number < turn]
+        return len(earlier) if (earlier[-1] if earlier else -1) == turn - 1 else None
+
+
+class OnePass:
+    """Runs the micro-batches of one pass.
+
+    Args:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._device = engine, engine.device
+        self._names = engine.plan.step.checkpointed
+        self._layers = [engine.model.get_submodule(name) for name in self._names]
+        self._courses: list[_Course] = []
+        self._turns = 0  # that have begun: in each, some micro-batches run one layer
+        self._stages = GradientStages(engine)
+
+    def run(self, step_fn: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        """Calls ``step_fn(batch)`` for each batch; returns the results in the order of the batches.
+
+        Raises:
+            InputError: this model cannot take several micro-batches through its layers together.
+        """
+        refuse_statistics(dict(zip(self._names, self._layers, strict=True)))
+        settings, alone = ThreadSettings(self._device), len(batches) == 1
+        for index, batch in enumerate(batches):
+            random = None if alone else RandomState.drawn(self._device)
+            course = _Course(index, partial(step_fn, batch), settings, random, self._device)
+            course.call.is_early = partial(self._waits_for_earlier, index)
+            self._courses.append(course)
+        state = ModuleState(self._engine.model)
+        follow_compiled(self._engine)
+        self._engine.pass_begins(self._stages)
+        try:
+            with self._taking_turns():
+                self._forward()
+                if not alone:
+                    state.refuse_changed()
+                self._sweep()
+        except BaseException:
+            for course in self._courses:
+                course.call.cancel()
+            self._engine.pass_over(failed=True)
+            raise
+        self._engine.pass_over()
+        return [course.call.result for course in self._courses]
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """Makes layers give the turn to other micro-batches, and modules between them announce their parameters."""
+        before = [layer._compiled_call_impl for layer in self._layers]
+        inside = {module for layer in self._layers for module in layer.modules()}
+        handles = [
+            module.register_forward_pre_hook(lambda module, args: self._stages.use(module._parameters.values()))
+            for module in self._engine.model.modules()
+            if module._parameters and module not in inside and module._compiled_call_impl is None
+        ]
+        try:
+            for number, layer in enumerate(self._layers):
+                layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
+            yield
+        finally:
+            for layer, call in zip(self._layers, before, strict=True):
+                layer._compiled_call_impl = call
+            for handle in handles:
+                handle.remove()
+            self._stages.close()
+
+    def _called(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a layer, on the thread of a micro-batch once it is its turn; elsewhere at once."""
+        here = MicroBatch.here()
+        course = next((course for course in self._courses if course.call is here), None)
+        if here is None or course is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        times = course.times[number] = course.times.get(number, 0) + 1
+        here.park((times, number))
+        self._stages.use(self._layers[number].parameters())
+        region = Region(self._names[number], call, course.trail, self._device)
+        output = region.forward(args, kwargs)
+        course.regions[self._turns - 1] = region
+        del region, args, kwargs
+        here.park((times, number))
+        return output
+
+    # --- called on the thread of the pass -----------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        """Runs all calls of the user's function to their ends."""
+        turn = list(self._courses)
+        while turn:
+            for course in turn:  # from the layer, or the beginning, up to the next layer
+                self._resume(course)
+            waiting = [course.call.wants for course in self._courses if course.call.wants is not None]
+            # Those that have skipped a layer wait for the others.
+            layer = min(waiting, default=None)
+            turn = [course for course in self._courses if layer is not None and course.call.wants == layer]
+            if layer is None or layer == TAIL:
+                continue
+            self._turns += 1
+            self._stages.now = 2 * self._turns - 1
+            for course in turn:
+                self._resume(course)
+            self._stages.now = 2 * self._turns
+
+    def _waits_for_earlier(self, index: int) -> bool:
+        """Whether a micro-batch before this one has not come to the tail yet."""
+        return not all(course.call.is_over for course in self._courses[:index])
+
+    def _resume(self, course: _Course) -> None:
+        self._stages.micro_batch = course.call.index
+        course.call.resume()
+        self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise
+
+    def _sweep(self) -> None:
+        """The backward of everything before the tail."""
+        self._stages.swept(2 * self._turns)
+        for turn in reversed(range(self._turns)):
+            for course in self._courses:
+                region = course.regions.pop(turn, None)
+                if region is not None:
+                    self._stages.micro_batch = course.call.index
+                    region.backward(self._differentiate)
+            self._stages.swept(2 * turn + 1)
+            for course in self._courses:
+                glue = course.glue_before(turn)
+                if glue is not None:
+                    self._stages.micro_batch = course.call.index
+                    self._differentiate(course.trail.roots(glue))
+            self._stages.swept(2 * turn)
+
+    def _differentiate(self, roots: Roots) -> None:
+        """One call of autograd, which takes `roots` over."""
+        if roots:
+            tensors, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
+            roots.clear()
+            torch.autograd.backward(tensors, gradients)
+            self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise

@@ -1,0 +1,297 @@
+"""`Region`: one call of a layer for one micro-batch, which runs again in backward; `Trail`: what lies between them.
+
+A region runs without keeping a graph and keeps its inputs. What it returns are leaves, at which autograd stops. So each
+backward is one call of autograd for one region and one micro-batch, in an order that the pass decides, and the
+gradients of a parameter are summed over the micro-batches as a loop does it.
+
+Operators between two regions are called *glue*. A tensor that glue has made and that enters a region becomes a leaf in
+place, so that later regions and glue stop there; its own graph waits until backward has come to that glue.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elixir.errors import InputError
+from elixir.torch_private import sequence_number, tree_flatten, tree_unflatten
+from elixir.wrapper.one_pass.settings import Autocast, RandomState
+
+Roots = list[tuple[Any, torch.Tensor]]
+"""Tensors, or edges of the graph, with their gradients: where a backward begins."""
+
+
+class Slot:
+    """The gradient of a leaf.
+
+    Args:
+        glue: number of the glue that reads the leaf first, or that has made it.
+    """
+
+    __slots__ = ("__weakref__", "glue", "gradient")
+
+    def __init__(self, glue: int) -> None:
+        self.gradient: torch.Tensor | None = None
+        self.glue = glue
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds what one use of the leaf gives, as autograd would."""
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> torch.Tensor | None:
+        """Gives the gradient away."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+    def watch(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Makes a leaf send its gradients here."""
+        leaf.elixir_slot = self, None  # type: ignore[attr-defined]
+        leaf.register_post_accumulate_grad_hook(self._arrived)
+        return leaf
+
+    @staticmethod
+    def of(value: torch.Tensor) -> Slot | None:
+        """The slot of a leaf, or of what stands for it; None for anything else."""
+        slot, node = getattr(value, "elixir_slot", (None, None))
+        return slot if value.grad_fn is node else None  # an in-place write has given it another node
+
+    def _arrived(self, leaf: torch.Tensor) -> None:
+        if leaf.grad is not None:
+            self.add(leaf.grad)
+            leaf.grad = None
+
+
+class Trail:
+    """The backward that one micro-batch has left between its regions."""
+
+    def __init__(self) -> None:
+        self._marks = [sequence_number()]
+        """By glue, the number of autograd's first node in it; each thread counts its own."""
+        self._edges: dict[int, list[tuple[Any, Slot]]] = {}
+        self._views: dict[int, dict[int, tuple[torch.Tensor, Slot]]] = {}
+
+    @property
+    def glue(self) -> int:
+        """Number of the glue that runs now: regions that have run."""
+        return len(self._marks) - 1
+
+    def region_over(self) -> None:
+        """Begins the next glue."""
+        self._marks.append(sequence_number())
+
+    def slot_of(self, value: torch.Tensor) -> Slot | None:
+        """The slot for the gradient of a region's input; None for an input without a graph, such as a parameter."""
+        slot = Slot.of(value)
+        if slot is not None or value.grad_fn is None:
+            return slot
+        glue = self._made_in(value)
+        if value._is_view():  # cannot be detached in place
+            views = self._views.setdefault(glue, {})
+            return views.setdefault(id(value), (value, Slot(glue)))[1]
+        edge = torch.autograd.graph.get_gradient_edge(value)
+        slot = Slot(glue)
+        slot.watch(value.detach_().requires_grad_())
+        self._edges.setdefault(glue, []).append((edge, slot))
+        return slot
+
+    def roots(self, glue: int) -> Roots:
+        """The tensors and gradients with which the backward of a glue begins; they are given away."""
+        found: list[tuple[Any, Slot]] = [*self._views.pop(glue, {}).values(), *self._edges.pop(glue, ())]
+        return [(root, gradient) for root, slot in found if (gradient := slot.take()) is not None]
+
+    def _made_in(self, tensor: torch.Tensor) -> int:
+        """The oldest glue to whose operators a tensor's graph leads: nothing may be left of it once backward is there.
+
+        Raises:
+            InputError: it also leads to outputs of later regions, whose backward comes first.
+        """
+        oldest, newest_leaf = self.glue, -1
+        todo, seen = [tensor.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                slot = Slot.of(variable)
+                newest_leaf = max(newest_leaf, -1 if slot is None else slot.glue)
+                continue
+            while oldest and node._sequence_nr() < self._marks[oldest]:
+                oldest -= 1
+            todo += [following for following, _ in node.next_functions]
+        if newest_leaf > oldest:
+            raise InputError(
+                "between two layers, this model computes with a tensor from before earlier layers and with their "
+                "outputs, so its micro-batches cannot pass the layers together; plan with pass_size=1"
+            )
+        return oldest
+
+
+class _Input:
+    """One tensor among a region's inputs."""
+
+    __slots__ = ("requires_grad", "slot", "value")
+
+    def __init__(self, value: torch.Tensor, trail: Trail) -> None:
+        self.requires_grad = value.requires_grad
+        self.slot = trail.slot_of(value) if value.requires_grad else None
+        # A parameter, or a leaf of the user's, gets its gradient itself.
+        self.value = value if self.requires_grad and self.slot is None else value.detach()
+
+    def again(self) -> torch.Tensor:
+        """The input for another run, without the graph that made it."""
+        if self.requires_grad and self.slot is None:
+            return self.value
+        return self.value.detach().requires_grad_(self.requires_grad)
+
+
+class Region:
+    """One call of a layer for one micro-batch.
+
+    Args:
+        name: of the layer.
+        call: runs it.
+        trail: of the micro-batch.
+        device: the device of compute.
+    """
+
+    def __init__(self, name: str, call: Callable[..., Any], trail: Trail, device: torch.device) -> None:
+        self._name, self._call, self._trail, self._device = name, call, trail, device
+        self._outputs: list[tuple[int, Slot]] = []
+        self._caught: list[tuple[Any, int, Slot]] = []
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Runs the layer; its floating outputs become leaves."""
+        flat, self._spec = tree_flatten((args, kwargs))
+        versions = [(item, item._version) for item in flat if isinstance(item, torch.Tensor)]
+        self._random, self._autocast = RandomState(self._device), Autocast(self._device)
+        collector = _collector()
+        before = {key: len(items) for key, items in collector.items() if isinstance(items, list)}
+        # With gradients on, and nothing saved: without them other kernels may be chosen, such as those of attention
+        # with a bias that needs a gradient, and what is recomputed would not be what was computed.
+        with torch.autograd.graph.saved_tensors_hooks(_forget, self._refuse):
+            output = self._call(*args, **kwargs)
+        if any(item._version != version for item, version in versions):
+            raise InputError(
+                f"the layer {self._name} writes to its input in place, with which it could not run again in backward; "
+                "plan with pass_size=1"
+            )
+        inputs = {id(item): _Input(item, self._trail) for item, _ in versions}
+        self._inputs = [inputs[id(item)] if isinstance(item, torch.Tensor) else item for item in flat]
+        Autocast.forget_casts()  # one set for each micro-batch would wait for the end of its forward
+        self._trail.region_over()
+        results, spec = tree_flatten(output)
+        leaves: dict[int, torch.Tensor] = {}
+        for place, item in enumerate(results):
+            if isinstance(item, torch.Tensor) and item.requires_grad and id(item) not in inputs:
+                results[place], slot = self._leaf(item)
+                self._outputs.append((place, slot))
+                leaves[id(item)] = results[place]
+        for key, first in before.items():  # what hooks inside have caught, such as router logits, is an output, too
+            for place, item in enumerate(collector[key][first:]):
+                if id(item) in leaves:  # one leaf, so that its gradient is one sum
+                    collector[key][first + place] = leaves[id(item)]
+                elif isinstance(item, torch.Tensor) and item.requires_grad:
+                    collector[key][first + place], slot = self._leaf(item)
+                    self._caught.append((key, place, slot))
+        return tree_unflatten(results, spec)
+
+    def backward(self, differentiate: Callable[[Roots], None]) -> None:
+        """Runs the layer again, and its backward, if any of its outputs has a gradient."""
+        wanted = [(place, gradient) for place, slot in self._outputs if (gradient := slot.take()) is not None]
+        caught = [(key, at, gradient) for key, at, slot in self._caught if (gradient := slot.take()) is not None]
+        if not wanted and not caught:
+            return
+        again = {id(kept): kept.again() for kept in self._inputs if isinstance(kept, _Input)}
+        given, roots = dict(again), list[tuple[Any, torch.Tensor]]()
+        for kept in self._inputs:
+            if isinstance(kept, _Input) and kept.slot is not None and kept.slot.gradient is not None:
+                # Later regions have read it, too. Parts of this region are added to that gradient one by one, as in a
+                # graph that is not cut, instead of to each other first.
+                with torch.enable_grad():
+                    given[id(kept)] = again[id(kept)].view_as(again[id(kept)])
+                had = kept.slot.take()
+                if had is not None:
+                    roots.append((given[id(kept)], had))
+        flat = [given[id(kept)] if isinstance(kept, _Input) else kept for kept in self._inputs]
+        results, collected = self._run_again(flat, caught)
+        del flat, given
+        roots = [
+            *((results[place], gradient) for place, gradient in wanted if results[place].requires_grad),
+            *((collected[key][place], gradient) for key, place, gradient in caught),
+            *roots,
+        ]
+        del results, collected, wanted, caught
+        differentiate(roots)
+        for kept in {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}.values():
+            value = again[id(kept)]
+            if kept.slot is not None and value.grad is not None:
+                kept.slot.add(value.grad)
+        self._inputs = []
+
+    def _run_again(self, flat: list[Any], caught: list[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
+        args, kwargs = tree_unflatten(flat, self._spec)
+        present = RandomState(self._device)
+        self._random.restore()
+        try:
+            with torch.enable_grad(), self._autocast.restored(), _collecting([key for key, *_ in caught]) as collected:
+                output = self._call(*args, **kwargs)
+        finally:
+            Autocast.forget_casts()  # the weights will change, perhaps inside of the same outermost context
+            present.restore()
+        return tree_flatten(output)[0], collected
+
+    def _leaf(self, value: torch.Tensor) -> tuple[torch.Tensor, Slot]:
+        """An output without its graph, which glue may write to in place, unlike a leaf."""
+        slot = Slot(self._trail.glue)
+        leaf: torch.Tensor = _Same.apply(slot.watch(value.detach().requires_grad_()))  # type: ignore[no-untyped-call]
+        leaf.elixir_slot = slot, leaf.grad_fn  # type: ignore[attr-defined]
+        return leaf, slot
+
+    def _refuse(self, packed: None) -> torch.Tensor:
+        raise InputError(
+            f"a tensor from inside the layer {self._name} is used in backward without being among its outputs, as if "
+            "it was kept on a module or in a list; return it from the layer, or plan with pass_size=1"
+        )
+
+
+class _Same(torch.autograd.Function):
+    """Gives a tensor on, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _collector() -> dict[Any, Any]:
+    """The lists to which hooks of transformers add outputs of inner modules now; empty if there are none."""
+    active = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return {} if active is None else active.get() or {}
+
+
+@contextmanager
+def _collecting(keys: list[Any]) -> Iterator[dict[Any, list[Any]]]:
+    """Lets these hooks add to lists of ours, meanwhile."""
+    into: dict[Any, list[Any]] = {key: [] for key in keys}
+    active = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if active is None:
+        yield into
+        return
+    token = active.set(into or None)
+    try:
+        yield into
+    finally:
+        active.reset(token)

@@ -1,0 +1,59 @@
+"""`AnyStepper` and `RunningPass`: the engine's views of what is built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk
+from elixir.plan.plan import Plan
+
+
+class AnyStepper(Protocol):
+    """The engine's view of an optimizer; see `elixir.wrapper.step.stepper.Stepper`."""
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that it steps."""
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Global norm of the last step's gradients, before clipping; None if the step needed none."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises `InputError` if this optimizer cannot step under a plan."""
+
+    def update_early(self, chunk: Chunk) -> None:
+        """Updates a chunk during backward, next to the old states; its gradients are on their way home."""
+
+    def give_up_states(self) -> None:
+        """Takes the states off the chunks; no chunk is stepped until `take_states`."""
+
+    def take_states(self) -> None:
+        """Loads the states that were given up, under the engine's current plan."""
+
+    def gradients_scaled(self, by: float) -> None:
+        """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
+
+    def gradients_cleared(self, scale: float | None) -> None:
+        """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
+        """Returns the norm of these gradients and those of `others`, whose next steps clip to `max_norm`, too."""
+
+
+class RunningPass(Protocol):
+    """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.gradient_stages`."""
+
+    def is_done(self, parameter: nn.Parameter) -> bool:
+        """Whether all gradients of a parameter have come in this pass."""
+
+    def keeps(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Takes a part of a gradient that is to be summed in another order; returns whether it is one."""

@@ -1,0 +1,158 @@
+"""Several micro-batches in a pass: the bits of plain accumulation, and the bytes and loads of one micro-batch."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import InputError
+from elixir.plan.plan import Plan
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
+
+FAMILIES = ("llama", "gpt2", "t5", "mixtral")
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gives_the_bits_of_a_loop(name: str, max_norm: float) -> None:
+    make, steps = family(name), batches(name, 4)
+    assert in_passes(make, steps, max_norm=max_norm).same_as(plainly(make, steps, max_norm=max_norm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("name", [*FAMILIES, "opt", "bert", "vit"])
+def test_gives_the_bits_of_a_loop_of_any_length(name: str, count: int, home: str) -> None:
+    make, steps = family(name), batches(name, count, steps=3)
+    plan = plan_for(make(), steps[0][0], accumulation=count, pass_size=max(count, 2) if count > 1 else 1, home=home)
+    if count == 1:
+        plan = replace(plan_for(make(), steps[0][0], accumulation=2, home=home), accumulation=1)
+    assert in_passes(make, steps, plan, max_norm=0.5).same_as(plainly(make, steps, max_norm=0.5))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
+    make = family(name)
+    seen = {}
+    for count in (1, 4, 16):
+        steps = batches(name, count)
+        plan = plan_for(make(), steps[0][0], accumulation=max(count, 2))
+        report = in_passes(make, steps, replace(plan, accumulation=count)).reports[-1]
+        assert report.demand_loads == report.deviations == 0
+        links = ("loads", "host_to_device", "device_to_host")
+        seen[count] = {link: report.observed[link] for link in links}
+        assert seen[count] == {link: report.predicted[link] for link in links}
+    assert seen[1] == seen[4] == seen[16]
+
+
+def test_evicting_after_every_use_changes_no_bit() -> None:
+    make, steps = family("llama"), batches("llama", 3)
+    assert in_passes(make, steps, debug=Debug(evict_always=True, poison=True)).same_as(plainly(make, steps))
+
+
+def test_random_numbers_are_those_of_given_seeds() -> None:
+    make, steps = family("gpt2", dropout=0.1), batches("gpt2", 4, seeds=True)
+    assert in_passes(make, steps).same_as(plainly(make, steps))
+
+
+def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_them() -> None:
+    make, steps = family("gpt2", dropout=0.5), [[batches("gpt2", 1)[0][0]] * 3]
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append(in_passes(make, steps))
+    assert runs[0].same_as(runs[1])
+    assert len({float(loss) for loss in runs[0].losses}) == 3
+
+
+def test_updates_states_early() -> None:
+    make, steps = family("llama"), batches("llama", 4)
+    plan = _early(plan_for(make(), steps[0][0], accumulation=4))
+    found = in_passes(make, steps, plan, max_norm=0.5)
+    assert found.reports[-1].early.made > 0
+    assert found.same_as(plainly(make, steps, max_norm=0.5))
+
+
+def _early(plan: Plan) -> Plan:
+    chunks = tuple(replace(chunk, update="early") if chunk.grad_entry is not None else chunk for chunk in plan.chunks)
+    return replace(plan, chunks=chunks, may_update_early=True)
+
+
+def test_several_passes_a_step_sum_their_gradients() -> None:
+    make, steps = family("llama"), batches("llama", 5)
+    plan = plan_for(make(), steps[0][0], accumulation=4, pass_size=2)
+    found, expected = in_passes(make, steps, plan), plainly(make, steps)
+    assert all(torch.equal(one, two) for one, two in zip(found.losses[:5], expected.losses[:5], strict=True))
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    def make() -> torch.nn.Module:
+        model = family("llama")()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name or "down_proj" in name)
+        return model
+
+    steps = batches("llama", 3)
+    assert in_passes(make, steps).same_as(plainly(make, steps))
+
+
+def test_an_error_in_one_micro_batch_ends_all_and_the_next_step_is_right() -> None:
+    make, steps = family("llama"), batches("llama", 4)
+    plan = plan_for(make(), steps[0][0], accumulation=4)
+    for broken in (0, 2):
+        module = ElixirModule(make(), plan, device="cpu")
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+        def failing(model: Any, batch: Any) -> None:
+            loss = hf_loss(model, batch)
+            if batch is steps[0][broken]:  # noqa: B023 - called in this turn
+                raise ValueError("mine")
+            optimizer.backward(loss)  # noqa: B023
+
+        with pytest.raises(ValueError, match="mine"):
+            optimizer.accumulate(failing, steps[0])
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batch")]
+        optimizer.zero_grad()
+        losses = []
+        for step in steps:
+            losses += optimizer.accumulate(stepping(optimizer, hf_loss, 4), step)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = plainly(make, steps)
+        assert all(torch.equal(one, two) for one, two in zip(losses, expected.losses, strict=True))
+        weights = module.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
+        module.close()
+
+
+def test_an_evaluation_and_a_loop_run_under_the_same_plan() -> None:
+    make, steps = family("llama"), batches("llama", 3)
+    plan = plan_for(make(), steps[0][0], accumulation=3)
+    module = ElixirModule(make(), plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    for step in steps:
+        for batch in step:
+            optimizer.backward(hf_loss(module, batch) / 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            module(**step[0])
+    weights = module.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in plainly(make, steps).weights.items())
+    module.close()
+
+
+def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
+    make, steps = family("llama"), batches("llama", 3)
+    plan = plan_for(make(), steps[0][0], accumulation=3, pass_size=1)
+    assert in_passes(make, steps, plan).same_as(plainly(make, steps))
+    with pytest.raises(InputError, match="must divide accumulation"):
+        plan_for(make(), steps[0][0], accumulation=3, pass_size=2)

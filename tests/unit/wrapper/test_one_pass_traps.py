@@ -1,0 +1,314 @@
+"""Traps for micro-batches that pass a layer together: each case is right to the bit, or refused with a reason."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elixir.errors import InputError
+from elixir.models.model_fingerprint import fingerprint
+from tests.common.one_pass import (
+    Stack,
+    batches,
+    family,
+    hf_loss,
+    in_passes,
+    plainly,
+    plan_for,
+    square_loss,
+    vectors,
+)
+
+
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """`build` with the same weights each time."""
+
+    def make() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build().train()
+
+    return make
+
+
+def check(make: Callable[[], nn.Module], loss: Any = square_loss, count: int = 3) -> None:
+    """Holds a model in passes against a loop."""
+    steps = vectors(count)
+    plan = plan_for(make(), steps[0][0], loss, accumulation=count)
+    assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
+
+
+class Layer(nn.Module):
+    """A layer that may read more than its input."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        for each in more:
+            x = x * each + each.sin()
+        return torch.tanh(self.linear(x)) + x
+
+
+def three() -> list[nn.Module]:
+    return [Layer() for _ in range(3)]
+
+
+def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
+    seen = set()
+
+    class Watching(Layer):
+        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            seen.add((torch.is_grad_enabled(), x.requires_grad))
+            return super().forward(x, *more)
+
+    check(seeded(lambda: Stack([Watching() for _ in range(2)])))
+    assert seen == {(True, True)}
+
+
+class Shared(Stack):
+    """Every layer reads one tensor that operators before the layers have made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.first(x * 2)
+        view = bias.flip(0).unbind(0)[0]
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, bias, view, bias, use_reentrant=False)
+        out: torch.Tensor = self.last(x + bias)
+        return out
+
+
+def test_2_a_tensor_that_several_layers_read_gets_its_parts_one_by_one() -> None:
+    check(seeded(lambda: Shared(three())), count=4)
+
+
+class Tied(Stack):
+    """The input layer's weight is the output layer's, and one layer is called twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x).expand(-1, 8)
+        out: torch.Tensor = self.first(self.run(self.layers[0], x))
+        return out
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_3_weights_of_several_stages_are_summed_as_in_a_loop(home: str) -> None:
+    make, steps = seeded(lambda: Tied(three())), vectors(4, steps=3)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=4, home=home)
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+
+
+def test_4_router_logits_that_hooks_catch_are_outputs_of_their_layer() -> None:
+    make = family("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    steps = batches("mixtral", 3)
+    assert in_passes(make, steps).same_as(plainly(make, steps))
+    without = plainly(family("mixtral", output_router_logits=True, router_aux_loss_coef=0.0), steps)
+    assert not in_passes(make, steps).same_as(without)
+
+
+def with_hidden_states(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    out = model(**batch, output_hidden_states=True)
+    loss: torch.Tensor = out.loss + 0.01 * sum(state.square().mean() for state in out.hidden_states)
+    return loss
+
+
+def test_5_a_graph_may_reach_past_layers() -> None:
+    make, steps = family("llama"), batches("llama", 3)
+    plan = plan_for(make(), steps[0][0], with_hidden_states, accumulation=3)
+    found = in_passes(make, steps, plan, with_hidden_states)
+    assert found.same_as(plainly(make, steps, with_hidden_states))
+
+
+class Mixing(Stack):
+    """Computes with a tensor from before all layers between two of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early, x = self.first(x).sin(), self.first(x)
+        for number, layer in enumerate(self.layers):
+            x = self.run(layer, x if number == 0 else x * early)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def test_5_but_not_mix_what_lies_before_and_after_a_layer() -> None:
+    with pytest.raises(InputError, match="before earlier layers and with their outputs.*pass_size=1"):
+        check(seeded(lambda: Mixing(three())))
+
+
+class Dropping(Stack):
+    """Skips layers at random, but not all of them."""
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        skips = float(torch.rand(())) < 0.5 and layer is not self.layers[1]
+        return x if skips else super().run(layer, x)
+
+
+def dropping_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(int(batch["x"][0, 0].abs() * 1000))
+    return square_loss(model, batch)
+
+
+def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -> None:
+    steps = vectors(6)
+    # The trace runs all layers, so that the plan knows them.
+    plan = plan_for(seeded(lambda: Stack(three()))(), steps[0][0], square_loss, accumulation=6)
+    make = seeded(lambda: Dropping(three()))
+    with torch.random.fork_rng(devices=[]):
+        expected = plainly(make, steps, dropping_loss)
+        object.__setattr__(plan, "model_fingerprint", _fingerprint(make()))
+        assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    return fingerprint(model)
+
+
+_level: contextvars.ContextVar[int] = contextvars.ContextVar("level", default=0)
+
+
+def test_8_autocast_and_context_variables_reach_the_threads_and_layers_that_run_again() -> None:
+    seen = set()
+
+    class Watching(Layer):
+        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x, *more)
+            seen.add((_level.get(), self.linear(x).dtype))
+            return out
+
+    make, steps = seeded(lambda: Stack([Watching(), Watching()])), vectors(3)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=3, home="cuda")
+
+    def inside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return square_loss(model, batch)
+
+    expected = plainly(make, steps, inside)
+    seen.clear()
+    token = _level.set(7)
+    try:
+        assert in_passes(make, steps, plan, inside).same_as(expected)
+        assert {kind for _, kind in seen} == {torch.bfloat16}
+        found = in_passes(make, steps[:1], plan, square_loss, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    finally:
+        _level.reset(token)
+    assert {level for level, _ in seen} == {7}
+    assert found.same_as(plainly(make, steps[:1], inside))
+
+
+def test_8_a_mode_that_other_threads_would_escape_is_refused() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    make, steps = seeded(lambda: Stack(three())), vectors(3)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=3)
+    with pytest.raises(InputError, match="enter it inside of step_fn"), Mode():
+        in_passes(make, steps, plan, square_loss)
+
+
+class Remembering(Stack):
+    """Keeps something of its input for what follows the layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.mean()
+        return super().forward(x) * self.seen
+
+
+def test_9_state_that_a_forward_leaves_on_a_module_is_refused() -> None:
+    with pytest.raises(InputError, match="the model keeps 'seen' from one forward.*pass_size=1"):
+        check(seeded(lambda: Remembering(three())))
+
+
+class InPlace(Stack):
+    """Writes to the output of each layer."""
+
+    def between(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(1.5).add_(number)
+
+
+def test_10_glue_may_write_to_the_output_of_a_layer() -> None:
+    check(seeded(lambda: InPlace(three())))
+
+
+class Overwriting(Layer):
+    """Writes to its input."""
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(1.0))
+
+
+class Normed(Layer):
+    """Has a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+class Leaking(Layer):
+    """Gives a tensor away that is not among its outputs."""
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        _leaked.append(x.exp())
+        return super().forward(x)
+
+
+_leaked: list[torch.Tensor] = []
+
+
+def leaking_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    _leaked.clear()
+    loss = square_loss(model, batch)
+    return loss + sum((each.mean() for each in _leaked), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "message"),
+    [
+        (Overwriting, square_loss, "layers.0 writes to its input in place.*pass_size=1"),
+        (Normed, square_loss, "layers.0.norm updates running statistics.*pass_size=1"),
+        (Leaking, leaking_loss, "from inside the layer layers.1 is used in backward without being among its outputs"),
+    ],
+)
+def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, message: str) -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x * 1  # the input of each layer is no leaf
+
+    class Glued(Stack):
+        def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return super().run(layer, between(x))
+
+    steps = vectors(2, steps=1)
+    plan = plan_for(seeded(lambda: Glued([Layer(), Layer()]))(), steps[0][0], square_loss, accumulation=2)
+    make = seeded(lambda: Glued([layer(), layer()]))
+    if layer is Normed:
+        plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    object.__setattr__(plan, "model_fingerprint", _fingerprint(make()))
+    with pytest.raises(InputError, match=message):
+        in_passes(make, steps, plan, loss)
+
+
+def test_11_the_weights_of_the_tail_stay_while_its_forward_and_backward_alternate() -> None:
+    make, steps = family("llama"), batches("llama", 6)
+    report = in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=6)).reports[-1]
+    assert report.demand_loads == 0
+    assert report.observed["loads"] == report.predicted["loads"]
+
+
+def test_no_layers_that_run_again_is_refused() -> None:
+    make = family("llama")
+    model = make()
+    model.gradient_checkpointing_disable()
+    with pytest.raises(InputError, match="turn on activation checkpointing"):
+        plan_for(model, batches("llama", 1)[0][0], hf_loss, accumulation=2)
