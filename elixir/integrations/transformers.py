@@ -84,6 +84,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         self._elixir_loader: Any = None
         self._elixir_weights: Path | None = None
         self._elixir_only_plan = False
+        self._elixir_batches: list[Any] = []  # the micro-batches of the step that Trainer takes now
+        self._elixir_losses: list[Any] = []  # of those that have run before Trainer asks for them
         super().__init__(*args, **kwargs)
 
     def plan(self) -> Plan:
@@ -219,6 +221,23 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             # Counted without Trainer's collective: only rank 0 traces.
             items = labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
             self.compute_loss(twin, dict(batch), num_items_in_batch=items).backward()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the micro-batches of a step, and keeps them for `training_step`."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self._elixir_batches, self._elixir_losses = list(found[0]), []
+        return found
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Trains on one micro-batch; if the plan takes several in a pass, the first of a step runs all of them."""
+        step, batches = super().training_step, self._elixir_batches
+        if self.elixir is None or model is not self.elixir.module or model.plan.pass_size == 1 or not batches:
+            return step(model, inputs, num_items_in_batch)
+        if inputs is batches[0]:
+            self._elixir_losses = self.elixir.optimizers[0].accumulate(
+                lambda module, batch: step(module, batch, num_items_in_batch), batches
+            )
+        return self._elixir_losses.pop(0)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False

@@ -71,6 +71,17 @@ def test_logs_predicts_and_saves_what_trainer_does(tmp_path: Path) -> None:
     module.close()
 
 
+def test_micro_batches_of_a_step_pass_each_layer_together(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"samples": 5, "num_train_epochs": 1, "gradient_checkpointing": True}
+    plain = train(PLAIN, tmp_path / "plain", **more)
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir={**ON_HOST, "pass_size": 2}, **more)
+    assert_same(plain, ours)  # the last step has one micro-batch
+    module = ours.trainer.elixir.module
+    assert module.plan.pass_size == 2
+    assert module.last_report.micro_batches == 1  # one pass, with one backward
+    module.close()
+
+
 def test_a_number_is_logged_from_the_step_on_in_which_it_is_not_0() -> None:
     report: dict[str, float] = {"step_s": 0.5, "deviations": 0, "predicted_loads": 3, "busy_fetch_s": 0.1}
     module: Any = SimpleNamespace(last_report=SimpleNamespace(to_dict=lambda: report))
