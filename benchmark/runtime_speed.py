@@ -1,6 +1,6 @@
 """How long a step takes under a plan, compared with plain PyTorch, with itself without overlap, and with FSDP2.
 
-    python benchmark/runtime_speed.py [--only resident streamed compiled link ranks access] [--rounds 15] [--no-record]
+    python benchmark/runtime_speed.py [--only resident streamed compiled link ranks access units] [--rounds 15] [--no-record]
 
 Each part runs in a separate process and compares runs that take turns, so that a slow minute of the machine meets all
 of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 256 tokens in float32 and
@@ -18,7 +18,9 @@ of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 
   weights from forward to backward (`reshard_after_forward=False` there), once gathering them again;
 * ``access``: what one access to a parameter costs apart from its use: forward and backward of a chain of tiny layers
   whose chunks are all in blocks, less plain PyTorch's, over the number of parameters that functions read in forward and
-  nodes in backward. Gradients, which are no access, are sent home in that time, too.
+  nodes in backward. Gradients, which are no access, are sent home in that time, too;
+* ``units``: the same for a chain in lists of eight such layers, which have as many parameters as a layer of OPT: with
+  each list fetched as one, over with each parameter fetched when it is read. Plain PyTorch's time is taken off both.
 
 Appends to ``results/runtime_speed.csv``; fails where a bar of `BARS` is missed.
 """
@@ -59,6 +61,7 @@ BARS = {
     "ranks: sharded over FSDP2, gathered once": 1.0,
     "ranks: sharded over FSDP2, gathered twice": 1.0,
     "access, us": 20.0,
+    "units: fetched as one over by parameter": 0.4,
 }
 
 Result = dict[str, list[float]]
@@ -227,19 +230,47 @@ def work_access(rounds: int) -> Result:
     import torch
     from torch import nn
 
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    (ours, theirs), per_step = _accesses(model, ("parameters",), rounds)
+    extra = [(mine - plain_s) / per_step * 1e6 for mine, plain_s in zip(ours, theirs, strict=True)]
+    return {"extra_us": extra, "uses": [float(per_step)]}
+
+
+def work_units(rounds: int) -> Result:
+    """Seconds beyond plain PyTorch's, by how layers are fetched."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))) for _ in range(37)))
+    (by_parameter, as_one, plain), per_step = _accesses(model, ("parameters", "units"), rounds)
+    found = {"by parameter": by_parameter, "as one": as_one}
+    extra = {name: [a - b for a, b in zip(took, plain, strict=True)] for name, took in found.items()}
+    for name, beyond in extra.items():
+        print(f"{name}: {statistics.median(beyond) / per_step * 1e6:.2f} us a read", file=sys.stderr)
+    return extra
+
+
+def _accesses(model: Any, fetches: Sequence[str], rounds: int) -> tuple[list[list[float]], int]:
+    """Seconds of a streamed step for each way of fetching, then plain PyTorch's; and the reads of weights in one."""
+    import torch
+
     from elixir.search import simple_search
     from elixir.wrapper import ElixirModule
 
-    torch.set_num_threads(1)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     x = torch.randn(2, 4)
 
     def run(model: Any, inp: Any) -> None:
         model(inp["input"]).sum().backward()
 
-    plan = simple_search(model, 1, 20, 1.0, shard_device="cpu", inp={"input": x}, step_fn=run, hardware="cpu").plan
-    plain = copy.deepcopy(model)
-    module = ElixirModule(model, plan, device="cpu")
+    common = {"shard_device": "cpu", "inp": {"input": x}, "step_fn": run, "hardware": "cpu"}
+    modules = []
+    for fetch in fetches:
+        plan = simple_search(model, 1, 20, 1.0, fetch=fetch, **common).plan
+        assert bool(plan.step.joined) == (fetch == "units")
+        modules.append(ElixirModule(copy.deepcopy(model), plan, device="cpu"))
+    module, plain = modules[0], copy.deepcopy(model)
     uses = [0]
     for name in ("used", "unpack"):
         called = getattr(engine_of(module).uses, name)
@@ -262,10 +293,10 @@ def work_access(rounds: int) -> Result:
 
         return step
 
-    ours, theirs = _take_turns((timed(module), timed(plain)), 20 * rounds)
-    module.close()
-    extra = [(mine - plain_s) / per_step * 1e6 for mine, plain_s in zip(ours, theirs, strict=True)]
-    return {"extra_us": extra, "uses": [float(per_step)]}
+    seconds = _take_turns([timed(each) for each in (*modules, plain)], 20 * rounds)
+    for each in modules:
+        each.close()
+    return seconds, per_step
 
 
 def work_ranks(rounds: int) -> Result:
@@ -337,6 +368,7 @@ WORKERS: dict[str, Callable[[int], Result]] = {
     "link": work_link,
     "ranks": work_ranks,
     "access": work_access,
+    "units": work_units,
 }
 
 
@@ -374,6 +406,8 @@ def figures(part: str, seconds: Result) -> dict[str, list[float]]:
     if part == "ranks":
         names = ("once", "twice")
         return {f"ranks: sharded over FSDP2, gathered {n}": over(f"{n}, sharded", f"{n}, FSDP2") for n in names}
+    if part == "units":
+        return {"units: fetched as one over by parameter": over("as one", "by parameter")}
     return {"access, us": seconds["extra_us"]}
 
 

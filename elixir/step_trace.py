@@ -6,7 +6,7 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -103,6 +103,10 @@ class Access:
 
 Form = Literal["compiled", "checkpointed", "plain"]
 
+Fetch = Literal["parameters", "either", "one"]
+"""How the weights of a unit are fetched: each when it is read, or all as one when the unit begins to run in forward,
+and when its backward asks for the first. ``either``: a plan may choose, and has not chosen the latter."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -118,6 +122,9 @@ class Unit:
     kind: str
     """Same for units of the same class whose parameters have the same names, shapes and dtypes: the name of the class,
     with a number from its second kind on. Empty in artifacts of earlier versions."""
+    fetch: Fetch
+    """``one`` for compiled units. ``parameters`` for those that write to their weights, choose among them by values (as
+    a router of experts does), checkpoint a part of themselves or all that they call, or whose weights others read."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,16 @@ class UnitRun:
     """Index of its first access."""
     last: int
     """Index of its last access."""
+
+
+def _members(parameters: Sequence[ParamInfo], units: Collection[str]) -> dict[str, list[int]]:
+    """The parameters of each unit, by index."""
+    found: dict[str, list[int]] = {unit: [] for unit in units}
+    for index, param in enumerate(parameters):
+        for unit in dict.fromkeys(enclosing(name, units) for name in (param.name, *param.aliases)):
+            if unit is not None:
+                found[unit].append(index)
+    return found
 
 
 class _Use(Protocol):
@@ -233,6 +250,11 @@ class StepShape:
         """Names of the units that run again in backward, compiled ones left out."""
         return tuple(unit.name for unit in self.units if unit.form == "checkpointed")
 
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """Names of the units that are fetched as one and are not compiled."""
+        return tuple(unit.name for unit in self.units if unit.fetch == "one" and unit.form != "compiled")
+
 
 def renewed_step(step: Any) -> Any:
     """The fields of a `StepShape` in a file of an earlier version, which may lack some, and named compiled units only.
@@ -244,7 +266,8 @@ def renewed_step(step: Any) -> Any:
     step = {"units": [], "forward": False, "generate": None} | step
     if isinstance(step["units"], list):
         step["units"] = [
-            {"name": unit, "form": "compiled", "kind": ""} if isinstance(unit, str) else unit for unit in step["units"]
+            {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
+            for unit in step["units"]
         ]
     return step
 
@@ -365,6 +388,37 @@ class StepTrace(Artifact):
             if run.unit == unit:
                 found[run.phase] = found.get(run.phase, (run.first, 0))[0], run.last
         return found
+
+    def fetching_as_one(self, names: Collection[str]) -> StepTrace:
+        """The same step, in which the units with these names are fetched as one (`Fetch`).
+
+        The first access of each of their runs has all their parameters, pinned until the run ends.
+
+        Raises:
+            InputError: one of them may not be, or is no unit.
+        """
+        wanted = [unit for unit in self.units if unit.name in names and unit.fetch != "one"]
+        refused = {*names} - {unit.name for unit in self.units if unit.fetch != "parameters"}
+        if refused:
+            raise InputError(f"{sorted(refused)[0]} is no unit of {self.model_name} that can be fetched as one")
+        members = _members(self.parameters, [unit.name for unit in wanted])
+        accesses = list(self.accesses)
+        for run in self.unit_runs:
+            name = self.units[run.unit].name
+            if name not in members:
+                continue
+            inside = self.accesses[run.first : run.last + 1]
+            read = [index for access in inside for index in access.parameters]
+            if not read:
+                continue
+            accesses[run.first : run.last + 1] = [replace(access, parameters=()) for access in inside]
+            accesses[run.first] = replace(
+                inside[0],
+                parameters=tuple(dict.fromkeys([*members[name], *read])),
+                pin_until=max(run.last, *(access.pin_until for access in inside)),
+            )
+        units = tuple(replace(unit, fetch="one") if unit in wanted else unit for unit in self.units)
+        return replace(self, accesses=tuple(accesses), step=replace(self.step, units=units))
 
     @property
     def numel(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -155,7 +155,8 @@ class CompiledUnit:
         # Only the frame of `call` is left to Python: what it calls runs compiled.
         self._entry = module._compiled_call_impl = torch.compiler.disable(self._call, recursive=False)
         self._enter, self._leave, self._use = enter, leave, use
-        self._tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
+        tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
+        self._tracked = [(parameter, nn.Parameter) for parameter in tracked]
 
     def remove(self) -> None:
         """Gives the module its compiled code back, unless it was compiled anew."""
@@ -166,25 +167,31 @@ class CompiledUnit:
         self._enter(self._module, args)
         output = None
         try:
-            with self._ordinary():
+            with ordinary(self._tracked, self._use):
                 output = self._original(*args, **kwargs)
         finally:
             output = self._leave(self._module, args, output)
         return output
 
-    @contextmanager
-    def _ordinary(self) -> Iterator[None]:
-        """Brings the weights in, and makes parameters ordinary ones meanwhile."""
-        if not self._tracked:
+
+@contextmanager
+def ordinary(members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
+    """Brings the weights of a unit in, and gives its parameters other classes meanwhile, which announce nothing.
+
+    Args:
+        members: the tracked parameters, each once, and their classes meanwhile.
+        use: announces them.
+    """
+    if not members:
+        yield
+        return
+    use([parameter for parameter, _ in members])
+    kinds = [type(parameter) for parameter, _ in members]
+    for parameter, kind in members:
+        parameter.__class__ = kind
+    try:
+        with unmarked():
             yield
-            return
-        self._use(self._tracked)
-        kinds = [type(parameter) for parameter in self._tracked]
-        for parameter in self._tracked:
-            parameter.__class__ = nn.Parameter
-        try:
-            with unmarked():
-                yield
-        finally:
-            for parameter, kind in zip(self._tracked, kinds, strict=True):
-                parameter.__class__ = kind
+    finally:
+        for (parameter, _), kind in zip(members, kinds, strict=True):
+            parameter.__class__ = kind

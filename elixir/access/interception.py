@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
-from elixir.access.compiled_units import CompiledUnit
+from elixir.access.compiled_units import CompiledUnit, is_compiled, ordinary
 from elixir.access.differentiate import differentiate
 from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
@@ -167,7 +168,7 @@ class Interception:
         parameters: the parameters to track, by default all; modules without any are left alone.
         scripts: whether to announce calls of TorchScript functions, by replacing a method of PyTorch's class for all
             threads. A trace does not need it, since its dispatch mode sees their operators.
-        units: compiled modules. All their parameters are announced when one starts, and nothing inside of it.
+        units: modules whose parameters are all announced when one starts, and nothing inside of it; compiled or not.
     """
 
     def __init__(
@@ -184,7 +185,9 @@ class Interception:
         self._handles: list[RemovableHandle] = []
         self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
         self._scripts = _script_functions_announce() if scripts else None
-        compiled = {module for unit in units for module in unit.modules()}
+        compiled = [unit for unit in units if is_compiled(unit)]
+        plain = [unit for unit in units if not is_compiled(unit)]
+        inside = {module for unit in units for module in unit.modules()} - {*plain}
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter is None:
@@ -196,17 +199,22 @@ class Interception:
                     parameter.elixir_listener = listener  # type: ignore[attr-defined]
             if parameters is not None and next(module.parameters(), None) is None:
                 continue  # it may belong to several running models, as an activation function may
-            if module in compiled:
-                continue  # hooks would break its graph
+            if module in inside:
+                continue  # hooks would break the graph of a compiled one, and take time in others
             # Called on the class, since a TorchScript module refuses to register hooks, yet calls them.
             self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
             self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
         self._units = [
             CompiledUnit(unit, self._enter, self._leave, partial(listener.used, function="a compiled module"))
-            for unit in units
+            for unit in compiled
         ]
+        originals = dict(self._classes)
+        self._plain = {
+            unit: [(each, originals[each]) for each in unit.parameters() if each in originals] for unit in plain
+        }
+        self._running: dict[nn.Module, ExitStack] = {}
         ours = {handle.id for handle in self._handles}
-        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in compiled]
+        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
         self._modules = list(model.modules())
@@ -257,6 +265,10 @@ class Interception:
             hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)
+        if members := self._plain.get(module):
+            running = self._running[module] = ExitStack()
+            running.enter_context(ordinary(members, partial(self._listener.used, function="a layer")))
+            running.enter_context(_unwritten([parameter for parameter, _ in members]))
         if isinstance(module, torch.jit.ScriptModule):
             # Modules inside of it call no hooks, and fused kernels of TorchScript are no operators.
             tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
@@ -272,9 +284,26 @@ class Interception:
             entered, hooks = self._open.pop()
             if hooks is not None:
                 hooks.__exit__(None, None, None)
+            try:
+                if (running := self._running.pop(entered, None)) is not None:
+                    running.close()
+            finally:
+                kept = self._listener.left(entered, output if entered is module else None)
             if entered is module:
-                return self._listener.left(entered, output)
-            self._listener.left(entered, None)
+                return kept
+
+
+@contextmanager
+def _unwritten(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Refuses writes to weights meanwhile, which nothing announces: the next fetch would lose them."""
+    before = [parameter._version for parameter in parameters]
+    yield
+    for parameter, version in zip(parameters, before, strict=True):
+        if parameter._version != version:
+            raise InputError(
+                f"a layer writes in place to its parameter of shape {list(parameter.shape)}, and the plan fetches the "
+                "layer as one, since it did not when it was traced; plan with fetch='parameters'"
+            )
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+import torch
 from torch import nn
 
 from elixir.access.compiled_units import compiled_units
-from elixir.step_trace import Form, Unit, enclosing
+from elixir.access.fast_path import HAVE_FAST_PATHS
+from elixir.step_trace import Fetch, Form, StepShape, Unit, enclosing
 
 
 def layer_units(
@@ -47,8 +49,21 @@ def layer_units(
             kind = type(module).__name__
             classes[kind] += 1
             kinds[type(module), shapes] = kind if classes[kind] == 1 else f"{kind} {classes[kind]}"
-        found[module] = Unit(name, form, kinds[type(module), shapes])
+        fetch: Fetch = "one" if form == "compiled" else "parameters" if _needs_hooks_inside(module) else "either"
+        found[module] = Unit(name, form, kinds[type(module), shapes], fetch)
     return found
+
+
+def fetched_as_one(model: nn.Module, step: StepShape) -> dict[nn.Module, str]:
+    """The modules of a model whose weights are fetched as one -> their names: compiled ones, and units of a plan.
+
+    Args:
+        model: as it is now, whose modules may have been compiled since it was planned.
+        step: that of the plan.
+    """
+    compiled = compiled_units(model)
+    names = {*compiled.values(), *_apart(step.joined, compiled.values())}
+    return {module: name for name, module in model.named_modules() if name in names}
 
 
 def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
@@ -71,17 +86,22 @@ def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def _needs_hooks_inside(module: nn.Module) -> bool:
+    """Whether modules inside announce their weights in ways that a unit would hide: TorchScript, fast paths."""
+    return any(isinstance(each, (*HAVE_FAST_PATHS, torch.jit.ScriptModule)) for each in module.modules())
+
+
 def _outermost(names: Iterable[str]) -> list[str]:
     """Names that are inside none of the others."""
     names = dict.fromkeys(names)
     return [name for name in names if not any(parent in names for parent in _parents(name))]
 
 
-def _apart(names: Iterable[str], others: Collection[str]) -> list[str]:
+def _apart(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Names that are none of `others`, are inside none of them and hold none of them."""
-    others = set(others)
-    held = {parent for other in others for parent in (other, *_parents(other))}
-    return [name for name in names if name not in held and enclosing(name, others) is None]
+    these = set(others)
+    held = {parent for other in these for parent in (other, *_parents(other))}
+    return [name for name in names if name not in held and enclosing(name, these) is None]
 
 
 def _parents(name: str) -> list[str]:

@@ -35,6 +35,7 @@ from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.regret import find_surest, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.units_as_one import with_units_as_one
 from elixir.search.question import Question
 from elixir.search.request import HomeChoice, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
@@ -146,8 +147,10 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     space, outcome = found
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
-    optimizer = optimizer_name(request.optimizer_type)
-    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
+    optimizer, best = optimizer_name(request.optimizer_type), outcome.best
+    if request.fetch == "units" and space.trace.pass_size == 1:
+        space, best = with_units_as_one(space, best)
+    plan = to_plan(space, best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
     unknown = unmeasured(space.hardware)
     seconds = [judged.step_s for judged in outcome.judgements]
     low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)

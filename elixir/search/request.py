@@ -21,6 +21,7 @@ from elixir.units import parse_bytes
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
 Assumption = Literal["scenarios", "nominal"]
+FetchChoice = Literal["parameters", "units"]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -91,6 +92,10 @@ class SearchRequest:
     replicas: int = 1
     """Replicas of the model, each sharded over world_size / replicas neighbouring ranks, two or more: weights are
     gathered within a replica, gradients reduced there and summed over the replicas once per optimizer step."""
+    fetch: FetchChoice = "parameters"
+    """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
+    as one where the plan then moves no more bytes, needs no more memory and is not slower by more than it saves: the
+    runtime intercepts a layer once and not each of its weights (`elixir.search.propose.units_as_one`)."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -112,7 +117,13 @@ class SearchRequest:
                 )
         check_count("replicas", self.replicas)
         check_replicas(self.replicas, self.world_size)
-        choices = {"placement": HomeChoice, "search": SearchName, "assume": Assumption, "frozen_weights": FrozenHome}
+        choices = {
+            "placement": HomeChoice,
+            "search": SearchName,
+            "assume": Assumption,
+            "frozen_weights": FrozenHome,
+            "fetch": FetchChoice,
+        }
         for name, kind in choices.items():
             known = get_args(kind)
             if getattr(self, name) not in known:

@@ -202,6 +202,7 @@ class Recorder(TorchDispatchMode):
         if op.checks_finite:
             suppose_finite(self._shadows, op.func, args, tensors[0])
         elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:
+            self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
 
     def _repeat(self, op: Traits, remembered: Remembered) -> tuple[Any, list[torch.Tensor], Cost]:

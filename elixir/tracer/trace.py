@@ -150,7 +150,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 _run_step(twin, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
             order.finish()
             order.join_units(compiled)
-            units = layer_units(model, compile=compile, checkpointed=order.checkpointed())
+            units = _units_of(model, order, compile)
             step_end, operators = len(ledger), ledger.operators
             trained = any(parameter.grad is not None for parameter in parameters)
             phase = run_optimizer(
@@ -170,9 +170,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 operators=operators,
                 assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
                 unverified=target.unverified,
-                step=_shape_of(
-                    inp, bool(fused.counts), checkpoint, tuple(units.values()), forward=forward, generate=generate
-                ),
+                step=_shape_of(inp, bool(fused.counts), checkpoint, units, forward=forward, generate=generate),
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
@@ -253,6 +251,14 @@ def _compiled(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | 
         for module, unit in layer_units(model, compile=compile).items()
         if unit.form == "compiled"
     }
+
+
+def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, ...]:
+    units = layer_units(model, compile=compile, checkpointed=order.checkpointed()).values()
+    apart = order.never_one({unit.name for unit in units})
+    return tuple(
+        replace(unit, fetch="parameters") if unit.name in apart and unit.form != "compiled" else unit for unit in units
+    )
 
 
 def _generated_units(

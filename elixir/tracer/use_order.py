@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
-from elixir.step_trace import Operation, Phase, is_inside, unit_runs
+from elixir.step_trace import Operation, Phase, enclosing, is_inside, unit_runs
 from elixir.torch_private import (
     OpOverload,
     current_autograd_node,
@@ -95,6 +95,8 @@ class UseOrder:
         self._node_uses: list[int] = []
         self._node_parameters: set[int] = set()
         self._outside: set[int] = set()  # used in forward while no module was running
+        self._written: set[int] = set()
+        self._choosing: set[str] = set()  # modules that have chosen by values which no trace has
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
@@ -223,7 +225,8 @@ class UseOrder:
         """A view stays where it is."""
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
-        """Records nothing: a write does not say when weights are read."""
+        """Notes which weights are written to."""
+        self._written.update(self._index[parameter] for parameter in parameters if parameter in self._index)
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Finds weights that now lie elsewhere: another tensor may get the number of the storage they have left."""
@@ -344,6 +347,32 @@ class UseOrder:
 
         called = {top(use) for use in self.uses if not use.memory_alone}
         return [at for at, use in enumerate(self.uses) if not (use.memory_alone and top(use) in called)]
+
+    def chooses(self) -> None:
+        """An operator has chosen by scores, such as experts: the running module may read other weights in a run."""
+        self._choosing.add(self.module(self.phase()))
+
+    def never_one(self, units: Collection[str]) -> set[str]:
+        """Units whose weights have to be fetched when they are read, for the reasons of `Unit.fetch`.
+
+        Args:
+            units: names of all units.
+        """
+        found = {enclosing(module, units) for module in self._choosing}
+        # A checkpoint inside of a unit's call runs parts of it again, without what a unit does when it is called.
+        found.update(
+            unit for names in self._recomputed.values() for name in names if (unit := enclosing(name, units)) != name
+        )
+        units_of = [{enclosing(name, units) for name in names} for names in self._parameter_names]
+        for index in self._written:
+            found.update(units_of[index])
+        for owners in units_of:
+            found.update(owners if len(owners) > 1 else ())
+        for use in self.uses:
+            here = {enclosing(use.module, units)}
+            for index in use.parameters:
+                found.update(units_of[index] - here)
+        return {unit for unit in found if unit is not None}
 
     def checkpointed(self) -> tuple[str, ...]:
         """The modules that enclose each region that ran again in backward, in forward order."""

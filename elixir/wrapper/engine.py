@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
-from elixir.access.compiled_units import compiled_units
 from elixir.access.interception import CountedParameter, Interception
 from elixir.chunk import host_buffers as kinds
 from elixir.chunk.arena import Arena
@@ -35,6 +34,7 @@ from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
+from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
 from elixir.wrapper.loss_scale import LossScale
@@ -167,7 +167,7 @@ class Engine:
     def listen(self) -> None:
         """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
         self.stop_listening()
-        units = compiled_units(self.model)
+        units = fetched_as_one(self.model, self.plan.step)
         self.uses.join(units)
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
         self.access = Interception(self.model, self.uses, parameters, units=units) if self.tracked else None

@@ -77,6 +77,9 @@ class _ScopeUses:
     """The pinned chunks, one entry per pin."""
     parameters: set[int] = field(default_factory=set)
     """The parameters of streamed chunks, by `id`."""
+    unit: frozenset[int] = frozenset()
+    """The parameters of the unit whose backward this is, if it is fetched as one: it lasts over nodes that read these.
+    """
 
 
 @dataclass
@@ -120,7 +123,8 @@ class WeightUses:
         self._chunks = chunks
         self._places = places
         self._together: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
-        """By the `id` of a parameter of a compiled module, the streamed chunks and the `id`s of all its parameters."""
+        """By the `id` of a parameter of a unit that is fetched as one, its streamed chunks and the `id`s of all its
+        parameters."""
         self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
         notices."""
@@ -134,7 +138,8 @@ class WeightUses:
         """Whether parameters have separate memory, into which a state dict is loaded."""
 
     def join(self, units: Iterable[nn.Module]) -> None:
-        """Notes the compiled modules: the backward of one reads any of its weights, so all come with the first."""
+        """Notes the units that are fetched as one: in backward, all weights of one come with the first, and stay until
+        a weight of another is read."""
         self._together.clear()
         for unit in units:
             members = [parameter for parameter in unit.parameters() if parameter in self._places]
@@ -180,7 +185,7 @@ class WeightUses:
         else:
             self._cache.acquire(streamed)
         if not state.scopes:
-            self._enter_node(state)
+            self._enter_node(state, id(parameters[0]))
         scope = state.scopes[-1] if state.scopes else state.at_node
         scope.pins.extend(streamed)
         scope.parameters.update(map(id, parameters))
@@ -224,7 +229,7 @@ class WeightUses:
             return any(id(parameter) in scope.parameters for scope in state.scopes)
         if not backward_is_running():
             return False
-        self._enter_node(state)
+        self._enter_node(state, id(parameter))
         return id(parameter) in state.at_node.parameters
 
     def renew(self, view: TrackedView) -> None:
@@ -354,11 +359,14 @@ class WeightUses:
                 return part.of(self._cache.memory(part.chunk)).clone()
             finally:
                 self._cache.unpin([part.chunk])
-        state = self._state()
-        self._enter_node(state)
-        key = id(part.parameter)
+        state, key = self._state(), id(part.parameter)
+        self._enter_node(state, key)
         if key not in state.at_node.parameters:  # otherwise the node has pinned it, alone or with its unit
-            chunks, keys = self._together.get(key, ((part.chunk,), (key,)))
+            if key in self._together:
+                chunks, keys = self._together[key]
+                state.at_node.unit = keys
+            else:
+                chunks, keys = (part.chunk,), frozenset((key,))
             self._cache.acquire(chunks)
             state.at_node.pins.extend(chunks)
             state.at_node.parameters.update(keys)
@@ -386,10 +394,14 @@ class WeightUses:
             if chunk.whole is not None:  # see `publish`
                 chunk.point_into(chunk.whole)
 
-    def _enter_node(self, state: _ThreadState) -> None:
+    def _enter_node(self, state: _ThreadState, reads: int = 0) -> None:
+        """Ends the uses of the node before, unless the one that runs now `reads` a parameter of the same unit."""
         node = current_graph_task_id(), current_node_number()
         if node != state.node:
             self._backward_runs()  # makes sure that the last node's pins are released at the end of backward
+            if reads in state.at_node.unit:
+                state.node = node
+                return
             self._cache.unpin(state.at_node.pins)
             state.node, state.at_node = node, _ScopeUses()
 

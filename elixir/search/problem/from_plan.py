@@ -24,7 +24,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
-    trace = pass_trace(trace, plan.pass_size)
+    trace = pass_trace(trace, plan.pass_size).fetching_as_one(plan.step.joined)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):

@@ -145,7 +145,7 @@ def test_layers_that_user_code_has_compiled_are_planned_as_such(
 ) -> None:
     assert main([*words("plan", folder, model=model), "--world-size", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["step"]["units"] == [
-        {"name": str(index), "form": "compiled", "kind": "Linear"} for index in range(3)
+        {"name": str(index), "form": "compiled", "kind": "Linear", "fetch": "one"} for index in range(3)
     ]
 
 

@@ -63,7 +63,7 @@ def runs(trace: StepTrace) -> list[tuple[str, str, int, int]]:
 def test_units_are_the_repeated_layers_and_have_runs() -> None:
     trace = cpu_trace(Stack(8, 8, 16), INP, sum_step)
     assert trace.units == (
-        Unit("layers.0", "plain", "Layer"), Unit("layers.1", "plain", "Layer"), Unit("layers.2", "plain", "Layer 2"),
+        Unit("layers.0", "plain", "Layer", "either"), Unit("layers.1", "plain", "Layer", "either"), Unit("layers.2", "plain", "Layer 2", "either"),
     )  # fmt: skip
     # Forward: begin, two products a layer, end. Backward: end, each layer from its last product on; begin's input needs
     # no gradient.
@@ -77,7 +77,10 @@ def test_units_are_the_repeated_layers_and_have_runs() -> None:
 
 def test_checkpointed_layers_run_again_in_backward() -> None:
     trace = cpu_trace(Stack(8, 8, recompute="each"), INP, sum_step)
-    assert trace.units == (Unit("layers.0", "checkpointed", "Layer"), Unit("layers.1", "checkpointed", "Layer"))
+    assert trace.units == (
+        Unit("layers.0", "checkpointed", "Layer", "either"),
+        Unit("layers.1", "checkpointed", "Layer", "either"),
+    )
     assert trace.unit_accesses(1) == {"forward": (3, 4), "recompute": (7, 8), "backward": (9, 10)}
     assert trace.unit_accesses(0) == {"forward": (1, 2), "recompute": (11, 12), "backward": (13, 14)}
 
@@ -126,7 +129,9 @@ def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
     assert layer_units(nn.Linear(4, 4)) == {}
     assert layer_units(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)), checkpointed=["0"]) == {}
     model = Stack(8, 8)
-    assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit("begin", "checkpointed", "Linear")
+    assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit(
+        "begin", "checkpointed", "Linear", "either"
+    )
 
 
 @pytest.mark.parametrize(("artifact", "version"), [(StepTrace, 6), (Plan, 25)])
@@ -135,7 +140,7 @@ def test_earlier_versions_named_compiled_units_alone(artifact: Any, version: int
     data = made.to_dict() | {"schema_version": version}
     data["step"]["units"] = ["layers.0"]
     read = artifact.from_dict(data)
-    assert read.step.units == (Unit("layers.0", "compiled", ""),)
+    assert read.step.units == (Unit("layers.0", "compiled", "", "one"),)
     assert artifact.from_json(read.to_json()) == read
 
 

@@ -1,0 +1,81 @@
+"""Layers that a plan fetches as one: a pass after the search joins the accesses of units where that costs less.
+
+The runtime intercepts every read of a streamed weight, and a layer that is fetched as one once. In exchange all weights
+of the layer lie in blocks while it runs, and are waited for together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from elixir.search.problem.packed_step import PackedStep
+from elixir.search.problem.packing import Ints
+from elixir.search.propose.candidate import Candidate
+from elixir.search.propose.sizes import SearchSpace
+from elixir.step_trace import enclosing
+
+READ_S = 10e-6
+"""Seconds that a read of a weight takes less within a unit: `access` and `access as units` in
+benchmark/results/runtime_speed.csv, on a CPU."""
+MOST_KINDS = 4
+"""Kinds of units that are tried one by one, if all together are no better."""
+
+
+def with_units_as_one(space: SearchSpace, best: Candidate) -> tuple[SearchSpace, Candidate]:
+    """The candidate with the layers fetched as one that save something, and the space of the step seen so.
+
+    Homes, blocks and prefetch stay. It needs no more memory and moves no more bytes over any link than before.
+
+    Args:
+        space: in which the candidate was found.
+        best: what the search chose.
+    """
+    names = _that_stream(space, best)
+    kinds = dict.fromkeys(unit.kind for unit in space.trace.units if unit.name in names)
+    found = _joined(space, best, names)
+    if found is not None or len(kinds) < 2:
+        return found or (space, best)
+    for kind in list(kinds)[:MOST_KINDS]:
+        these = {unit.name for unit in space.trace.units if unit.kind == kind} & names
+        space, best = _joined(space, best, these) or (space, best)
+    return space, best
+
+
+def _that_stream(space: SearchSpace, best: Candidate) -> set[str]:
+    """Units that may be fetched as one and of whose weights some are streamed."""
+    able = {unit.name for unit in space.trace.units if unit.fetch == "either"}
+    streamed = set[str | None]()
+    for chunk, resident in zip(best.work.packing.chunks, best.placement.resident, strict=True):
+        for index in () if resident else chunk.parameters:
+            param = space.trace.parameters[index]
+            streamed.update(enclosing(name, able) for name in (param.name, *param.aliases))
+    return {name for name in streamed if name is not None}
+
+
+def _joined(space: SearchSpace, best: Candidate, names: Collection[str]) -> tuple[SearchSpace, Candidate] | None:
+    """The space and the candidate with these units fetched as one; None if that needs or costs more."""
+    if not names:
+        return None
+    trace = space.trace.fetching_as_one(names)
+    there = SearchSpace(trace, space.hardware, space.setting, space.compute_scale)
+    model = there.cost.known(PackedStep(there.facts, best.work.packing)).model
+    depth, blocks = best.schedule.prefetch_depth, best.schedule.blocks
+    schedule = model.work.schedule(best.placement.residents, depth)
+    if schedule.min_blocks > blocks:
+        return None
+    found = replace(best, model=model, schedule=schedule.simulate(blocks), cost=there.cost)
+    runs = [run for run in space.trace.unit_runs if space.trace.units[run.unit].name in names]
+    reads = sum(len(access.parameters) for run in runs for access in space.trace.accesses[run.first : run.last + 1])
+    saved_s = READ_S * (reads - len(runs)) * space.setting.accumulation
+    less = _amounts(found) <= _amounts(best)
+    return (there, found) if less.all() and found.seconds["total"] <= best.seconds["total"] + saved_s else None
+
+
+def _amounts(of: Candidate) -> Ints:
+    """Bytes of each memory, and over each link."""
+    need, moved = of.need, of.moved
+    links = moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes, moved.file_bytes
+    return np.array([need.device_bytes, need.host_bytes, need.disk_bytes, *links], dtype=np.int64)

@@ -1,0 +1,256 @@
+"""Layers that a plan fetches as one: bits of plain PyTorch, loads of the plan, and which layers may be."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.access.interception import TrackedParameter
+from elixir.errors import InputError
+from elixir.models.layer_units import fetched_as_one
+from elixir.plan.plan import Plan
+from elixir.search import optimal_search, simple_search
+from elixir.search.problem.from_plan import packed_step_of
+from elixir.step_trace import StepTrace
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.run_options import Debug
+from tests.common.parity import Case, case, mixed, square_loss
+from tests.common.tracing import cpu_trace, sum_step
+from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, COUNTED, train
+
+FAMILIES = ("opt", "gpt2", "llama", "bert", "t5", "vit", "mixtral")
+_EVERY = [
+    (name, form, mode)
+    for name in FAMILIES
+    for form in CHECKPOINTS
+    for mode in ("streamed", "mixed")
+    if (name, form) != ("vit", "reentrant")
+]
+_SAMPLE = [("llama", "none", "streamed"), ("gpt2", "none", "mixed"), ("opt", "reentrant", "streamed")]
+
+
+def plan_of(it: Case, fetch: str, **options: Any) -> Plan:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    options = {"split_number": 12, "allocate_factor": 1.0, "shard_device": "cpu", "hardware": "cpu"} | options
+    return simple_search(it.model, 1, inp=it.inp, step_fn=step, fetch=fetch, **options).plan
+
+
+def check(name: str, form: str, mode: str) -> None:
+    it = case(name, form)
+    plain, plan = copy.deepcopy(it.model), plan_of(it, "units")
+    joined = [unit.name for unit in plan.step.units if unit.fetch == "one"]
+    # Layers of Mixtral choose experts, and transformers' checkpointed layers begin their checkpoint inside their call.
+    assert bool(joined) == (name != "mixtral" and form == "none")
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    plan = mixed(plan) if mode == "mixed" else plan
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    found = train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
+    assert found == wanted
+    state = model.state_dict()
+    assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
+    report = model.last_report
+    assert report is not None
+    assert report.demand_loads == 0
+    if mode == "streamed":
+        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+    model.close()
+
+
+@pytest.mark.parametrize(("name", "form", "mode"), _SAMPLE)
+def test_same_bits_and_loads_as_planned(name: str, form: str, mode: str) -> None:
+    check(name, form, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "form", "mode"), [each for each in _EVERY if each not in _SAMPLE])
+def test_same_bits_of_every_family(name: str, form: str, mode: str) -> None:
+    check(name, form, mode)
+
+
+@pytest.mark.parametrize("form", [False, True])
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.begin(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=form)  # type: ignore[assignment]
+            return x
+
+    torch.manual_seed(0)
+    it = Case(Checkpointed(), INP, square_loss)
+    plain, plan = copy.deepcopy(it.model), plan_of(it, "units")
+    assert [unit.fetch for unit in plan.step.units] == ["one"] * 3
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    plan = mixed(plan) if mode == "mixed" else plan
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    model.close()
+
+
+def test_a_unit_is_announced_once_and_pinned_through_its_backward() -> None:
+    it = case("llama")
+    plan = plan_of(it, "units")
+    by_parameter = plan_of(it, "parameters")
+    assert len(plan.order) < len(by_parameter.order)
+    assert (plan.chunks, plan.block_count) == (
+        tuple(
+            replace(chunk, grad_entry=other.grad_entry)
+            for chunk, other in zip(by_parameter.chunks, plan.chunks, strict=True)
+        ),
+        by_parameter.block_count,
+    )
+    model = ElixirModule(it.model, plan, device="cpu")
+    seen: list[tuple[str, int]] = []
+    uses, used = engine_of(model).uses, engine_of(model).uses.used
+    uses.used = lambda parameters, function: (seen.append((function, len(parameters))), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
+    loss = it.loss(model, it.inp)
+    layers = [count for function, count in seen if function == "a layer"]
+    assert layers == [len(list(layer.parameters())) for layer in fetched_as_one(it.model, plan.step)]
+    assert not {"linear"} & {function for function, count in seen if count > 1}
+    assert all(isinstance(parameter, TrackedParameter) for parameter in it.model.parameters())
+    loss.backward()
+    assert not any(chunk.pins for chunk in engine_of(model).chunks)
+    model.close()
+
+
+class Layer(nn.Module):
+    """A product, and whatever a test makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers of one class."""
+
+    def __init__(self, kind: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.begin, self.layers = nn.Linear(4, 4), nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Writes(Layer):
+    """Clamps a weight, as Gemma-3n does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
+class RunsAPartAgain(Layer):
+    """Checkpoints a part of itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(checkpoint(self.up, x, use_reentrant=False))  # type: ignore[arg-type]
+        return result
+
+
+class Chooses(Layer):
+    """Chooses rows of a weight by scores."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.up(x).topk(1, dim=-1).indices
+        return x + self.down(x) * (chosen + 1)
+
+
+INP = {"x": torch.ones(2, 4)}
+
+
+def fetches(model: nn.Module) -> set[str]:
+    return {unit.fetch for unit in cpu_trace(model, INP, sum_step).units}
+
+
+def test_layers_that_may_be_fetched_as_one() -> None:
+    assert fetches(Stack()) == {"either"}
+    assert fetches(Stack(Writes)) == {"parameters"}
+    assert fetches(Stack(Chooses)) == {"parameters"}
+    tied = Stack()
+    tied.begin.weight = tied.layers[1].get_submodule("up").weight
+    assert [unit.fetch for unit in cpu_trace(tied, INP, sum_step).units] == ["either", "parameters", "either"]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 2)
+    assert fetches(nn.ModuleDict({"a": encoder})["a"]) == {"parameters"}
+
+
+def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
+    trace = cpu_trace(Stack(RunsAPartAgain), INP, sum_step)
+    assert trace.checkpointed_modules == ("layers.0.up", "layers.1.up", "layers.2.up")
+    assert {unit.fetch for unit in trace.units} == {"parameters"}
+    with pytest.raises(InputError, match=r"layers.0 is no unit of Stack that can be fetched as one"):
+        trace.fetching_as_one(["layers.0"])
+
+
+def test_a_write_that_the_trace_did_not_see_is_refused() -> None:
+    it = Case(Stack(), INP, square_loss)
+    model = ElixirModule(it.model, plan_of(it, "units"), device="cpu")
+    Layer.forward, forward = Writes.forward, Layer.forward  # type: ignore[method-assign, assignment]
+    try:
+        Writes.__bases__[0].forward = lambda self, x: (  # type: ignore[method-assign]
+            torch.no_grad()(lambda: self.up.weight.clamp_(-0.1, 0.1))(), forward(self, x)
+        )[1]  # fmt: skip
+        with pytest.raises(InputError, match="writes in place to its parameter"):
+            model(**INP)
+    finally:
+        Layer.forward = forward  # type: ignore[method-assign]
+    model.close()
+
+
+def test_the_joined_step_has_the_same_costs() -> None:
+    trace: StepTrace = cpu_trace(Stack(), INP, sum_step)
+    joined = trace.fetching_as_one(["layers.0", "layers.2"])
+    assert joined.flops == trace.flops
+    assert joined.step.joined == ("layers.0", "layers.2")
+    first, last = trace.unit_accesses(0)["forward"]
+    access = joined.accesses[first]
+    assert {joined.parameters[index].name for index in access.parameters} == {
+        f"layers.0.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")
+    }
+    assert access.pin_until == last
+    assert joined.accesses[last].parameters == ()
+    assert joined.unit_runs == trace.unit_runs
+    assert joined.fetching_as_one(["layers.0"]) == joined
+
+
+def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
+    it = case("llama")
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    found = 0
+    for device in ("950KiB", "1200KiB", "2MiB"):
+        both = [
+            optimal_search(
+                it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_memory="64MiB",
+                placement="cpu", fetch=fetch,
+            )
+            for fetch in ("parameters", "units")
+        ]  # fmt: skip
+        apart, joined = (answer.plan for answer in both)
+        assert joined.predicted.device_peak_bytes <= apart.predicted.device_peak_bytes
+        for link, amount in joined.predicted.moved_bytes.items():
+            assert amount <= apart.predicted.moved_bytes[link]
+        assert packed_step_of(joined, both[1].question.trace).order == joined.order
+        assert Plan.from_json(joined.to_json()) == joined
+        found += bool(joined.step.joined)
+    assert found
