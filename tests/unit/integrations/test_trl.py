@@ -191,6 +191,34 @@ def test_grpo_logs_and_saves_what_it_does_alone(name: str, placement: str, tmp_p
     assert report.observed["host_peak"] <= report.predicted["host_peak"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+def test_distillation_logs_what_it_does_alone(placement: str, tmp_path: Path) -> None:
+    def entries(kind: Any, folder: str, **more: Any) -> list[dict[str, float]]:
+        teacher = llama()
+        for each in teacher.parameters():
+            each.data.mul_(1.5)
+        trainer = kind(
+            model=llama(),
+            teacher_model=teacher,
+            args=trl.DistillationConfig(
+                output_dir=str(tmp_path / folder), use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+                per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, logging_steps=1, seed=3,
+                max_completion_length=6, learning_rate=3e-3, disable_tqdm=True,
+            ),
+            train_dataset=datasets.Dataset.from_list([{"prompt": f"5 {6 + n}"} for n in range(16)]),
+            processing_class=tokenizer(),
+            **more,
+        )  # fmt: skip
+        trainer.train()
+        return [{key: value for key, value in each.items() if key != "step_time"} for each in logged(trainer)]
+
+    plain = entries(trl.DistillationTrainer, "plain")
+    assert all(entry["grad_norm"] > 0 for entry in plain[:-1])
+    options = {**ROOMY, "placement": placement}
+    assert entries(with_elixir(trl.DistillationTrainer), "ours", elixir=options) == plain
+
+
 def test_generation_by_vllm_is_refused(tmp_path: Path) -> None:
     given = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], use_vllm=True)
     with pytest.raises(InputError, match="use_vllm .* transformers generates under the plan"):
