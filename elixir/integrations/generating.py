@@ -48,20 +48,11 @@ def generation_traced(trainer: Any, model: nn.Module) -> Iterator[None]:
     def rewards(inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(len(inputs), len(trainer.reward_funcs))
 
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [(model, "generate", generate)]
-    if hasattr(trainer, "_calculate_rewards"):
-        replaced.append((trainer, "_calculate_rewards", rewards))
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        object.__setattr__(owner, name, function)
-    try:
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(model, "generate", generate))
+        if hasattr(trainer, "_calculate_rewards"):
+            patched.enter_context(patch.object(trainer, "_calculate_rewards", rewards))
         yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                object.__delattr__(owner, name)
-            else:
-                object.__setattr__(owner, name, value)
 
 
 def batch_made(trainer: Any, samples: Any, model: nn.Module) -> dict[str, Any]:
