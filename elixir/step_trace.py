@@ -234,6 +234,10 @@ class StepShape:
     """Whether the step only evaluates or generates: nothing is trained, whatever `requires_grad` says."""
     generate: tuple[int, int] | None = None
     """Tokens of the prompt and new ones, if the step is the last of a generation with a key-value cache."""
+    lora: int | None = None
+    """Rank of the adapters that a model by name was given, as `elixir.models.build` takes it."""
+    quantised: str | None = None
+    """Form of its frozen weights, likewise."""
 
     @property
     def seq(self) -> int | None:
@@ -263,7 +267,7 @@ def renewed_step(step: Any) -> Any:
     """
     if not isinstance(step, dict):
         return step
-    step = {"units": [], "forward": False, "generate": None} | step
+    step = {"units": [], "forward": False, "generate": None, "lora": None, "quantised": None} | step
     if isinstance(step["units"], list):
         step["units"] = [
             {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
@@ -277,8 +281,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 8
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}}
+    schema_version: ClassVar[int] = 9
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -347,7 +351,7 @@ class StepTrace(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
         but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
-        begins: at most what is live."""
+        begins: at most what is live; those of version 8 no adapters."""
         data = {"pass_size": 1} | data
         accesses = data.get("accesses")
         if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):

@@ -32,6 +32,8 @@ STEP_FLAGS = (
     "compile",
     "forward",
     "generate",
+    "lora",
+    "quantised",
 )
 """Flags of the step, which a trace has settled; None where they are not given."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
@@ -88,6 +90,8 @@ def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     return StepQuestion(
         forward=bool(getattr(args, "forward", None)),
         generate=getattr(args, "generate", None),
+        lora=args.lora,
+        quantised=args.quantised,
         batch=batch or 1,
         seq=args.seq,
         dtype=None if args.dtype == "as-built" else args.dtype or "bf16",

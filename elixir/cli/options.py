@@ -225,6 +225,12 @@ FLAGS: dict[str, Flag] = {
         "generation with a key-value cache: tokens of each prompt and new ones, such as 512+512", "PROMPT+NEW",
         _generation,
     ),
+    "--lora": _number("train adapters of this rank over all linear layers, as peft's LoRA; the rest is frozen"),
+    "--quantised": _flag(
+        "how frozen weights of linear layers are held: nf4 or nf4-double, the 4 bits of bitsandbytes (default: in "
+        "--dtype)",
+        "FORM",
+    ),
     # The search.
     "--moments": _flag(
         "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
@@ -326,7 +332,10 @@ FLAGS: dict[str, Flag] = {
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
 _SEARCH = "--accumulation --pass-size --moments --early-updates --no-clipping --frozen-weights --assume"
-_ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step"
+_ADAPTED = "--lora --quantised"
+_ASKED = (
+    "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step " + _ADAPTED
+)
 _TRACED = f"{_ASKED} --optimizer-kernel --forward --generate"
 _AGAIN = {
     "": "plan trace --hardware --network",
@@ -372,7 +381,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --prices --tokens "
             "--csv --plot --json",
-            STEP: f"--seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile {_SEARCH}",
+            STEP: "--seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile "
+            f"{_ADAPTED} {_SEARCH}",
         },
     ),
     "fit": (
@@ -411,6 +421,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "elixir plan opt-13b --hardware h200 --host-memory 128GiB --batch 8 --activation-checkpointing --out plan.json",
         "elixir plan trace.json --hardware hw.json --device-memory 20GiB",
         "elixir plan llama-3-8b --hardware rtx4090 --generate 512+512 --batch 8",
+        "elixir plan llama-3-70b --hardware rtx4090 --lora 16 --quantised nf4 --seq 4096 --activation-checkpointing",
     ),
     "check": ("elixir check my_training:program",),
     "show": ("elixir show plan.json",),

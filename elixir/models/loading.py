@@ -22,6 +22,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
+from elixir.models.adapters import adapted
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
 from elixir.models.user_code import called, imported
 from elixir.units import dtype_name, parse_dtype
@@ -43,6 +44,8 @@ def build(
     checkpoint: str = "none",
     device: str = "meta",
     max_positions: int | None = None,
+    lora: int | None = None,
+    quantised: str | None = None,
 ) -> nn.Module:
     """The model, in train mode, its cache for generation off.
 
@@ -56,6 +59,8 @@ def build(
             ``non-reentrant``, ``reentrant``, or as in ``non-reentrant:12`` of the first layers only.
         device: ``meta`` initialises nothing; ``cpu`` and others build a real model with random weights.
         max_positions: longest sequence instead of the model's own; learned position tables grow with it.
+        lora: rank of adapters over all linear layers; the rest is frozen. See `elixir.models.adapters`.
+        quantised: form in which the frozen weights of linear layers are held, on meta alone.
 
     Raises:
         InputError: the name is unknown, the file or the function cannot be used, or transformers is missing.
@@ -64,15 +69,29 @@ def build(
         >>> build("opt-125m", dtype=torch.bfloat16).config.num_hidden_layers
         12
     """
+    if quantised is not None and device != "meta":
+        raise InputError("quantised= plans on meta; for a real model load it with bitsandbytes")
     config = config_of(model)
     if config is not None:
-        return build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
+        built = build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
+        return _adapted(built, checkpoint, dtype, lora, quantised)
     if max_positions is not None:
         raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
     _check_options(dtype, checkpoint, max_positions)
     built = _call_factory(str(model), dtype, device)
     enable_checkpointing(built, checkpoint)
-    return built.train()
+    return _adapted(built.train(), checkpoint, dtype, lora, quantised)
+
+
+def _adapted(
+    model: nn.Module, checkpoint: str, dtype: torch.dtype | None, lora: int | None, quantised: str | None
+) -> nn.Module:
+    """The model with what is asked for; where layers are checkpointed its embeddings require gradients, as peft's."""
+    with _constructing(dtype, str(next(model.parameters()).device)):
+        made = adapted(model, lora=lora, quantised=quantised)
+    if made is not model and checkpoint != "none" and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # type: ignore[operator]
+    return made
 
 
 def config_of(model: str | ModelShape) -> Mapping[str, Any] | None:

@@ -51,7 +51,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 27
+    schema_version: ClassVar[int] = 28
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -63,6 +63,7 @@ class Plan(Artifact):
         24: {},
         25: {},
         26: {},
+        27: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -410,6 +411,8 @@ class Plan(Artifact):
             (f"none: forward alone{size}" if step.forward else f"{self.optimizer}{masters}{size}")
             + tokens
             + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
+            + (f", LoRA of rank {step.lora}" if step.lora else "")
+            + (f" over {step.quantised} weights" if step.quantised else "")
             + (", fused kernels" if step.fused_kernels else "")
             + (f", {len(step.compiled)} compiled layers" if step.compiled else "")
         )

@@ -56,10 +56,16 @@ class StepQuestion:
     """Whether the model is only evaluated: the step runs without gradients, trainable or not."""
     generate: tuple[int, int] | None = None
     """Tokens of a prompt and new ones: the step is the last of a generation (`elixir.models.generation`)."""
+    lora: int | None = None
+    """Rank of adapters over a frozen model by name (`elixir.models.adapters`)."""
+    quantised: str | None = None
+    """Form of the frozen weights of a model by name, likewise."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             parse_dtype(self.dtype)
+        if self.quantised and not (self.lora or self.forward or self.generate):
+            raise InputError("quantised weights are frozen, so nothing would train; add adapters, lora=16")
         if self.generate is not None:
             if not (isinstance(self.generate, tuple) and len(self.generate) == 2):
                 raise InputTypeError(f"generate is (tokens of the prompt, new tokens), got {self.generate!r}")
@@ -92,6 +98,8 @@ class StepQuestion:
             compile=bool(step.compiled),
             forward=step.forward,
             generate=step.generate,
+            lora=step.lora,
+            quantised=step.quantised,
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
 
@@ -107,7 +115,8 @@ class StepQuestion:
         )
 
         if isinstance(self.model, str):
-            return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint)
+            kind = {"lora": self.lora, "quantised": self.quantised}
+            return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint, **kind)  # type: ignore[arg-type]
         if isinstance(self.model, StepTrace):
             raise InputTypeError("a trace has no model to build")
         return self.model
@@ -170,6 +179,8 @@ class StepQuestion:
                 checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
                 forward=forward,
                 generate=self.generate,
+                lora=self.lora,
+                quantised=self.quantised,
             )
 
 

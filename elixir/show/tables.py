@@ -58,6 +58,8 @@ def _step_record(step: StepShape) -> Record:
         "tokens": step.tokens,
         "activation_checkpointing": step.checkpoint,
         "fused_kernels": step.fused_kernels,
+        "lora": step.lora,
+        "quantised": step.quantised,
     }
 
 

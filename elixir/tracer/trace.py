@@ -79,6 +79,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     checkpoint: str | None = None,
     forward: bool = False,
     generate: tuple[int, int] | None = None,
+    lora: int | None = None,
+    quantised: str | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -104,6 +106,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         forward: nothing is trained: `step_fn` runs without gradients, and no optimizer steps.
         generate: `step_fn` is `elixir.models.generation.generation_step` of these numbers. The trace is then of its
             last call of the model, with the memory of both.
+        lora: how `elixir.models.build` was asked for adapters, written down likewise.
+        quantised: how it was asked for quantised weights, written down likewise.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
@@ -170,7 +174,16 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 operators=operators,
                 assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
                 unverified=target.unverified,
-                step=_shape_of(inp, bool(fused.counts), checkpoint, units, forward=forward, generate=generate),
+                step=_shape_of(
+                    inp,
+                    generate,
+                    fused_kernels=bool(fused.counts),
+                    checkpoint=checkpoint,
+                    units=units,
+                    forward=forward,
+                    lora=lora,
+                    quantised=quantised,
+                ),
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
@@ -272,28 +285,13 @@ def _generated_units(
     return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
-def _shape_of(
-    inp: dict[Any, Any],
-    fused_kernels: bool,
-    checkpoint: str | None,
-    units: tuple[Unit, ...],
-    *,
-    forward: bool,
-    generate: tuple[int, int] | None,
-) -> StepShape:
+def _shape_of(inp: dict[Any, Any], generate: tuple[int, int] | None, **asked: Any) -> StepShape:
+    """The size of the input, next to how the step was asked for."""
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
     first = ids if tokens is not None else next(iter(_tensors(inp)), None)
     samples = None if first is None else len(first)
-    return StepShape(
-        samples=samples,
-        tokens=tokens if generate is None else samples,
-        fused_kernels=fused_kernels,
-        checkpoint=checkpoint,
-        units=units,
-        forward=forward,
-        generate=generate,
-    )
+    return StepShape(samples=samples, tokens=tokens if generate is None else samples, generate=generate, **asked)
 
 
 def _tensors(inp: Any) -> list[torch.Tensor]:
