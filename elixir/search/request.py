@@ -58,9 +58,6 @@ class SearchRequest:
     """``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host."""
     accumulation: int = 1
     """Batches per optimizer step, each like the one that is traced. `search_batches` finds the best number."""
-    pass_size: int | Literal["auto"] = 1
-    """Micro-batches that go through each layer before the next layer's weights are fetched, with
-    `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two."""
     disk_memory: Size = None
     """Budget of the disk of one machine, for states that neither device nor host can hold; None: they may not live
     there. `ElixirModule` runs such a plan with `disk_folder`."""
@@ -92,6 +89,9 @@ class SearchRequest:
     replicas: int = 1
     """Replicas of the model, each sharded over world_size / replicas neighbouring ranks, two or more: weights are
     gathered within a replica, gradients reduced there and summed over the replicas once per optimizer step."""
+    pass_size: int | Literal["auto"] = 1
+    """Micro-batches that go through each layer before the next layer's weights are fetched, with
+    `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two."""
     fetch: FetchChoice = "parameters"
     """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
     as one where the plan then moves no more bytes, needs no more memory and is not slower by more than it saves: the

@@ -98,7 +98,8 @@ def test_profile_passes_the_step_on(stub: Stub, capsys: pytest.CaptureFixture[st
 
     argv = "profile --activation-checkpointing opt-13b --batch 8 --seq 2048 --dtype fp16 --optimizer SGD --optimizer-kernel fused"
     assert run(capsys, *argv.split(), "--device", "a100")[0] == 0
-    assert stub.calls["build"] == {"args": ("opt-13b",), "dtype": torch.float16, "checkpoint": "non-reentrant"}
+    dense = {"lora": None, "quantised": None}
+    assert stub.calls["build"] == {"args": ("opt-13b",), "dtype": torch.float16, "checkpoint": "non-reentrant", **dense}
     assert stub.calls["input_to_trace"]["batch"] == 8
     assert stub.calls["input_to_trace"]["seq"] == 2048
     assert stub.calls["load_hardware"]["args"] == ("a100",)
@@ -111,7 +112,8 @@ def test_profile_defaults(stub: Stub, capsys: pytest.CaptureFixture[str]) -> Non
     import torch
 
     run(capsys, "profile", "opt-125m")
-    assert stub.calls["build"] == {"args": ("opt-125m",), "dtype": torch.bfloat16, "checkpoint": "none"}
+    dense = {"lora": None, "quantised": None}
+    assert stub.calls["build"] == {"args": ("opt-125m",), "dtype": torch.bfloat16, "checkpoint": "none", **dense}
     assert (stub.calls["input_to_trace"]["batch"], stub.calls["input_to_trace"]["seq"]) == (1, None)
     assert stub.calls["trace_step"]["optimizer"] == "AdamW"
     assert stub.calls["trace_step"]["optimizer_kernel"] is None

@@ -155,7 +155,7 @@ def test_under_fused_steps_a_move_changes_no_bit_and_later_steps_as_long_as_no_c
     assert same(moved, before)
     _, _, stayed = fused_run([homes[0]] * 2)
     for name, value in stayed.items():
-        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=5e-6)  # a step is 1e-3
     if "resident" not in homes:
         assert same(after, stayed)
 
