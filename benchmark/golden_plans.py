@@ -43,6 +43,8 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "generate": lambda tokens: {} if tokens is None else {"generate": tokens},
     "replicas": lambda count: {},
     "pass_size": lambda size: {} if size == 1 else {"pass_size": size},
+    "lora": lambda rank: {} if rank is None else {"lora": rank},
+    "quantised": lambda form: {} if form is None else {"quantised": form},
     "kept_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
 }
