@@ -124,7 +124,7 @@ class Unit:
     with a number from its second kind on. Empty in artifacts of earlier versions."""
     fetch: Fetch
     """``one`` for compiled units. ``parameters`` for those that write to their weights, choose among them by values (as
-    a router of experts does), checkpoint a part of themselves or all that they call, or whose weights others read."""
+    a router of experts does), checkpoint a part of themselves, or whose weights others read."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from elixir.access.functions import (
     reads_only_metadata,
     written_arguments,
 )
+from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
 from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
 from elixir.errors import InputError
 from elixir.torch_private import (
@@ -158,6 +159,16 @@ def _tracked_class(kind: type) -> type:
     return made
 
 
+class _Open(NamedTuple):
+    """A module that runs."""
+
+    module: nn.Module
+    hooks: Any
+    """Its saved-tensor hooks; None if those of a module around it serve it."""
+    unit: ExitStack | None
+    """Ends what holds while a unit runs; None for other modules, and for a unit inside of itself."""
+
+
 class Interception:
     """Attaches a listener to every parameter and module of a model, until `remove`.
 
@@ -185,6 +196,7 @@ class Interception:
         self._handles: list[RemovableHandle] = []
         self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
         self._scripts = _script_functions_announce() if scripts else None
+        self._checkpoints: list[OwnCheckpoint] = []
         compiled = [unit for unit in units if is_compiled(unit)]
         plain = [unit for unit in units if not is_compiled(unit)]
         inside = {module for unit in units for module in unit.modules()} - {*plain}
@@ -204,6 +216,8 @@ class Interception:
             # Called on the class, since a TorchScript module refuses to register hooks, yet calls them.
             self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
             self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
+            if checkpoint_function(module) is not None:
+                self._checkpoints.append(OwnCheckpoint(module, self._enter, self._leave))
         self._units = [
             CompiledUnit(unit, self._enter, self._leave, partial(listener.used, function="a compiled module"))
             for unit in compiled
@@ -212,18 +226,18 @@ class Interception:
         self._plain = {
             unit: [(each, originals[each]) for each in unit.parameters() if each in originals] for unit in plain
         }
-        self._running: dict[nn.Module, ExitStack] = {}
         ours = {handle.id for handle in self._handles}
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
         self._modules = list(model.modules())
-        self._calls = [module._compiled_call_impl for module in self._modules]
+        self._checkpointing = [each for each in self._modules if hasattr(each, "gradient_checkpointing")]
+        self._calls = self._present_calls()
 
     @property
-    def _open(self) -> list[tuple[nn.Module, Any]]:
-        """Modules that run on this thread, outermost first, and their saved-tensor hooks."""
-        found: list[tuple[nn.Module, Any]] | None = getattr(self._by_thread, "open", None)
+    def _open(self) -> list[_Open]:
+        """Modules that run on this thread, outermost first."""
+        found: list[_Open] | None = getattr(self._by_thread, "open", None)
         if found is None:
             found = self._by_thread.open = []
         return found
@@ -235,9 +249,15 @@ class Interception:
         )
 
     @property
-    def was_compiled_since(self) -> bool:
-        """Whether a module has been compiled since this listens, as a unit or not."""
-        return [module._compiled_call_impl for module in self._modules] != self._calls
+    def was_changed_since(self) -> bool:
+        """Whether a module has been compiled, or given another function to checkpoint, since this listens."""
+        return self._present_calls() != self._calls
+
+    def _present_calls(self) -> list[Any]:
+        return [
+            *(module._compiled_call_impl for module in self._modules),
+            *map(checkpoint_function, self._checkpointing),
+        ]
 
     def remove(self) -> None:
         """Restores the classes of parameters and removes all hooks."""
@@ -250,10 +270,11 @@ class Interception:
             handle.remove()
         for path in self._fast:
             path.remove()
-        for unit in self._units:
-            unit.remove()
+        wrapped: tuple[CompiledUnit | OwnCheckpoint, ...] = (*self._units, *self._checkpoints)
+        for each in wrapped:
+            each.remove()
         while self._open:
-            hooks = self._open.pop()[1]
+            hooks = self._open.pop().hooks
             if hooks is not None:
                 hooks.__exit__(None, None, None)
 
@@ -263,12 +284,14 @@ class Interception:
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
             hooks.__enter__()
-        self._open.append((module, hooks))
+        members = self._plain.get(module)
+        # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
+        unit = ExitStack() if members and all(each.module is not module for each in self._open) else None
+        self._open.append(_Open(module, hooks, unit))
         self._listener.entered(module)
-        if members := self._plain.get(module):
-            running = self._running[module] = ExitStack()
-            running.enter_context(ordinary(members, partial(self._listener.used, function="a layer")))
-            running.enter_context(_unwritten([parameter for parameter, _ in members]))
+        if unit is not None and members:
+            unit.enter_context(ordinary(members, partial(self._listener.used, function="a layer")))
+            unit.enter_context(_unwritten([parameter for parameter, _ in members]))
         if isinstance(module, torch.jit.ScriptModule):
             # Modules inside of it call no hooks, and fused kernels of TorchScript are no operators.
             tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
@@ -277,16 +300,16 @@ class Interception:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         # A module whose pre-hook raised was never entered; one that a checkpoint stopped early was never left.
-        innermost = bool(self._open) and self._open[-1][0] is module
-        if not innermost and not any(entered is module for entered, _ in self._open):
+        innermost = bool(self._open) and self._open[-1].module is module
+        if not innermost and all(each.module is not module for each in self._open):
             return output
         while True:
-            entered, hooks = self._open.pop()
+            entered, hooks, unit = self._open.pop()
             if hooks is not None:
                 hooks.__exit__(None, None, None)
             try:
-                if (running := self._running.pop(entered, None)) is not None:
-                    running.close()
+                if unit is not None:
+                    unit.close()
             finally:
                 kept = self._listener.left(entered, output if entered is module else None)
             if entered is module:

@@ -359,7 +359,7 @@ class UseOrder:
             units: names of all units.
         """
         found = {enclosing(module, units) for module in self._choosing}
-        # A checkpoint inside of a unit's call runs parts of it again, without what a unit does when it is called.
+        # A checkpoint of a part of a unit runs that part again, without what a unit does when it runs.
         found.update(
             unit for names in self._recomputed.values() for name in names if (unit := enclosing(name, units)) != name
         )

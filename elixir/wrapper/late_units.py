@@ -37,7 +37,7 @@ def follow_compiled(engine: Engine) -> None:
     Raises:
         InputError: the plan cannot run them.
     """
-    if engine.access is None or not engine.access.was_compiled_since:
+    if engine.access is None or not engine.access.was_changed_since:
         return
     refuse_compiled(engine.model, engine.plan, runs=True)
     units = sorted(compiled_units(engine.model).values())

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedParameter
+from elixir.access.own_checkpoint import checkpoint_function
 from elixir.errors import InputError
+from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search
@@ -33,7 +35,7 @@ _EVERY = [
     for mode in ("streamed", "mixed")
     if (name, form) != ("vit", "reentrant")
 ]
-_SAMPLE = [("llama", "none", "streamed"), ("gpt2", "none", "mixed"), ("opt", "reentrant", "streamed")]
+_SAMPLE = [("llama", "non-reentrant", "streamed"), ("gpt2", "none", "mixed"), ("opt", "reentrant", "streamed")]
 
 
 def plan_of(it: Case, fetch: str, **options: Any) -> Plan:
@@ -48,8 +50,7 @@ def check(name: str, form: str, mode: str) -> None:
     it = case(name, form)
     plain, plan = copy.deepcopy(it.model), plan_of(it, "units")
     joined = [unit.name for unit in plan.step.units if unit.fetch == "one"]
-    # Layers of Mixtral choose experts, and transformers' checkpointed layers begin their checkpoint inside their call.
-    assert bool(joined) == (name != "mixtral" and form == "none")
+    assert bool(joined) == (name != "mixtral")  # its layers choose experts
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     plan = mixed(plan) if mode == "mixed" else plan
     model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
@@ -254,3 +255,19 @@ def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
         assert Plan.from_json(joined.to_json()) == joined
         found += bool(joined.step.joined)
     assert found
+
+
+@pytest.mark.parametrize("form", CHECKPOINTS[1:])
+def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
+    it = case("llama")
+    plain, plan = copy.deepcopy(it.model), plan_of(it, "units")
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (plain, model)]
+    optimizer = ElixirOptimizer(model, optimizers[1])
+    assert train(it, model, optimizer, 1) == train(it, plain, optimizers[0], 1)
+    for each in (plain, it.model):
+        enable_checkpointing(each, form)
+    given = [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)]
+    assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
+    model.close()
+    assert [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)] == given

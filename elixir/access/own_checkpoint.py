@@ -1,0 +1,60 @@
+"""Layers that put a checkpoint around their own forward, as those of transformers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+_FUNCTION = "_gradient_checkpointing_func"
+"""The attribute in which a module of transformers keeps the function that checkpoints."""
+
+
+def checkpoint_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The function with which a module of transformers checkpoints; None for other modules."""
+    return vars(module).get(_FUNCTION)
+
+
+class OwnCheckpoint:
+    """Enters a module inside of the checkpoint that it puts around its own forward, until `remove`.
+
+    Such a checkpoint begins inside of the module's call. Its backward runs only the forward again, so hooks of the
+    module would not run, and saved-tensor hooks of the call would lie outside of the checkpoint's.
+
+    Args:
+        module: has a `checkpoint_function`.
+        enter, leave: what hooks before and after its forward do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[[nn.Module, Any], None],
+        leave: Callable[[nn.Module, Any, Any], Any],
+    ) -> None:
+        self._module, self._enter, self._leave = module, enter, leave
+        self._original: Any = checkpoint_function(module)
+        self._entry = self._checkpoint
+        vars(module)[_FUNCTION] = self._entry
+
+    def remove(self) -> None:
+        """Gives the module its function back, unless it was given another one."""
+        if vars(self._module).get(_FUNCTION) is self._entry:
+            vars(self._module)[_FUNCTION] = self._original
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A module may also checkpoint calls of others, whose hooks run.
+        if isinstance(function, partial) and function.args and function.args[0] is self._module:
+            function = partial(self._run, function)
+        return self._original(function, *args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._enter(self._module, args)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:  # torch ends a second run by an exception
+            output = self._leave(self._module, args, output)
+        return output
