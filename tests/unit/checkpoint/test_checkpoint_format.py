@@ -38,6 +38,7 @@ from elixir.errors import (
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
 from tests.common.checkpoints import group, same, save
 from tests.common.file_faults import RecordingFiles, ShortFiles
+from tests.common.peaks import resident_growth
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -446,39 +447,32 @@ def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_thread
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def peak_growth_bytes(work: Callable[[], object]) -> int:
-    """The largest growth of this process's resident memory."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-    except OSError:
-        pytest.skip("this system does not tell the peak of a process's memory")
-    work()
-    return resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    (found,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found) * 1024
-
-
 def test_saving_and_reading_take_a_few_spans_of_memory(tmp_path: Path) -> None:
+    first = tmp_path / "first"  # of what the first one imports and allocates for good
+    save(first, {"weight/w": torch.ones(10)})
+    verify(first)
+    export_hf(first, first / "out", dtype="bf16", max_shard_size="30MB")
+    saved_here, out = tmp_path / "saved", tmp_path / "out"
     tensors = {"weight/w": torch.ones(24 * 2**20)}  # 96 MiB
-    save(tmp_path, {"weight/w": torch.ones(10)})  # what the first one allocates for good
-    assert peak_growth_bytes(lambda: save(tmp_path, tensors)) < 16 * 2**20
     target = torch.full((24 * 2**20 - 7,), 2.0)
 
     def read() -> None:
-        with open_checkpoint(tmp_path) as saved:
+        with open_checkpoint(saved_here) as saved:
             saved.read_into("weight/w", 5, target)
 
+    assert peak_growth_bytes(lambda: save(saved_here, tensors)) < 16 * 2**20
     assert peak_growth_bytes(read) < 16 * 2**20
     assert bool((target == 1).all())
-    assert peak_growth_bytes(lambda: verify(tmp_path)) < 16 * 2**20
-    out = tmp_path / "out"
-    grown = peak_growth_bytes(lambda: export_hf(tmp_path, out, dtype="bf16", max_shard_size="30MB"))
-    assert grown < 32 * 2**20
+    assert peak_growth_bytes(lambda: verify(saved_here)) < 16 * 2**20
+    assert peak_growth_bytes(lambda: export_hf(saved_here, out, dtype="bf16", max_shard_size="30MB")) < 32 * 2**20
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) >= 48 * 2**20
+
+
+def peak_growth_bytes(work: Callable[[], object]) -> int:
+    """The largest growth of this process's resident memory."""
+    with resident_growth() as growth:
+        work()
+    return growth.peak_bytes
 
 
 def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
