@@ -151,12 +151,16 @@ def _write_shard(reader: SliceReader, path: Path, shard: Mapping[str, _Exported]
                 file.write(memory_of(whole.contiguous()), at)
                 at += each.nbytes
                 continue
-            # From span to span of the saved pieces, so that each is read once.
+            # From span to span of the saved pieces, so that each is read once; through one buffer, since malloc keeps
+            # what is freed in between.
+            step = max(1, min(SPAN_BYTES // saved.itemsize, saved.numel))
+            span = torch.empty(step, dtype=saved.torch_dtype, device="cpu")
+            cast = span if each.dtype == span.dtype else torch.empty_like(span, dtype=each.dtype)
             for piece in saved.pieces:
-                step = SPAN_BYTES // saved.itemsize
                 for start in range(piece.start, piece.stop, step):
-                    part = reader.read(each.key, start, min(start + step, piece.stop)).to(each.dtype)
-                    file.write(memory_of(part), at + start * each.dtype.itemsize)
+                    count = min(step, piece.stop - start)
+                    reader.read_into(each.key, start, span[:count])
+                    file.write(memory_of(cast[:count].copy_(span[:count])), at + start * each.dtype.itemsize)
             at += each.nbytes
         file.sync()
         file.drop_cache()
