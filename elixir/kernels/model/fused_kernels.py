@@ -8,9 +8,10 @@ changed: the new forward is an attribute of the one instance, and `remove` takes
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
-from types import FunctionType, MethodType, SimpleNamespace
+from functools import update_wrapper, wraps
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,8 +147,8 @@ def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> 
 
 def _rotary_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
     """The class's forward with another `apply_rotary_pos_emb` among its global names, for this instance alone."""
-    plain = type(module).forward
-    name = "apply_rotary_pos_emb"
+    forward, name = type(module).forward, "apply_rotary_pos_emb"
+    plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType) or name not in plain.__code__.co_names:
         return None
     function = plain.__globals__.get(name)
@@ -157,10 +158,31 @@ def _rotary_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> 
     def rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
         return kernel(function, q, k, cos, sin, *rest, **named)
 
-    names = {**plain.__globals__, name: rotary}
-    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    forward.__kwdefaults__ = plain.__kwdefaults__
-    return MethodType(wraps(plain)(forward), module)
+    copied = _reading(forward, name, rotary)
+    return None if copied is None else MethodType(copied, module)
+
+
+def _reading(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
+    """A copy of a function that reads `value` for one global name.
+
+    A decorator, such as transformers' `deprecate_kwarg`, is copied with the function that it calls. None if its closure
+    does not hold that function.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    names, closure, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
+    reading: Any = function
+    if inner is None:
+        names = {**names, name: value}
+    else:
+        reading = _reading(inner, name, value)
+        if reading is None or not any(cell.cell_contents is inner for cell in closure or ()):
+            return None
+        closure = tuple(CellType(reading) if cell.cell_contents is inner else cell for cell in closure or ())
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(copy, function).__wrapped__ = reading
+    return copy
 
 
 _FORWARDS: dict[str, Callable[[nn.Module, Kernel, ChosenKernel], Any]] = {
