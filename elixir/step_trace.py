@@ -213,6 +213,33 @@ class Contributor:
     bytes: int
 
 
+INPUT = "input"
+"""`Result.operator` of the tensors that a unit is called with."""
+
+
+@dataclass(frozen=True, order=True)
+class Result:
+    """The results of one call of an operator in the forward of a unit."""
+
+    operator: str
+    """Its overload, such as ``aten.mm.default``; ``input`` for a tensor that the unit is called with."""
+    occurrence: int
+    """The number of the call among those of the same operator in this unit, from 0."""
+
+
+@dataclass(frozen=True)
+class UnitActivations:
+    """The way of the activations of one unit: kept, made again, or moved to the host meanwhile."""
+
+    unit: str
+    """Its name (`elixir.step_trace.Unit.name`)."""
+    keep: tuple[Result, ...] | None
+    """The results that stay while all others are made again in backward, by a checkpoint around the unit. None: the
+    unit runs once, and everything that backward reads stays."""
+    swap: tuple[Result, ...] = ()
+    """The results that move to host memory after forward, and come back before the unit's backward."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
     """The size of the step that was traced, and all that is needed to trace it again. Per rank and micro-batch."""
@@ -238,6 +265,8 @@ class StepShape:
     """Rank of the adapters that a model by name was given, as `elixir.models.build` takes it."""
     quantised: str | None = None
     """Form of its frozen weights, likewise."""
+    activations: tuple[UnitActivations, ...] = ()
+    """The activations of these units; all others keep what the model keeps."""
 
     @property
     def seq(self) -> int | None:
@@ -267,7 +296,7 @@ def renewed_step(step: Any) -> Any:
     """
     if not isinstance(step, dict):
         return step
-    step = {"units": [], "forward": False, "generate": None, "lora": None, "quantised": None} | step
+    step = {"units": [], "forward": False, "generate": None, "lora": None, "quantised": None, "activations": []} | step
     if isinstance(step["units"], list):
         step["units"] = [
             {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
@@ -281,8 +310,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 9
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}}
+    schema_version: ClassVar[int] = 10
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}, 9: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -351,7 +380,8 @@ class StepTrace(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
         but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
-        begins: at most what is live; those of version 8 no adapters."""
+        begins: at most what is live; those of version 8 no adapters, those
+        of version 9 only what the model does with activations."""
         data = {"pass_size": 1} | data
         accesses = data.get("accesses")
         if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-_FUNCTION = "_gradient_checkpointing_func"
+FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which a module of transformers keeps the function that checkpoints."""
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any] | None:
     """The function with which a module of transformers checkpoints; None for other modules."""
-    return vars(module).get(_FUNCTION)
+    return vars(module).get(FUNCTION)
 
 
 class OwnCheckpoint:
@@ -37,12 +37,12 @@ class OwnCheckpoint:
         self._module, self._enter, self._leave = module, enter, leave
         self._original: Any = checkpoint_function(module)
         self._entry = self._checkpoint
-        vars(module)[_FUNCTION] = self._entry
+        vars(module)[FUNCTION] = self._entry
 
     def remove(self) -> None:
         """Gives the module its function back, unless it was given another one."""
-        if vars(self._module).get(_FUNCTION) is self._entry:
-            vars(self._module)[_FUNCTION] = self._original
+        if vars(self._module).get(FUNCTION) is self._entry:
+            vars(self._module)[FUNCTION] = self._original
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A module may also checkpoint calls of others, whose hooks run.

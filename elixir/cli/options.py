@@ -280,6 +280,11 @@ FLAGS: dict[str, Flag] = {
         _pass_size,
         default=1,
     ),
+    "--activations": _flag(
+        "auto: choose for each layer which results of its forward are kept for backward and which are made again "
+        "(default: as --activation-checkpointing says)",
+        choices=("auto",),
+    ),
     "--accumulation@timeline": _flag(
         "micro-batches per optimizer step (default: as it was planned for)",
         "N",
@@ -361,7 +366,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         "What goes where, and when, so that the step fits the machine.",
         {
             "": f"model --hardware --world-size {_BUDGETS} --disk-endurance {_SEARCH} --placement --no-overlap "
-            "--search-batch --allow --no-levers --json --brief --plot --out",
+            "--activations --search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

@@ -15,7 +15,7 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20 no plan
     knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in memory, until 23
     all were for training, until 24 there was one replica, until 25 all units were compiled, until 26 each micro-batch
-    was a pass, and until 27 no model by name had adapters.
+    was a pass, until 27 no model by name had adapters, and until 28 activations were the model's own business.
 
     Args:
         data: the fields.

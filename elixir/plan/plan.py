@@ -26,6 +26,7 @@ from elixir.optimizer_states import (
     matrix_family,
     moments_size,
 )
+from elixir.plan.activations import activations_text, check_activations
 from elixir.plan.chunk_plan import (
     UPDATES,
     ChunkPlan,
@@ -42,7 +43,7 @@ from elixir.plan.replicas import check_replicas, refuse_with_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
-from elixir.step_trace import StepShape
+from elixir.step_trace import StepShape, UnitActivations
 from elixir.units import format_bytes, format_seconds
 
 
@@ -51,7 +52,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 28
+    schema_version: ClassVar[int] = 29
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -64,6 +65,7 @@ class Plan(Artifact):
         25: {},
         26: {},
         27: {},
+        28: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -151,6 +153,11 @@ class Plan(Artifact):
     """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
     pass_size: int = 1
     """Micro-batches that go through a checkpointed unit before the next one's weights are fetched: those of a pass."""
+
+    @property
+    def activations(self) -> tuple[UnitActivations, ...]:
+        """The activations of units that do not run as the model has them: `StepShape.activations`."""
+        return self.step.activations
 
     @property
     def passes(self) -> int:
@@ -243,6 +250,12 @@ class Plan(Artifact):
         check_at_least(1, "pass_size", self.pass_size)
         if self.pass_size > 1 and not self.step.checkpointed:
             raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
+        check_activations(self.activations, (unit.name for unit in self.step.units if unit.form != "compiled"))
+        if self.pass_size > 1 and self.activations:
+            raise InputError(
+                f"field 'pass_size' above 1 takes units that are made again as a whole, found {self.pass_size} and "
+                f"{len(self.activations)} units in 'activations'"
+            )
         check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:
             check_at_least(1, "host_threads", self.host_threads)
@@ -502,6 +515,7 @@ class Plan(Artifact):
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
             + "".join(f", {count} {UPDATES[update]}" for update, count in updates.items() if update in UPDATES),
+            "activations": activations_text(self.activations),
             "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
             if streamed
             else "none: every chunk is resident",

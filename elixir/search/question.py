@@ -11,7 +11,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest, check_count
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace, UnitActivations
 from elixir.units import dtype_name, parse_dtype
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class StepQuestion:
     """Rank of adapters over a frozen model by name (`elixir.models.adapters`)."""
     quantised: str | None = None
     """Form of the frozen weights of a model by name, likewise."""
+    activations: tuple[UnitActivations, ...] = ()
+    """The activations of these units; all others keep what the model keeps."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -100,6 +102,7 @@ class StepQuestion:
             generate=step.generate,
             lora=step.lora,
             quantised=step.quantised,
+            activations=step.activations,
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
 
@@ -181,6 +184,7 @@ class StepQuestion:
                 generate=self.generate,
                 lora=self.lora,
                 quantised=self.quantised,
+                activations=self.activations,
             )
 
 

@@ -21,6 +21,7 @@ from elixir.units import parse_bytes
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
 Assumption = Literal["scenarios", "nominal"]
+ActivationChoice = Literal["auto", None]
 FetchChoice = Literal["parameters", "units"]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
@@ -96,6 +97,10 @@ class SearchRequest:
     """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
     as one where the plan then moves no more bytes, needs no more memory and is not slower by more than it saves: the
     runtime intercepts a layer once and not each of its weights (`elixir.search.propose.units_as_one`)."""
+    activations: ActivationChoice = None
+    """``auto``: the search chooses for each unit which results of its forward are kept for backward, and which are made
+    again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, not its trace.
+    None: as the model is."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -123,6 +128,7 @@ class SearchRequest:
             "assume": Assumption,
             "frozen_weights": FrozenHome,
             "fetch": FetchChoice,
+            "activations": ActivationChoice,
         }
         for name, kind in choices.items():
             known = get_args(kind)

@@ -49,7 +49,10 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    question = Question(trace, hardware, _without_training(SearchRequest.of(asked, **options), trace))
+    request = SearchRequest.of(asked, **options)
+    if request.activations is not None:
+        raise InputError("activations='auto' traces the model several times; give the model, not its trace")
+    question = Question(trace, hardware, _without_training(request, trace))
     try:
         return Answer(plan_or_shortage(*question), question)
     except PlanError as error:

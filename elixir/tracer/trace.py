@@ -17,6 +17,7 @@ from torch import nn
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place, compiled_units, inductor_settings
 from elixir.access.interception import Interception
+from elixir.access.recomputation import recomputing
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
@@ -24,7 +25,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
-from elixir.step_trace import StepShape, StepTrace, Unit
+from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
 from elixir.torch_private import tree_leaves
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
@@ -81,6 +82,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     generate: tuple[int, int] | None = None,
     lora: int | None = None,
     quantised: str | None = None,
+    activations: tuple[UnitActivations, ...] = (),
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -108,6 +110,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             last call of the model, with the memory of both.
         lora: how `elixir.models.build` was asked for adapters, written down likewise.
         quantised: how it was asked for quantised weights, written down likewise.
+        activations: of these units, what is kept, made again or moved, whatever the model does.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
@@ -147,6 +150,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 warnings_heard(),
                 autocast_asked_for_meta(target.kind),
                 routed(target),
+                recomputing(twin.model, activations),
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
                 torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
@@ -183,6 +187,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     forward=forward,
                     lora=lora,
                     quantised=quantised,
+                    activations=activations,
                 ),
             )
             return assemble(observed, ledger, order, started)

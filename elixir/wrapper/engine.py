@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
 from elixir.access.interception import CountedParameter, Interception
+from elixir.access.recomputation import Recomputation
 from elixir.chunk import host_buffers as kinds
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
@@ -123,7 +124,7 @@ class Engine:
         """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
-        self._handles: list[RemovableHandle | Frozen] = []
+        self._handles: list[RemovableHandle | Frozen | Recomputation] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
@@ -151,9 +152,10 @@ class Engine:
         self.uses = WeightUses(
             self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
         )
+        self._handles = [Recomputation(self.model, plan.activations)]
         self.listen()
         arrived = _weakly(self._arrived)
-        self._handles = [
+        self._handles += [
             slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
             for chunk in self.chunks
             if chunk.index in self.gradients.by_chunk
@@ -484,9 +486,7 @@ class Engine:
     def _failures(self) -> list[Exception]:
         """Waits for all lanes; returns the errors of their work, which later waits no longer raise."""
         self.window.settle()
-        found = self.cache.failures()
-        for chunk in self.chunks:
-            found += chunk.failures()
+        found = [*self.cache.failures(), *(error for chunk in self.chunks for error in chunk.failures())]
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
         found += filter(None, map(failure, self._pending_updates))
         self._pending_updates.clear()

@@ -1,0 +1,128 @@
+"""Checkpoints around the units of a model, which keep some results of their forward and make the others again."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from elixir.access.compiled_units import is_compiled
+from elixir.access.own_checkpoint import FUNCTION
+from elixir.errors import InputError
+from elixir.step_trace import Result, UnitActivations
+
+_SWITCH = "gradient_checkpointing"
+"""The attribute by which a module of transformers says whether it checkpoints itself."""
+_ABSENT = object()
+
+
+class Recomputation:
+    """Runs units of a model as a plan says, until `remove`, whatever checkpoint they put around themselves.
+
+    Args:
+        model: whose modules are changed in place.
+        activations: of the units; `swap` is nothing to a checkpoint.
+
+    Raises:
+        InputError: the model has no such module, or it is compiled or a TorchScript module.
+    """
+
+    def __init__(self, model: nn.Module, activations: Iterable[UnitActivations]) -> None:
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        wanted = {each.unit: each for each in activations}
+        for name, module in model.named_modules() if wanted else ():
+            if name in wanted:
+                each = wanted.pop(name)
+                if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+                    self.remove()
+                    raise InputError(
+                        f"{name} is compiled, so its results cannot be kept one by one; plan it without activations="
+                    )
+                self._apply(module, each.keep)
+        if wanted:
+            self.remove()
+            raise InputError(f"the model has no unit {min(wanted)!r}, which the plan has; plan this model anew")
+
+    def remove(self) -> None:
+        """Gives the modules back what they had."""
+        while self._before:
+            module, had = self._before.pop()
+            for name, value in had.items():
+                if value is _ABSENT:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value
+
+    def _apply(self, module: nn.Module, keep: tuple[Result, ...] | None) -> None:
+        self._before.append(
+            (module, {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")})
+        )
+        switched = hasattr(module, _SWITCH)
+        if switched:
+            vars(module)[_SWITCH] = keep is not None
+        if keep is None:
+            return
+        vars(module)[FUNCTION] = _checkpoint_that_keeps(keep)
+        if not switched:
+            vars(module)["forward"] = functools.partial(_run, module, module.forward)
+
+
+@contextmanager
+def recomputing(model: nn.Module, activations: Iterable[UnitActivations]) -> Iterator[None]:
+    """`Recomputation` of a model meanwhile."""
+    applied = Recomputation(model, activations)
+    try:
+        yield
+    finally:
+        applied.remove()
+
+
+def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that does not checkpoint itself."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return vars(module)[FUNCTION](functools.partial(_forward, module, forward, **kwargs), *args)
+
+
+def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _checkpoint_that_keeps(keep: tuple[Result, ...]) -> Callable[..., Any]:
+    if not keep:  # no mode needs to see the operators
+        return functools.partial(checkpoint, use_reentrant=False)
+    kept = frozenset((result.operator, result.occurrence) for result in keep)
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(_Policy(kept))
+
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+class _Policy:
+    """Says of each operator of one call of a unit whether its results are kept."""
+
+    def __init__(self, kept: frozenset[tuple[str, int]]) -> None:
+        self._kept = kept
+        self._operators = {operator for operator, _ in kept}
+        self._calls = Counter[tuple[bool, str]]()
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = _name(operator)
+        if name not in self._operators:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        # Versions of PyTorch before 2.12 ask again when the unit runs again.
+        number = self._calls[context.is_recompute, name]
+        self._calls[context.is_recompute, name] = number + 1
+        return CheckpointPolicy.MUST_SAVE if (name, number) in self._kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _name(operator: Any) -> str:
+    return str(operator)

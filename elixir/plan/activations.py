@@ -1,0 +1,66 @@
+"""The activations of a plan in words, and checks of what a plan may say of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from elixir.errors import InputError
+from elixir.step_trace import INPUT, Result, UnitActivations
+
+
+def activations_text(activations: Iterable[UnitActivations]) -> str:
+    """The activations of units in words, those that do the same together.
+
+    >>> units = [UnitActivations(f"layers.{n}", (Result("aten.mm.default", 0),)) for n in range(8)]
+    >>> activations_text([*units, UnitActivations("layers.8", None)])
+    '8 units keep mm and make the rest again, 1 unit keeps everything'
+    """
+    alike = Counter((each.keep, each.swap) for each in activations)
+    return ", ".join(
+        f"{count} {'unit' if count == 1 else 'units'} {_text(keep, swap, plural='' if count > 1 else 's')}"
+        for (keep, swap), count in alike.items()
+    )
+
+
+def _text(keep: tuple[Result, ...] | None, swap: tuple[Result, ...], *, plural: str) -> str:
+    text = (
+        f"keep{plural} everything" if keep is None else f"keep{plural} {_names(keep)} and make{plural} the rest again"
+    )
+    if keep == ():
+        text = f"keep{plural} nothing"
+    return text + (f", with {_names(swap)} on the host meanwhile" if swap else "")
+
+
+def _names(results: Iterable[Result]) -> str:
+    """The operators, with how many of their results: ``mm x 3, silu``."""
+    counts = Counter(result.operator.removeprefix("aten.").partition(".")[0].strip("_") for result in results)
+    return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
+
+
+def check_activations(activations: Iterable[UnitActivations], able: Iterable[str]) -> None:
+    """Refuses activations that no run can keep so.
+
+    Args:
+        activations: of units.
+        able: names of the units that are not compiled.
+
+    Raises:
+        InputError: a unit or a result comes twice, a unit is none of `able`, or a result is none.
+    """
+    seen, known = set[str](), set(able)
+    for each in activations:
+        if each.unit in seen:
+            raise InputError(f"field 'activations' must name each unit once, found {each.unit!r} twice")
+        seen.add(each.unit)
+        if each.unit not in known:
+            raise InputError(f"field 'activations': {each.unit!r} is no unit of the step, or a compiled one; plan anew")
+        for name, results in (("keep", each.keep or ()), ("swap", each.swap)):
+            if len(set(results)) < len(results):
+                raise InputError(f"field '{name}' of unit {each.unit!r} must name each result once, found {results}")
+            for result in results:
+                if result.occurrence < 0 or (name == "keep" and result.operator == INPUT):
+                    raise InputError(
+                        f"field '{name}' of unit {each.unit!r} must name results of operators, and their calls from 0, "
+                        f"found {result}"
+                    )

@@ -1,0 +1,155 @@
+"""Units that keep some results of their forward and make the others again: bits, peaks, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.access.recomputation import Recomputation, recomputing
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware.profile import preset
+from elixir.plan.activations import check_activations
+from elixir.plan.plan import Plan
+from elixir.search import plan_from_trace, simple_search
+from elixir.search.planner import simple_plan
+from elixir.search.request import SearchRequest
+from elixir.step_trace import INPUT, Result, StepTrace, UnitActivations
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.run_options import Debug
+from tests.common.parity import Case, case, mixed, square_loss
+from tests.common.tracing import cpu_trace, sum_step
+from tests.unit.wrapper.test_compiled_layers import COUNTED, train
+from tests.unit.wrapper.test_units_as_one import INP, Stack
+
+PRODUCTS = tuple(Result(f"aten.{name}.default", number) for name in ("mm", "addmm") for number in (0, 2))
+KEPT: dict[str, tuple[Result, ...] | None] = {
+    "everything": None,
+    "nothing": (),
+    "products": PRODUCTS,
+    "attention": (Result("aten._scaled_dot_product_flash_attention_for_cpu.default", 0), PRODUCTS[0]),
+}
+_EVERY = [
+    (name, own, kept, mode)
+    for name in ("llama", "opt", "gpt2", "vit", "stack")
+    for own in ("none", "non-reentrant", "reentrant")
+    for kept in KEPT
+    for mode in ("streamed", "mixed")
+    if not (name in ("vit", "stack") and own != "none")
+]
+_SAMPLE = [
+    ("llama", "none", "products", "streamed"),
+    ("opt", "reentrant", "attention", "mixed"),
+    ("gpt2", "non-reentrant", "everything", "streamed"),
+    ("stack", "none", "products", "streamed"),
+]
+
+
+def made(name: str, own: str) -> Case:
+    if name != "stack":
+        return case(name, own)
+    torch.manual_seed(0)
+    return Case(Stack(), INP, square_loss)
+
+
+def traced(it: Case, kept: str) -> StepTrace:
+    """The step of a case, whose layers keep something by turns."""
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    units = cpu_trace(it.model, it.inp, step).units
+    own = tuple(UnitActivations(unit.name, KEPT[kept] if n % 3 else ()) for n, unit in enumerate(units))
+    return cpu_trace(it.model, it.inp, step, activations=own)
+
+
+@pytest.mark.parametrize(("name", "own", "kept", "mode"), _SAMPLE)
+def test_same_bits_and_loads_as_planned(name: str, own: str, kept: str, mode: str) -> None:
+    check(name, own, kept, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "own", "kept", "mode"), [each for each in _EVERY if each not in _SAMPLE])
+def test_same_bits_of_every_family(name: str, own: str, kept: str, mode: str) -> None:
+    check(name, own, kept, mode)
+
+
+def check(name: str, own: str, kept: str, mode: str) -> None:
+    it = made(name, own)
+    plain, trace = copy.deepcopy(it.model), traced(it, kept)
+    request = SearchRequest(world_size=1, optimizer_type="AdamW", fetch="units")
+    plan = simple_plan(trace, preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu")
+    assert Plan.from_json(plan.to_json()) == plan
+    plan = mixed(plan) if mode == "mixed" else plan
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    state = model.state_dict()
+    assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
+    report = model.last_report
+    assert report is not None
+    assert report.demand_loads == 0
+    if mode == "streamed":
+        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+    model.close()
+
+
+@pytest.mark.parametrize("kept", ["attention", "products"])
+def test_the_peak_of_a_real_step(kept: str) -> None:
+    it = case("llama", hidden_size=128, intermediate_size=352, num_hidden_layers=4)
+    trace = traced(it, kept)
+    assert {unit.form for unit in trace.units} == {"checkpointed"}
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    with recomputing(it.model, trace.step.activations):
+        step(it.model, it.inp)
+        it.model.zero_grad()
+        real = observe_step(it.model, it.inp, step).peak_bytes
+    predicted = trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes
+    assert predicted == pytest.approx(real, rel=0.005)
+
+
+def test_a_model_gets_its_own_checkpoints_back() -> None:
+    model = case("llama", "non-reentrant").model
+    before = [dict(vars(module)) for module in model.modules()]
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("layers")]
+    with recomputing(model, [UnitActivations(name, PRODUCTS) for name in names]):
+        assert [dict(vars(module)) for module in model.modules()] != before
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_what_is_refused() -> None:
+    keep = UnitActivations("layers.0", PRODUCTS)
+    with pytest.raises(InputError, match=r"no unit 'layers.7'"):
+        cpu_trace(Stack(), INP, sum_step, activations=(replace(keep, unit="layers.7"),))
+    for wrong, why in (
+        ([keep, keep], "name each unit once"),
+        ([replace(keep, unit="layers")], "no unit of the step"),
+        ([replace(keep, keep=PRODUCTS * 2)], "name each result once"),
+        ([replace(keep, keep=(Result(INPUT, 0),))], "name results of operators"),
+    ):
+        with pytest.raises(InputError, match=why):
+            check_activations(wrong, ["layers.0"])
+    compiled = Stack()
+    compiled.layers[0].compile()
+    with pytest.raises(InputError, match="is compiled"):
+        Recomputation(compiled, [keep])
+    with pytest.raises(InputError, match="the model, not its trace"):
+        plan_from_trace(cpu_trace(Stack(), INP, sum_step), preset("cpu"), 1, activations="auto")
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    plan = simple_search(Stack(), 1, inp=INP, step_fn=sum_step, hardware="cpu").plan
+    data = plan.to_dict() | {"schema_version": 28}
+    del data["step"]["activations"]
+    assert Plan.from_dict(data) == plan
+    data["step"]["activations"] = [{"unit": "layers.0", "keep": None}]
+    with pytest.raises(ArtifactError, match="activations"):
+        Plan.from_dict(data)
