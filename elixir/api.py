@@ -45,6 +45,7 @@ from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of
+from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
         group: process group; None means the default one, or a single rank without one.
         dtype: parameters and floating inputs are cast to it; None leaves them.
         hardware: a profile, a preset's name or a file; None for the machine at hand, without a GPU its CPU.
-        max_norm: clip the global gradient norm; the plan counts what that takes. For one optimizer; with several call
-            `ElixirModule.clip_grad_norm_`.
+        max_norm: clip the global gradient norm, of several optimizers that of all; the plan counts what that takes.
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
@@ -157,11 +157,6 @@ def wrap(  # noqa: PLR0913 - a public entry point
     with layers_compiled(model, compile, keep=True):
         how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
         question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
-        if max_norm and len(question.optimizers) > 1:
-            raise InputError(
-                "max_norm would clip each optimizer by the norm of its gradients alone; leave it out, plan with "
-                "clipping=True, and call model.clip_grad_norm_(max_norm) before the optimizers step"
-            )
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":
@@ -172,6 +167,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
                 ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
                 for each in question.optimizers
             ]
+            for each in wrapped:
+                stepper_of(each).norm.is_shared = len(wrapped) > 1
         except BaseException:
             try:
                 module.close()  # nobody else has it, and the model could not be wrapped again

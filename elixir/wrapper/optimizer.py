@@ -225,6 +225,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         refuse_compiled_around(self._engine)
         MicroBatch.begins_backward()
         scale = self._engine.loss_scale
+        scale.begins_backward()
         for stepper in self._engine.steppers:  # all optimizers share the gradients
             stepper.gradients_scaled(scale.value)
         try:

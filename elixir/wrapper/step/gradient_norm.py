@@ -121,6 +121,8 @@ class GradientNorm:
         """Whether `clip_grad_norm_` was ever called, so that norms are summed while gradients arrive; a later sum
         rounds differently.
         """
+        self.is_shared = False
+        """Whether `max_norm` limits the norm of all optimizers of the module."""
         self.of_all: torch.Tensor | None = None
         """The norm of the gradients of all optimizers, if the next step clips that."""
         self.last: torch.Tensor | None = None
@@ -152,8 +154,8 @@ class GradientNorm:
         """Refuses gradients that come after the norm of several optimizers was taken."""
         if self.of_all is not None:
             raise InputError(
-                "clip_grad_norm_() took the norm of several optimizers, and more gradients would come before all of "
-                "them have stepped; clip right before all of them step"
+                "max_norm= or clip_grad_norm_() took the norm of several optimizers, and more gradients would come "
+                "before all of them have stepped; step all of them after such a backward"
             )
 
     def forget_limit(self) -> None:

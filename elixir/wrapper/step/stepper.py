@@ -181,6 +181,9 @@ class Stepper:
         self.gradients.refuse_unseen()
         self.early.stepping()
         engine.gradients.send_late()  # each update waits for its own gradients; this thread goes on
+        if self.norm.is_shared and self.norm.max_norm and self.norm.of_all is None:
+            first, *others = engine.steppers
+            first.clip_grad_norm_(self.norm.max_norm, False, others)
         self.gradients.agree(self.norm.limit, stepping=True)
         grad_scale = self.gradients.scale
         factor = self._factor(grad_scale)

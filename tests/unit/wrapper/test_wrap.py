@@ -317,12 +317,37 @@ def test_what_cannot_work_is_refused() -> None:
         elixir.wrap(it.model, lbfgs, inp=it.inp, hardware="cpu", host_memory="1GiB")
 
 
-def test_one_norm_over_several_optimizers_is_asked_of_the_module() -> None:
+@pytest.mark.parametrize("device_memory", ["1MiB", "1GiB"])
+def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -> None:
     it = case("opt", layers=1)
-    first, *others = it.model.parameters()
-    optimizers = [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
-    with pytest.raises(InputError, match=r"call model\.clip_grad_norm_\(max_norm\)"):
-        elixir.wrap(it.model, optimizers, inp=it.inp, hardware="cpu", max_norm=0.5)
+    plain = copy.deepcopy(it.model)
+
+    def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        return [torch.optim.AdamW(parameters[::2]), torch.optim.AdamW(parameters[1::2])]
+
+    module, mine = elixir.wrap(
+        it.model, halves(it.model), inp=it.inp, device_memory=device_memory, host_memory="1GiB", max_norm=0.1
+    )
+    assert module.plan.clipping
+    theirs = halves(plain)
+    for step in range(4):
+        it.loss(plain, it.inp).backward()
+        mine[0].backward(it.loss(module, it.inp))
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        if step == 2:  # the module's own call is one norm of all, too; the smaller limit holds
+            module.clip_grad_norm_(0.5)
+        for each in (*theirs, *mine):
+            each.step()
+            each.zero_grad()
+        assert all(torch.equal(each.grad_norm.cpu(), norm) for each in mine)
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    mine[0].backward(it.loss(module, it.inp))
+    mine[0].step()
+    with pytest.raises(InputError, match="before all of them have stepped"):
+        mine[0].backward(it.loss(module, it.inp))
+    module.close()
 
 
 def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:

@@ -273,6 +273,43 @@ def test_a_change_of_scale_between_two_optimizers_steps_changes_no_step() -> Non
         assert torch.equal(weights[1], upper)
 
 
+def test_two_optimizers_are_judged_as_under_one_grad_scaler() -> None:
+    """Each skips its own overflows; the scale is halved if any of them has one, and doubled by steps, not optimizers."""
+    it = Case(Halves(), {"input": torch.ones(1, 8)}, lambda model, inp: model(**inp).sum())
+    plain = copy.deepcopy(it.model)
+    module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype="float16"), device=gpu.DEVICE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def sgd(model: Halves) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(half.parameters(), 0.0) for half in (model.lower, model.upper)]
+
+    mine = [ElixirOptimizer(module, each, initial_scale=64.0, growth_interval=2) for each in sgd(it.model)]
+    theirs, stepped = sgd(plain), [False, False]
+    for number, each in enumerate(theirs):
+        each.register_step_post_hook(lambda *_, number=number: stepped.__setitem__(number, True))
+    overflows = [(), (), (), (0,), (), (1,), (), (), (0, 1), (), ()]
+    scales = []
+    for found in overflows:
+        halves = [(model.lower, model.upper) for model in (it.model, plain)]
+        hooks = [pair[half].weight.register_hook(lambda grad: grad / 0) for pair in halves for half in found]
+        mine[0].backward(it.loss(module, it.inp))
+        scaler.scale(it.loss(plain, it.inp)).backward()
+        stepped[:] = [False, False]
+        for own, other in zip(mine, theirs, strict=True):
+            own.step()
+            scaler.step(other)
+        scaler.update()
+        assert [not each.step_was_skipped for each in mine] == stepped
+        assert mine[0].loss_scale == mine[1].loss_scale == scaler.get_scale()
+        for each in (*mine, *theirs):
+            each.zero_grad()
+        for hook in hooks:
+            hook.remove()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0, 128.0, 128.0, 64.0, 64.0, 32.0, 32.0, 64.0, 32.0, 32.0, 64.0]
+    module.close()
+
+
 def test_an_overflow_that_two_optimizers_find_counts_once() -> None:
     scale = LossScale(True, 64.0, 2)
     for _ in range(2):
@@ -281,7 +318,9 @@ def test_an_overflow_that_two_optimizers_find_counts_once() -> None:
     scale.overflowed(grad_scale=1.0)
     assert scale.value == 1.0
     for expected in (1.0, 2.0):
-        scale.stepped(grad_scale=1.0)
+        scale.begins_backward()
+        for _ in range(2):
+            scale.stepped(grad_scale=1.0)
         assert scale.value == expected
 
 
