@@ -184,10 +184,10 @@ class ChunkPlan:
 
     def _check_homes(self) -> None:
         home = self.home
-        if self.matrices and (home.states_on_disk or home.early or not self.trainable):
+        if self.matrices and (home.early or not self.trainable):
             raise InputError(
-                "field 'matrices' is for trainable chunks whose states are in memory and updated after the norm, "
-                f"found the home {home.name}, trainable {self.trainable}"
+                "field 'matrices' is for trainable chunks that are updated after the norm, found the home "
+                f"{home.name}, trainable {self.trainable}"
             )
         if self.matrices and [rows * columns for rows, columns in self.matrices] != [s.numel for s in self.parameters]:
             raise InputError("field 'matrices' must have rows and columns of each parameter")

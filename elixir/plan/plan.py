@@ -214,7 +214,7 @@ class Plan(Artifact):
 
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""
-        return extent_bytes(chunk.numel // self.shards, itemsize_of(chunk.dtype), self.state_size)
+        return extent_bytes(chunk.numel // self.shards, itemsize_of(chunk.dtype), self.states_of(chunk))
 
     def disk_bytes(self, rank: int = 0) -> int:
         """Bytes of states that a step of `rank` reads from the disk; it writes as many."""

@@ -361,11 +361,6 @@ def _matrices(trace: StepTrace, request: SearchRequest) -> frozenset[str]:
         if request.matrices:
             raise InputError(f"matrices need an optimizer of matrices such as Muon, found {request.optimizer_type!r}")
         return frozenset()
-    if request.disk_memory is not None:
-        raise InputError(
-            f"{family} steps whole matrices, which it cannot do with states on a disk yet; leave out disk_memory, or "
-            "use an elementwise optimizer such as AdamW"
-        )
     able = {p.name: p.shape for p in trace.parameters if p.trainable and len(p.shape) == 2 and p.numel}
     if request.matrices is not None:
         wrong = [name for name in request.matrices if name not in able]

@@ -18,6 +18,7 @@ from elixir.plan.matrices import owners, part_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import PLANS, plan_for
+from tests.common.on_disk import on_disk
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -37,12 +38,15 @@ def module_chunks(module: ElixirModule) -> list[Chunk]:
     return engine_of(module).chunks
 
 
-def training(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
+def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str) -> None:
     for kind in kinds:
         model = tiny("llama")
         torch.manual_seed(0)
         plain, inp = copy.deepcopy(model), default_input(model, batch=2, seq=24)
-        plan = plan_for(model, inp, kind, optimizer_type="Muon")
+        if kind == "disk":
+            plan, more = on_disk(plan_for(model, inp, "host", optimizer_type="Muon")), {"disk_folder": folder}
+        else:
+            plan, more = plan_for(model, inp, kind, optimizer_type="Muon"), {}
         theirs = optimizers(plain, plan.matrices)
         received: list[int] = []
         swap = Group.swap
@@ -52,7 +56,7 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
             swap(self, sent, got, what)  # noqa: B023
 
         Group.swap = counted  # type: ignore[method-assign]
-        module = ElixirModule(model, plan)
+        module = ElixirModule(model, plan, **more)
         mine = [ElixirOptimizer(module, each) for each in optimizers(model, plan.matrices)]
         for _ in range(3):
             hf_loss(plain, inp).backward()
@@ -69,9 +73,9 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
         assert report is not None
         planned = sum(route.exchanged_bytes for route in plan.routes(rank))
         assert sum(received) == 3 * planned > 0
-        for link in ("network", "host_to_device", "device_to_host"):
+        for link in ("network", "host_to_device", "device_to_host", *(("disk_read",) if kind == "disk" else ())):
             assert report.observed[link] == report.predicted[link], (kind, link)
-        if kind != "mixed":  # whose prediction is that of another plan
+        if kind not in ("mixed", "disk"):  # whose predictions are those of other plans
             unpadded = {"device": 0, "host": 0}  # a class makes states of its parts, plans count whole shards
             for chunk, shard in zip(plan.chunks, module_chunks(module), strict=True):
                 held = sum(each.numel for each in shard.held.values())
@@ -86,10 +90,14 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
-    [(2, ("mixed",)), pytest.param(2, PLANS, marks=pytest.mark.slow), pytest.param(4, PLANS, marks=pytest.mark.slow)],
+    [
+        (2, ("mixed", "disk")),
+        pytest.param(2, PLANS, marks=pytest.mark.slow),
+        pytest.param(4, (*PLANS, "disk"), marks=pytest.mark.slow),
+    ],
 )
-def test_training_has_the_bits_of_one_process(world_size: int, kinds: tuple[str, ...]) -> None:
-    run_ranks(world_size, training, kinds)
+def test_training_has_the_bits_of_one_process(world_size: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(world_size, training, kinds, str(tmp_path))
 
 
 def resumed(rank: int, world_size: int, folder: str, done: int, steps: int) -> None:

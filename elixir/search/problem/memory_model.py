@@ -142,10 +142,8 @@ class MemoryModel:
         self.grad_shard_bytes: Ints = np.array([chunk.grad_bytes for chunk in chunks], dtype=np.int64) // ranks
         widths = [chunk.weight_bytes for chunk in chunks]
         counts = self.shard_numel.tolist()
-        states = [
-            (MATRIX_STATES if chunk.matrices else setting.states).nbytes(numel, chunk.weight_bytes)
-            for numel, chunk in zip(counts, chunks, strict=True)
-        ]
+        sizes = [MATRIX_STATES if chunk.matrices else setting.states for chunk in chunks]
+        states = [size.nbytes(n, width) for size, n, width in zip(sizes, counts, widths, strict=True)]
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
         self._masters: Ints = masters * self.trainable
@@ -153,14 +151,14 @@ class MemoryModel:
         self.second_set_bytes: Ints = np.array(second, dtype=np.int64)
         """Bytes of new states that one rank keeps next to the old ones for early updates, by chunk."""
         parameters = facts.trace.parameters
-        sizes = [each.numel * dtype_bytes(each.dtype) for each in parameters]
-        self.file_bytes = [0 if chunk.trainable else chunk.held_bytes(sizes, ranks) for chunk in work.packing.chunks]
+        held = [each.numel * dtype_bytes(each.dtype) for each in parameters]
+        self.file_bytes = [0 if chunk.trainable else chunk.held_bytes(held, ranks) for chunk in work.packing.chunks]
         """Bytes that a load of one rank reads if the weights are in files, by chunk."""
         frozen = self.shard_bytes * ~self.trainable * (setting.frozen_weights != "files")
         saved = self._states + self._masters + frozen
         self.copies_bytes = CHECKPOINT_CHUNKS * int(saved.max()) * setting.ranks_per_host
         """Bytes of the largest useful pool of checkpoint copies, of one machine."""
-        extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
+        extents = [extent_bytes(n, width, size) for size, n, width in zip(sizes, counts, widths, strict=True)]
         self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
         """Bytes that one rank keeps on the disk, by chunk. Masters are there too: no weight lives on a disk."""
 

@@ -5,7 +5,7 @@ The momentum lies and is updated at the home of the states. Each direction then 
     home of the states:    momentum, direction      (i + 1)          new weights (i)
     device:                               orthogonal (i)
 
-With states on the host there are two staging buffers, so that CPU work on one matrix runs while the device has another.
+If the host steps, there are two staging buffers, so that CPU work on one matrix runs while the device has another.
 
 Several ranks exchange directions in between: each matrix has an owner, which makes it orthogonal.
 
@@ -205,7 +205,7 @@ class MatrixStates(ClassStates):
         segments: its matrices.
         rule: of the optimizer.
         room: makes matrices orthogonal.
-        staged: whether the states live on the host.
+        chunk: of the shard.
         weights: see `States`.
         exchange: of several ranks.
     """
@@ -218,15 +218,15 @@ class MatrixStates(ClassStates):
         rule: type[MuonRule],
         room: MatrixRoom,
         *,
-        staged: bool,
+        chunk: Chunk,
         weights: torch.Tensor | None,
         exchange: Exchange | None = None,
     ) -> None:
-        super().__init__(user, master, segments, weights=weights)
-        self._rule, self._room, self._staged, self._exchange = rule, room, staged, exchange
+        super().__init__(user, master, segments, weights=weights, extent=chunk.stored)
+        self._rule, self._room, self._staged, self._exchange = rule, room, chunk.plan.update_home == "host", exchange
         if exchange is not None:
             self.turn, self.exchanged_bytes = self._run_turn, exchange.received_bytes
-            self._parts = room.stage(0, len(exchange.directions)) if staged else exchange.directions
+            self._parts = room.stage(0, len(exchange.directions)) if self._staged else exchange.directions
 
     def step(
         self,

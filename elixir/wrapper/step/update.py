@@ -120,7 +120,9 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
     if shard.states.turn is not None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
-        begin = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
+        begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
+        if read is not None and chunk.stored is not None:
+            begin = partial(chunk.stored.step, buffer, read, begin)
         begun = lanes.host_adam.submit(begin, after=after)
         after = [lanes.network.submit(shard.states.turn, after=[begun])]  # which reads what `begin` writes
     stepped = lanes.host_adam.submit(step, after=after)

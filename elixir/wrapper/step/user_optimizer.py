@@ -249,7 +249,6 @@ class UserOptimizer:
                 extent=chunk.stored,
                 weights=weights,
             )
-        on_host, shared = chunk.plan.state_home == "host", None
         if self._rule is not None:
             emulation = self._engine.options.debug.emulation
             speed = None if emulation is None else emulation.bytes_per_s
@@ -257,8 +256,9 @@ class UserOptimizer:
             group = self._engine.group
             exchange = Exchange(chunk, group, room, self.group_of) if group.size > 1 and chunk.plan.matrices else None
             return MatrixStates(
-                self, master, segments, self._rule, room, staged=on_host, weights=weights, exchange=exchange
+                self, master, segments, self._rule, room, chunk=chunk, weights=weights, exchange=exchange
             )
+        on_host, shared = chunk.plan.state_home == "host", None
         if chunk.plan.update_home == "device" and self._shares_calls:
             shared = self._shared = self._shared or self.over([])
         made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)

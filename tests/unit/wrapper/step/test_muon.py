@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from torch import nn
 
 import elixir
 from elixir.chunk.arena import Arena
-from elixir.errors import InputError
+from elixir.errors import InputError, PlanError
+from elixir.hardware.profile import preset
 from elixir.optimizer_states import matrix_flops, matrix_room_bytes, optimizer_name, state_size
 from elixir.plan.plan import Plan
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
+from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import MODES, Case, case, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -126,6 +130,49 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
     assert turned == sum(2 * c.used_numel for c in plan.chunks if c.matrices and c.state_home == "host")
     assert bool(turned) == (mode != "resident")
     module.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path: Path) -> None:
+    given = case("llama", dtype=getattr(torch, dtype))
+    plan = make_plan(given, "mixed", optimizer_type="Muon")
+    found = []
+    for homes in (in_memory(plan), on_disk(plan, every=2)):
+        model = copy.deepcopy(given.model)
+        module = ElixirModule(model, homes, disk_folder=tmp_path, debug=Debug(poison=True))
+        mine = [ElixirOptimizer(module, each) for each in optimizers(model, plan.matrices)]
+        for _ in range(3):
+            mine[0].backward(given.loss(module, given.inp))
+            for each in mine:
+                each.step()
+                each.zero_grad()
+        module.settle()
+        states = mine[0].state_dict()["state"]
+        report = module.last_report
+        assert report is not None
+        if homes.uses_disk:
+            assert any(chunk.matrices and chunk.state_home == "disk" for chunk in homes.chunks)
+            assert not all(chunk.matrices for chunk in homes.chunks if chunk.state_home == "disk")
+            for part in ("disk_read", "disk_peak", "host_to_device"):
+                assert report.observed[part] == report.predicted[part], part
+        weights = module.state_dict()
+        found.append((weights, [state["momentum_buffer"] for state in states.values()]))
+        module.close()
+    (first, momenta), (second, others) = found
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+    assert all(map(torch.equal, momenta, others))
+
+
+def test_a_search_puts_states_of_matrices_on_a_disk() -> None:
+    given = case("llama")
+    hardware = replace(preset("a100"), disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9)
+    options: dict[str, Any] = {"inp": given.inp, "optimizer_type": "Muon", "hardware": hardware}
+    options |= {"device_memory": "17.4MiB", "host_memory": "1.5MiB"}
+    with pytest.raises(PlanError):
+        elixir.optimal_search(given.model, 1, **options)
+    plan = elixir.optimal_search(given.model, 1, disk_memory="1GiB", **options).plan
+    assert any(chunk.matrices and chunk.state_home == "disk" for chunk in plan.chunks)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 class _Kept(torch.utils._python_dispatch.TorchDispatchMode):
@@ -240,8 +287,6 @@ def test_other_plans_ranks_homes_and_classes_are_refused() -> None:
     given = case("llama")
     with pytest.raises(InputError, match="norm.weight cannot be stepped by Muon"):
         make_plan(given, "streamed", optimizer_type="Muon", matrices=("model.norm.weight",))
-    with pytest.raises(InputError, match="on a disk"):
-        elixir.optimal_search(given.model, 1, inp=given.inp, optimizer_type="Muon", disk_memory="1GiB", hardware="a100")
     with pytest.raises(InputError, match="matrices need"):
         make_plan(given, "streamed", optimizer_type="AdamW", matrices=("lm_head.weight",))
     plan = make_plan(given, "streamed", optimizer_type="AdamW")
