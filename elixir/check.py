@@ -163,7 +163,7 @@ def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     names = tuple(
         name for name, parameter in model.named_parameters() if parameter in taken and parameter.requires_grad
     )
-    first = type(whole[0]).__name__
+    first = next(rule.family for each in whole if (rule := matrix_rule(each)) is not None)
     return Families(f"{first} + {families.pop()}" if families else first, names, others)
 
 

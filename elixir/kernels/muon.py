@@ -3,6 +3,11 @@
 The momentum and the change of weights are elementwise, so they run at the home of the states, over any part of a
 matrix. In between, Newton-Schulz makes the whole matrix orthogonal, in bfloat16 on the device. Each part has the bits
 of the class (`check_rule`).
+
+A class of the user's that steps matrices in these three parts names its rule:
+
+    class MyMuon(torch.optim.Optimizer):
+        elixir_rule = MyRule  # a subclass of MuonRule with other static methods; MuonRule itself for the same numbers
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputError
+from elixir.errors import InputError, InputTypeError
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL
 
 MOMENTUM = "momentum_buffer"
 """Name of the state of a parameter."""
 _TRIAL_SHAPES = ((24, 40), (40, 24))
 _TRIAL_STEPS = 3
+_TRIAL_RATE = 1e-2
+"""The least learning rate: with the rate of a warm-up's first step no difference would show."""
 
 
 def _pieces(numel: int, device: torch.device) -> Iterator[slice]:
@@ -30,7 +37,13 @@ def _pieces(numel: int, device: torch.device) -> Iterator[slice]:
 
 
 class MuonRule:
-    """The rule of `torch.optim.Muon`. All tensors but the matrix are flat, and parts of it."""
+    """The rule of `torch.optim.Muon`. All tensors but the matrix are flat, and parts of it.
+
+    A matrix without a gradient stays as it is, with its momentum.
+    """
+
+    family = "Muon"
+    """One of `elixir.optimizer_states.MATRIX_FAMILIES`, which says what a plan counts."""
 
     @staticmethod
     def direction(
@@ -102,17 +115,26 @@ class MuonRule:
 
 
 MATRIX_RULES: dict[type, type[MuonRule]] = {torch.optim.Muon: MuonRule}
-"""Classes over whole matrices that can be stepped -> their rules. A subclass may do more, so it is refused."""
+"""Classes over whole matrices that can be stepped -> their rules. A subclass may do more, so it names its own."""
 
 
 def matrix_rule(optimizer: torch.optim.Optimizer) -> type[MuonRule] | None:
-    """The rule of an optimizer over whole matrices; None if it is of none of `MATRIX_RULES`."""
-    return MATRIX_RULES.get(type(optimizer))
+    """The rule of an optimizer over whole matrices: what its class names as ``elixir_rule``, or that of `MATRIX_RULES`;
+    None if it has none.
+
+    Raises:
+        InputTypeError: the class names something else.
+    """
+    kind = type(optimizer)
+    found = vars(kind).get("elixir_rule", MATRIX_RULES.get(kind))
+    if found is not None and not (isinstance(found, type) and issubclass(found, MuonRule)):
+        raise InputTypeError(f"{kind.__name__}.elixir_rule must be MuonRule or a subclass of it, found {found!r}")
+    return found
 
 
 @torch.no_grad()
 def check_rule(rule: type[MuonRule], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Makes sure that a rule has the bits of its class in the torch that is installed.
+    """Makes sure that a rule has the bits of its class in the torch that is installed, and its states.
 
     Args:
         rule: of the class.
@@ -130,16 +152,27 @@ def check_rule(rule: type[MuonRule], make: Callable[[list[nn.Parameter]], torch.
     mine, momenta = [each.detach().clone() for each in theirs], [torch.zeros_like(each) for each in theirs]
     optimizer = make(theirs)
     options = optimizer.param_groups[0]
-    for _ in range(_TRIAL_STEPS):
+    rate = options["lr"]
+    options["lr"] = rate.clamp(min=_TRIAL_RATE) if isinstance(rate, torch.Tensor) else max(rate, _TRIAL_RATE)
+    for step in range(_TRIAL_STEPS):
         for weights, own, momentum in zip(theirs, mine, momenta, strict=True):
             weights.grad, numel = drawn(tuple(weights.shape)), weights.numel()
+            if step == 1 and weights is theirs[0]:
+                weights.grad = None
+                continue
             room = torch.empty(2 * (numel + min(weights.shape) ** 2), dtype=torch.bfloat16, device="cpu")
             rule.direction(weights.grad.view(-1), momentum.view(-1), 1.0, options, room[:numel])
             found = rule.orthogonal(room[:numel].view(weights.shape), room, options)
             rule.change(own.view(-1), found.reshape(-1), weights.shape, options)
         optimizer.step()
-        if not all(map(torch.equal, mine, theirs)):
+        states = [optimizer.state[weights] for weights in theirs]
+        same = all(list(state) == [MOMENTUM] for state in states) and all(
+            torch.equal(own, weights) and torch.equal(momentum, state[MOMENTUM])
+            for own, weights, momentum, state in zip(mine, theirs, momenta, states, strict=True)
+        )
+        if not same:
             raise InputError(
-                f"this torch ({torch.__version__}) steps {type(optimizer).__name__} with other numbers than Elixir; "
-                "use an elementwise optimizer such as AdamW, and report this"
+                f"{type(optimizer).__name__} steps with other numbers, or other states than a {MOMENTUM}, than its "
+                f"rule {rule.__name__} in this torch ({torch.__version__}); use an elementwise optimizer such as "
+                "AdamW; correct the rule if it is yours, otherwise report this"
             )

@@ -102,7 +102,8 @@ def _refusal(
     cls: type, why: str = "its update of one weight depends on others, which live in other shards"
 ) -> InputError:
     return InputError(
-        f"{cls.__name__} is not elementwise: {why}; use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
+        f"{cls.__name__} is not elementwise: {why}; use an elementwise optimizer such as AdamW, SGD, RMSprop or "
+        "Adagrad, and for matrices torch.optim.Muon, or a class with an elixir_rule (elixir.kernels.muon)"
     )
 
 
