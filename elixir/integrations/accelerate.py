@@ -20,6 +20,7 @@ import torch
 
 from elixir.api import dry_run, wrap
 from elixir.errors import InputError
+from elixir.integrations.optimizer_list import OptimizerList, as_several
 from elixir.integrations.options import Options, as_inp, read_options
 from elixir.integrations.run import Run
 from elixir.models.samples import planning_batch
@@ -54,9 +55,9 @@ _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An `ElixirOptimizer` as accelerate prepares optimizers: it steps at the end of an accumulation only."""
+    """An `ElixirOptimizer`, or a list of them, as accelerate prepares optimizers: steps end an accumulation."""
 
-    def __init__(self, optimizer: ElixirOptimizer) -> None:
+    def __init__(self, optimizer: ElixirOptimizer | OptimizerList) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
         self.elixir_leaves_out_states = False
@@ -75,6 +76,12 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Loads states in torch's layout, the same on all ranks."""
         if not self.elixir_leaves_out_states:
             self.optimizer.load_state_dict(state_dict)
+
+
+def _is_ready(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is wrapped, or prepared."""
+    several = as_several(optimizer)
+    return isinstance(several[0] if isinstance(several, list) else several, (ElixirOptimizer, AcceleratedOptimizer))
 
 
 class ElixirAccelerator(Accelerator):  # type: ignore[misc]
@@ -152,17 +159,19 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             model: plain.
-            optimizers: one, or a list.
+            optimizers: one, or a list; an `OptimizerList` has the wrapped ones afterwards.
             more: arguments of `elixir.wrap` on top of the options; here ``inp`` is a batch of any kind, or
                 a function that gives it, and ``step_fn(model, batch)`` gets it.
         """
-        module, made = wrap(model, optimizers, **self._elixir_arguments(**more))
+        module, made = wrap(model, as_several(optimizers), **self._elixir_arguments(**more))
         self.elixir = Run(module, made if isinstance(made, list) else [made], is_main=self.is_main_process)
+        if isinstance(optimizers, OptimizerList):  # the same object, for schedulers know it
+            optimizers.optimizers = list(made)
         return self.elixir
 
     def dry_run(self, model: torch.nn.Module, optimizers: Any, **more: Any) -> Plan:
         """The plan that `wrap` would make with these arguments; nothing is wrapped."""
-        return dry_run(model, optimizers, **self._elixir_arguments(**more))
+        return dry_run(model, as_several(optimizers), **self._elixir_arguments(**more))
 
     def plan(self, *args: Any) -> Plan:
         """The plan that ``prepare(*args)`` would make; nothing is prepared."""
@@ -208,11 +217,11 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepares as Accelerator does; plans and wraps a model with optimizers first."""
-        ready = (ElixirOptimizer, AcceleratedOptimizer)
-        if any(isinstance(each, torch.optim.Optimizer) and not isinstance(each, ready) for each in args):
+        if any(isinstance(each, torch.optim.Optimizer) and not _is_ready(each) for each in args):
             model, optimizers, inp = self._elixir_found(args)
+            several = as_several(optimizers)
+            plain = [model, *(several if isinstance(several, list) else [several])]
             run = self.wrap(model, optimizers, inp=inp)
-            plain = [model, *(optimizers if isinstance(optimizers, list) else [optimizers])]
             made = dict(zip(map(id, plain), [run.module, *run.optimizers], strict=True))
             args = tuple(made.get(id(each), each) for each in args)
         return super().prepare(*args, device_placement=device_placement)
@@ -231,7 +240,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepares as Accelerator does; see `PreparedOptimizer`."""
-        if not isinstance(optimizer, ElixirOptimizer):
+        if not _is_ready(optimizer) or isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = PreparedOptimizer(optimizer)
         self._elixir_prepared.append(prepared)

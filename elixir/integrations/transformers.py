@@ -23,6 +23,7 @@ from elixir.errors import InputError
 from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
+from elixir.integrations.optimizer_list import OptimizerList, as_one
 from elixir.integrations.options import Options, read_options
 from elixir.integrations.run import Planned, Run
 from elixir.models.samples import generators_untouched
@@ -67,7 +68,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     """Comes before a Trainer among the bases of a class.
 
     Args:
-        args, kwargs: of the Trainer.
+        args, kwargs: of the Trainer. ``optimizers=([muon, adamw], scheduler)`` may have several optimizers in a list,
+            and so may what a factory in ``optimizer_cls_and_kwargs`` returns.
         elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`. ``inp`` is the batch to plan
             for; otherwise it is made of the longest samples of the training data.
 
@@ -147,6 +149,13 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Does nothing: the plan says where weights go, and a model that is too big, or on meta, must not be moved."""
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the optimizer as Trainer does; a list of several, given or made by a factory, becomes one."""
+        made = super().create_optimizer(*args, **kwargs)
+        if isinstance(made, (list, tuple)):
+            self.optimizer = OptimizerList(made)
+        return self.optimizer
+
     def get_train_dataloader(self) -> Any:
         """Returns the loader that Trainer makes, and keeps it for planning."""
         self._elixir_loader = super().get_train_dataloader()
@@ -180,7 +189,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
                 for each in trainable:
                     each.requires_grad_(True)
         self.elixir = self.accelerator.wrap(planned, self.optimizer, **more)
-        self.optimizer = self.elixir.optimizers[0]
+        if not isinstance(self.optimizer, OptimizerList):
+            self.optimizer = self.elixir.optimizers[0]
         return self.elixir.module
 
     def _elixir_others(self) -> dict[str, torch.nn.Module]:
@@ -275,7 +285,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         whole = os.path.join(checkpoint, "optimizer.pt")
         if not self.elixir.load(checkpoint):
             if os.path.isfile(whole):  # a plain Trainer's
-                self.elixir.optimizers[0].load_state_dict(torch.load(whole, map_location="cpu", weights_only=True))
+                states = torch.load(whole, map_location="cpu", weights_only=True)
+                as_one(self.elixir.optimizers).load_state_dict(states)
             else:
                 logger.warning("%s has no optimizer states, so they begin anew", checkpoint)
         scheduler = os.path.join(checkpoint, "scheduler.pt")

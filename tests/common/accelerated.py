@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,19 @@ from tests.common.trainers import collate, llama, rows
 
 
 class Loop:
-    """A script of the user's: accumulation, clipping and a schedule."""
+    """A script of the user's: accumulation, clipping and a schedule.
 
-    def __init__(self, accelerator: Any, samples: int = 6) -> None:
+    Args:
+        accelerator: plain, or of Elixir's.
+        samples: of the data.
+        make: creates the optimizer of a model; AdamW by default.
+    """
+
+    def __init__(
+        self, accelerator: Any, samples: int = 6, make: Callable[[Any], torch.optim.Optimizer] | None = None
+    ) -> None:
         model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3) if make is None else make(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
         self.accelerator, self.max_norm = accelerator, 0.5

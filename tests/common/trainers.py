@@ -78,9 +78,23 @@ def arguments(folder: Path, kind: type = TrainingArguments, **more: Any) -> Any:
     return kind(**{**given, **more})
 
 
+OF_TRAINER = ("elixir", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
+"""Keyword arguments of a Trainer, not of training arguments."""
+
+
+def muon_and_adamw(model: Any) -> list[torch.optim.Optimizer]:
+    """Muon over the layers' matrices, AdamW over all else."""
+    named = dict(model.named_parameters())
+    whole = {name for name, each in named.items() if each.ndim == 2 and "layers" in name}
+    return [
+        torch.optim.Muon([each for name, each in named.items() if name in whole], lr=1e-2),
+        torch.optim.AdamW([each for name, each in named.items() if name not in whole], lr=3e-3),
+    ]
+
+
 def make(kind: type, folder: Path, *, model: Any = None, lora: bool = False, samples: int = 10, **more: Any) -> Any:
     """A trainer; keyword arguments are of the training arguments, but for those of a Trainer."""
-    of_trainer = {name: more.pop(name) for name in ("elixir", "callbacks") if name in more}
+    of_trainer = {name: more.pop(name) for name in OF_TRAINER if name in more}
     dataset = more.pop("train_dataset", rows(samples, 0))
     given = more.pop("args", None) or arguments(folder, **more)
     return kind(

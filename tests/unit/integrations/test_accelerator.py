@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from elixir.errors import InputError
 from elixir.integrations.accelerate import ElixirAccelerator
+from elixir.integrations.optimizer_list import OptimizerList
 from tests.common.accelerated import Loop, same
 from tests.common.early import all_early
-from tests.common.trainers import collate, llama, rows
+from tests.common.trainers import collate, llama, muon_and_adamw, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
 STREAMED = {"device_memory": "90KiB", "host_memory": "64MiB"}
@@ -48,6 +49,41 @@ def test_a_loop_gives_the_same_bits_and_is_resumed(tmp_path: Path) -> None:
         assert same(plain.weights(), ours.weights())
     assert (tmp_path / "elixir_plan.json").exists()
     assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+def test_muon_and_adamw_as_one_optimizer(tmp_path: Path) -> None:
+    def one(model: torch.nn.Module) -> OptimizerList:
+        return OptimizerList(muon_and_adamw(model))
+
+    plain = Loop(Accelerator(cpu=True, gradient_accumulation_steps=2), make=one)
+    ours = Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST), make=one)
+    assert ours.accelerator.elixir.module.plan.optimizer.startswith("Muon + AdamW")
+    assert ours.epoch() == plain.epoch()
+    ours.accelerator.save_state(str(tmp_path / "ours"))
+    plain.accelerator.save_state(str(tmp_path / "plain"))
+    after = plain.epoch()
+    for folder in ("", "ours", "plain"):
+        if folder:
+            ours.accelerator.load_state(str(tmp_path / folder))
+        assert ours.epoch() == after
+        assert same(plain.weights(), ours.weights())
+    assert ours.optimizer.step_was_skipped is False
+
+
+def test_muon_and_adamw_one_by_one() -> None:
+    weights = []
+    for accelerator in (Accelerator(cpu=True), ElixirAccelerator(cpu=True, elixir=ON_HOST)):
+        model = llama()
+        loader = DataLoader(rows(6, 0), batch_size=2, collate_fn=collate)
+        model, muon, adamw, loader = accelerator.prepare(model, *muon_and_adamw(model), loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            for each in (muon, adamw):
+                each.step()
+                each.zero_grad()
+        weights.append(accelerator.get_state_dict(model))
+    assert same(*weights)
 
 
 def test_new_states_in_backward_whose_limit_comes_after_it(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 
 import elixir
 from elixir.errors import InputError, InputTypeError, PlanError, TraceError
+from elixir.integrations.optimizer_list import OptimizerList
 from elixir.integrations.run import Run
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan.plan import Plan
-from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, rows, train
+from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, muon_and_adamw, rows, train
 
 ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
 ON_HOST = {**ROOMY, "placement": "cpu"}
@@ -69,6 +70,44 @@ def test_logs_predicts_and_saves_what_trainer_does(tmp_path: Path) -> None:
     assert not module.last_report.surprises()  # accumulation is planned for
     ours.trainer.model.zero_grad()  # the plain model's own, which some callbacks call
     module.close()
+
+
+def test_muon_and_adamw_in_a_list_train_and_are_resumed(tmp_path: Path) -> None:
+    def several(kind: type) -> dict[str, Any]:
+        model = llama()
+        made = muon_and_adamw(model)
+        return {"model": model, "optimizers": (OptimizerList(made) if kind is PLAIN else made, None), "samples": 10,
+                "num_train_epochs": 1, "load_best_model_at_end": False, "lr_scheduler_type": "linear"}  # fmt: skip
+
+    plain = train(PLAIN, tmp_path / "plain", **several(PLAIN))
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST, **several(ElixirTrainer))
+    assert_same(plain, ours)
+    assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final")
+    assert ours.trainer.elixir.module.plan.optimizer.startswith("Muon + AdamW")
+    assert [group["lr"] for group in ours.trainer.optimizer.param_groups] == [0.0, 0.0]  # both were scheduled
+    ours.trainer.elixir.module.close()
+    for part in ("plain", "ours"):
+        shutil.copytree(tmp_path / part / "checkpoint-2", tmp_path / f"from-{part}" / "checkpoint-2")
+        checkpoint = str(tmp_path / f"from-{part}" / "checkpoint-2")
+        resumed = train(
+            ElixirTrainer, tmp_path / f"from-{part}", elixir=ON_HOST, resume=checkpoint, **several(ElixirTrainer)
+        )
+        assert same(tmp_path / "plain" / "final", tmp_path / f"from-{part}" / "final")
+        resumed.trainer.elixir.module.close()
+
+
+def test_a_factory_may_make_several_optimizers(tmp_path: Path) -> None:
+    ways: dict[type, Any] = {PLAIN: OptimizerList, ElixirTrainer: list}
+    found = {}
+    for kind, way in ways.items():
+        factory = lambda way=way: lambda model: way(muon_and_adamw(model))  # noqa: E731
+        more: dict[str, Any] = {"elixir": ON_HOST} if kind is ElixirTrainer else {}
+        trainer = make(kind, tmp_path / kind.__name__, optimizer_cls_and_kwargs=(factory, {}), **more, **SHORT)
+        if kind is ElixirTrainer:
+            assert trainer.plan().optimizer.startswith("Muon + AdamW")
+        trainer.train()
+        found[kind] = logged(trainer)
+    assert found[PLAIN] == found[ElixirTrainer]
 
 
 def test_micro_batches_of_a_step_pass_each_layer_together(tmp_path: Path) -> None:
