@@ -101,6 +101,22 @@ class Access:
     """Numbers of operators of the accesses that it stands for, in a pass of several micro-batches; else empty."""
 
 
+Direction = Literal["device_to_host", "host_to_device"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy of activations between the device and host memory."""
+
+    direction: Direction
+    nbytes: int
+    begins: int
+    """Index of the access in which the device comes to it."""
+    ends: int
+    """Index of the access that does not go on before it is over; `begins` if compute stands still meanwhile, as it does
+    for copies that the step makes itself."""
+
+
 Form = Literal["compiled", "checkpointed", "plain"]
 
 Fetch = Literal["parameters", "either", "one"]
@@ -195,6 +211,8 @@ class CurveSample:
     inputs: int
     activations: int
     workspace: int
+    host: int = 0
+    """Bytes in host memory that the step has moved there; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -375,14 +393,21 @@ class StepTrace(Artifact):
     pass_size: int = 1
     """Micro-batches that go through each checkpointed unit together: then each of these, and all between two, is one
     access in forward and one in backward, of all micro-batches."""
+    transfers: tuple[Transfer, ...] = ()
+    """Copies of activations to host memory and back, in order: those that the step makes itself, as
+    `torch.autograd.graph.save_on_cpu` does."""
+    host_peak_bytes: int = 0
+    """The most host memory that the step takes for what it moves there, as PyTorch's allocators take it."""
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
         but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
-        begins: at most what is live; those of version 8 no adapters, those
-        of version 9 only what the model does with activations."""
-        data = {"pass_size": 1} | data
+        begins: at most what is live; those of version 8 no adapters, those of
+        version 9 only what the model does with activations, and no copies to the host."""
+        data = {"pass_size": 1, "transfers": [], "host_peak_bytes": 0} | data
+        if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
+            data["curve"] = [{"host": 0} | sample for sample in curve]
         accesses = data.get("accesses")
         if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):
             data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0), "parts": []} | each for each in accesses]
@@ -400,6 +425,12 @@ class StepTrace(Artifact):
                         f"field 'accesses[{number}].{name}' must have indices below {count}, found {min(indices)} to "
                         f"{max(indices)}"
                     )
+        for number, transfer in enumerate(self.transfers):
+            if not 0 <= transfer.begins <= transfer.ends < len(self.accesses) or transfer.nbytes < 0:
+                raise InputError(
+                    f"field 'transfers[{number}]' must begin and end, in this order, at accesses below "
+                    f"{len(self.accesses)}, and have bytes, found {transfer}"
+                )
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -468,6 +499,10 @@ class StepTrace(Artifact):
     def flops(self) -> int:
         """FLOPs of the step, recomputed ones included, the optimizer's not."""
         return sum(self.access_flops(access) for access in self.accesses)
+
+    def transferred_bytes(self, direction: Direction) -> int:
+        """Bytes of activations that the step copies in one direction."""
+        return sum(transfer.nbytes for transfer in self.transfers if transfer.direction == direction)
 
     def access_flops(self, access: Access) -> int:
         """FLOPs from this access up to the next one."""

@@ -176,6 +176,9 @@ swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = getattr(
 )
 """Exchanges two tensors in place, weak references or not. The public one refuses what has weak references."""
 
+parsed_to: Callable[..., Any] = torch._C._nn._parse_to
+"""Device and dtype, first of all, that arguments of `torch.Tensor.to` name; what `torch.nn.Module.to` asks."""
+
 default_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 """Holds the device of `torch.set_default_device`; the public getter names that of a ``with`` around it instead."""
 

@@ -71,5 +71,8 @@ class AccessListener(Protocol):
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """A handle that replaces `tensor` until backward if it is (a view of) a weight, otherwise None."""
 
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that `pack` leaves alone is (a view of) a weight, so that no other hooks may move it."""
+
     def unpack(self, handle: Any) -> torch.Tensor:
         """The tensor of a handle of `pack`, which the running autograd node is about to read."""

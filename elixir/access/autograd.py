@@ -67,6 +67,8 @@ def hooks_over(
     def pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunctionSubclass():  # questions about a parameter are no use of it
             handle = listener.pack(tensor)
+            if handle is None and outer is not None and listener.stays(tensor):
+                return _Kept(tensor)
         return keep(tensor) if handle is None else _Claimed(handle)
 
     def unpack(packed: Any) -> Any:
@@ -77,7 +79,7 @@ def hooks_over(
                 _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
                 return listener.unpack(packed.handle)
-        return give(packed)
+        return packed.tensor_if_unchanged() if type(packed) is _Kept else give(packed)
 
     if around_compiled:
         pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)

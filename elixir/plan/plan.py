@@ -185,6 +185,11 @@ class Plan(Artifact):
         return any(chunk.weight_home == "files" for chunk in self.chunks)
 
     @property
+    def moves_activations(self) -> bool:
+        """Whether activations are moved to the host, by the step itself."""
+        return "activations" in self.predicted.host_parts
+
+    @property
     def counts(self) -> dict[str, int]:
         """Numbers of chunks by where they live."""
         states = [chunk.state_home for chunk in self.chunks if chunk.trainable]

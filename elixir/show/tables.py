@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
@@ -14,7 +14,7 @@ from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.show.style import part_label
-from elixir.step_trace import StepShape, StepTrace
+from elixir.step_trace import Direction, StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def trace_record(trace: StepTrace) -> Record:
         **_fields(
             trace,
             "param_bytes grad_bytes optimizer_bytes buffer_bytes input_bytes workspace_bytes activation_peak_bytes "
-            "backward_peak_bytes step_peak_bytes planned_peak_bytes peak_module peak_operator",
+            "backward_peak_bytes step_peak_bytes planned_peak_bytes host_peak_bytes peak_module peak_operator",
         ),
         "accesses": len(trace.accesses),
         **_fields(trace, "operators flops"),
@@ -233,6 +233,13 @@ def trace_summary(trace: StepTrace) -> str:
         as_planned = (
             f"  under a plan     {format_bytes(planned)} with float32 master weights and states, all on one device",
         )
+    moved = tuple[str, ...]()
+    if trace.host_peak_bytes:
+        out, back = map(trace.transferred_bytes, get_args(Direction))
+        moved = (
+            f"  moved to host    {format_bytes(trace.host_peak_bytes)} at most; {format_bytes(out)} go there and "
+            f"{format_bytes(back)} come back",
+        )
     return "\n".join(
         (
             f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
@@ -242,6 +249,7 @@ def trace_summary(trace: StepTrace) -> str:
             f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
             f"  step peak        {format_bytes(trace.step_peak_bytes)} in plain PyTorch, states in the weights' dtype",
             *as_planned,
+            *moved,
             f"  traced           {trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
             f"in {trace.trace_s:.2f} s, no GPU",
         )

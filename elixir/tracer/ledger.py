@@ -8,9 +8,10 @@ over), so the log keeps births and deaths, and `Ledger.curve` sorts them into ki
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,9 @@ Int64Array = npt.NDArray[np.int64]
 class StorageRecord:
     """One allocation."""
 
-    __slots__ = ("complete_at", "index", "kind", "module", "nbytes", "node", "operator", "shadow", "stands_for")
+    __slots__ = (
+        "complete_at", "index", "kind", "module", "nbytes", "node", "on_host", "operator", "shadow", "stands_for",
+    )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
         self.index = index
@@ -39,6 +42,8 @@ class StorageRecord:
         """Its values where they are known; see `elixir.tracer.values.shadows`."""
         self.node = -1
         """Sequence number of the autograd node that made it; -1 outside of backward."""
+        self.on_host: Literal["", "plain", "pinned"] = ""
+        """Sort of host memory in which it is; empty on the device."""
         self.stands_for: torch.Tensor | None = None
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
@@ -59,6 +64,8 @@ class Curve:
     """(len(KINDS), entries)"""
     starts: Int64Array
     """Log position at which each operator begins."""
+    host: Int64Array
+    """Bytes in host memory that the step has moved there, (entries,)."""
 
     @property
     def total(self) -> Int64Array:
@@ -136,6 +143,15 @@ class Ledger:
         ref.record = record
         self._live[key] = ref
 
+    def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: Literal["plain", "pinned"], module: str) -> None:
+        """Follows a tensor in host memory, which takes `nbytes` there; it is no part of what lies on the device."""
+        storage = tensor.untyped_storage()
+        record = self._born(nbytes, "activations", module, None)
+        record.on_host = sort
+        ref = _StorageRef(storage, self._died)
+        ref.key, ref.record = storage._cdata, record
+        self._live[ref.key] = ref
+
     def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
         """Bytes that no tensor of the trace stands for, such as a library's workspace; they stay."""
         return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
@@ -168,11 +184,27 @@ class Ledger:
         index = np.where(births, log, ~log)
         sizes = np.array([r.nbytes if drop is None or not drop(r) else 0 for r in self.records], dtype=np.int64)
         kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
+        on_host = np.array([bool(r.on_host) for r in self.records], dtype=bool)[index]
         delta = np.where(births, sizes[index], -sizes[index])
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
-        by_kind[kinds[index], np.arange(len(log))] = delta
+        by_kind[kinds[index], np.arange(len(log))] = np.where(on_host, 0, delta)
         np.cumsum(by_kind, axis=1, out=by_kind)
-        return Curve(by_kind, np.asarray(self.starts, dtype=np.int64))
+        return Curve(by_kind, np.asarray(self.starts, dtype=np.int64), np.cumsum(np.where(on_host, delta, 0)))
+
+    def host_peak_bytes(self) -> int:
+        """The most that PyTorch's allocators take of the host. Pinned memory is never given back, and serves later
+        requests of the same power of two alone (`CachingHostAllocator.h`), so each size has a separate peak."""
+        records = self.records
+        if not any(record.on_host for record in records):
+            return 0
+        live, peaks = Counter[int](), Counter[int]()  # by size of pinned memory; 0 for all other
+        for entry in self.log:
+            record = records[entry if entry >= 0 else ~entry]
+            if record.on_host:
+                size = record.nbytes if record.on_host == "pinned" else 0
+                live[size] += record.nbytes if entry >= 0 else -record.nbytes
+                peaks[size] = max(peaks[size], live[size])
+        return sum(peaks.values())
 
     def incomplete_gradients(self) -> Int64Array:
         """Bytes of gradients that autograd still adds to, after every entry of the log."""
@@ -193,7 +225,7 @@ class Ledger:
                 alive[entry] = None
             else:
                 alive.pop(~entry, None)
-        return [self.records[index] for index in alive]
+        return [record for record in map(self.records.__getitem__, alive) if not record.on_host]
 
     def _born(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         record = StorageRecord(len(self.records), nbytes, kind, module, operator)

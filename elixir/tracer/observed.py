@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace
+from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace, Transfer
 from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import MetaCopy
 from elixir.tracer.optimizer_phase import OptimizerPhase
@@ -91,6 +91,18 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         assumptions=observed.assumptions + _unverified(observed.unverified, peaks.alive, peaks.backward_bytes),
         trace_s=time.perf_counter() - started,
         step=observed.step,
+        transfers=_transfers(order, in_order) if observed.step.generate is None else (),
+        host_peak_bytes=ledger.host_peak_bytes(),
+    )
+
+
+def _transfers(order: UseOrder, positions: list[int]) -> tuple[Transfer, ...]:
+    """Copies over the link, by accesses; without those in calls that are no part of the order."""
+    numbers = {position: number for number, position in enumerate(positions)}
+    return tuple(
+        replace(each, begins=numbers[each.begins], ends=numbers[each.ends])
+        for each in order.transfers
+        if each.begins in numbers and each.ends in numbers
     )
 
 

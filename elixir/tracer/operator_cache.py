@@ -52,8 +52,14 @@ DATA_DEPENDENT = frozenset(
 )  # fmt: skip
 """Operators whose result's shape, or whose very result, follows from values."""
 
-_DETOURS = frozenset({aten.add.Tensor, aten._local_scalar_dense.default, aten._to_copy.default})
-"""Operators of which some calls do not run: sums of autograd in place, numbers read out, copies to the host."""
+_DETOURS = frozenset(
+    {
+        aten.add.Tensor, aten._local_scalar_dense.default, aten._to_copy.default, aten.copy_.default,
+        aten.empty.memory_format,
+    }
+)  # fmt: skip
+"""Operators of which some calls do not run: sums of autograd in place, numbers read out, copies to the host and memory
+for them."""
 
 _QUICK_VIEWS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: torch.Tensor.detach,

@@ -84,14 +84,15 @@ def samples(curve: Curve, order: UseOrder, step_begin: int, step_end: int, state
     highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
     taken = []
-    for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
+    hosts = curve.host[highest].tolist()
+    for at, use, live, host in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), hosts, strict=True):
         by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
         phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
         if at >= step_end:
             phase = "optimizer"
         elif phase == "forward" and at >= order.backward_position:
             phase = "backward"  # the gradient of the loss, before any weight is read
-        taken.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))
+        taken.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind, host=host))
     return tuple(taken)
 
 

@@ -19,6 +19,7 @@ from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
 from elixir.tracer.fused_costs import FusedCosts
+from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import operation_of, passing
 from elixir.tracer.operator_cache import (
@@ -79,7 +80,8 @@ class Recorder(TorchDispatchMode):
         self._operators = OperatorCache(target, cache, self._random.call)
         self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
-        self._functions = StepFunctions(target.kind, self._autocast, self._regions)
+        self._host = HostCopies(target, ledger, order, shadows)
+        self._functions = StepFunctions(target.kind, self._autocast, self._regions, self._host)
         self._workspaces: dict[bool, StorageRecord] = {}
         self.caches = cache
         self.new_kind: Kind = "activations"
@@ -123,20 +125,18 @@ class Recorder(TorchDispatchMode):
             if op.lengths_in_tensors:
                 func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
                 op = traits(func)
-            if func is _ADD and accumulates_in_place(args, depth=2):
-                self._order.cost(passing(args[0], 3 * args[0].nbytes))
-                return args[0]
-            if op.formula_may_write and self._formula_writes(func, args):
+            adds = func is _ADD and accumulates_in_place(args, depth=2)
+            if adds or (op.formula_may_write and self._formula_writes(func, args)):
                 moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
-                self._order.cost(passing(args[0], moved))
+                self._order.cost(passing(args[0], 3 * args[0].nbytes if adds else moved))
                 return args[0]
             if func is _READ_NUMBER:
                 return self._number(args[0])
         arguments = Arguments(args, kwargs)
         self._order.reached(arguments.storages, func)
         if op.detours:
-            if func is _CAST and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
-                return self._to_host(func, args, kwargs)
+            if (moved := self._host.moved(func, args, kwargs)) is not NotImplemented:
+                return moved
             if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
                 return self._by_value(func, args, kwargs)
         if not arguments.all_meta and func is aten.native_batch_norm.default:
@@ -144,6 +144,8 @@ class Recorder(TorchDispatchMode):
         if not arguments.all_meta and any(t.device.type == "meta" for t in arguments.tensors):
             args, kwargs = self._all_on_meta(args, kwargs)
             arguments = Arguments(args, kwargs)
+        if self._host.any and (result := self._host.computed(op, args, kwargs, arguments)) is not NotImplemented:
+            return result
         if op.category is Category.MUTATES:
             return self._mutate(op, args, kwargs, arguments)
         return self._compute(op, args, kwargs, arguments)
@@ -311,14 +313,6 @@ class Recorder(TorchDispatchMode):
         numbers = dict(zip(positions, [values.tolist() for values in lengths if values is not None], strict=True))
         return func, tuple(numbers.get(position, value) for position, value in enumerate(args))
 
-    def _to_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A copy to the CPU: real where the values are known, else a tensor that takes no device memory."""
-        if self._shadows.of(args[0]) is not None:
-            return self._shadows.evaluate(func, args, kwargs)
-        if self._target.kind == "cpu":
-            return aten.alias.default(args[0])
-        return func(*args, **{**kwargs, "device": torch.device("meta")})
-
     def _all_on_meta(self, args: Any, kwargs: Any) -> Any:
         """CPU tensors among meta ones (an index, a constant) join them, with their values."""
 
@@ -374,10 +368,6 @@ def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.T
     """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
     if target.counts_host_tensors:
         ledger.add(state, "activations", order.module(order.phase()), "generator state")
-
-
-def _names_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
 
 
 def _indexes_by_mask(args: Any) -> bool:

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from elixir.torch_private import enter_autocast, exit_autocast
 from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.device.common.autocast import Autocast
+from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.values.unknown_number import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -39,13 +40,15 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         kind: of the target device, ``cuda`` or ``cpu``.
         autocast: is called when autocast is entered and left.
         regions: is called when a checkpointed region begins.
+        host: brings tensors back from the host.
     """
 
-    def __init__(self, kind: str, autocast: Autocast, regions: CheckpointedRegions) -> None:
+    def __init__(self, kind: str, autocast: Autocast, regions: CheckpointedRegions, host: HostCopies) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self._kind = kind
         self._autocast = autocast
         self._regions = regions
+        self._host = host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -82,6 +85,15 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         if caller.f_code.co_filename == CHECKPOINT_FILE:
             self._regions.begins(caller)
         return torch.device(self._kind)
+
+    def to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On meta, a tensor on the host and its copy on the device have the same device."""
+        tensor, *rest = args
+        if self._host.any and tensor.is_meta and self._host.holds(tensor):
+            return self._host.back(
+                tensor, rest or ([torch.device("meta")] if func is torch.Tensor.cuda else []), kwargs
+            )
+        return func(*args, **kwargs)
 
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is on from now on."""
@@ -215,6 +227,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: StepFunctions.differentiate,
     torch.autograd.grad: StepFunctions.differentiate,
     torch.Tensor.device.__get__: StepFunctions.device,
+    torch.Tensor.to: StepFunctions.to,
+    torch.Tensor.cuda: StepFunctions.to,
     enter_autocast: StepFunctions.autocast_entered,
     exit_autocast: StepFunctions.autocast_left,
 }

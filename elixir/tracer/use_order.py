@@ -17,7 +17,7 @@ from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
-from elixir.step_trace import Operation, Phase, enclosing, is_inside, unit_runs
+from elixir.step_trace import Direction, Operation, Phase, Transfer, enclosing, is_inside, unit_runs
 from elixir.torch_private import (
     OpOverload,
     current_autograd_node,
@@ -105,6 +105,8 @@ class UseOrder:
         """Positions of the uses from which on outermost modules ran in forward."""
         self.ran: dict[str, None] = {}
         self._recomputed: dict[int, list[str]] = {}  # names by the node that asked for them
+        self.transfers: list[Transfer] = []
+        """Copies of activations over the link; accesses are positions of uses."""
         self.grad_use: dict[int, int] = {}
         self.grad_arrivals: dict[int, int] = {}
         self.backward_position = sys.maxsize
@@ -274,6 +276,10 @@ class UseOrder:
         index = self._storages.get(storage_of(tensor))
         return None if index is None else (index, detached(tensor))
 
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """False: all weights are claimed."""
+        return False
+
     def unpack(self, handle: Any) -> torch.Tensor:
         """The running node reads a weight; its uses stay until another node asks."""
         index, tensor = handle
@@ -296,6 +302,11 @@ class UseOrder:
         """An operator ran since the last use. What runs after the step, such as an optimizer, belongs to no use."""
         if self.uses and not self._finished:
             self.uses[-1].operations.append(operation)
+
+    def transfer(self, direction: Direction, nbytes: int) -> None:
+        """The step has copied activations over the link, for which compute stands still."""
+        if self.uses and not self._finished:
+            self.transfers.append(Transfer(direction, nbytes, len(self.uses) - 1, len(self.uses) - 1))
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""

@@ -149,9 +149,8 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
-        self.uses = WeightUses(
-            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
-        )
+        of_model, backward_runs = (self.chunks, self.places, self.gradients), _weakly(self.backward_runs)
+        self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
         self._handles = [Recomputation(self.model, plan.activations)]
         self.listen()
         arrived = _weakly(self._arrived)
@@ -172,7 +171,8 @@ class Engine:
         units = fetched_as_one(self.model, self.plan.step)
         self.uses.join(units)
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
-        self.access = Interception(self.model, self.uses, parameters, units=units) if self.tracked else None
+        heard = bool(self.tracked) or self.plan.moves_activations  # of which weights must be no part
+        self.access = Interception(self.model, self.uses, parameters, units=units) if heard else None
 
     def stop_listening(self) -> None:
         """Takes hooks and classes off the model."""

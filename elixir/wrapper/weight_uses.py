@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.access.functions import RENORMALISE
 from elixir.access.interception import TRACKED_PARAMETERS, TrackedView
+from elixir.access.placeholders import storage_of
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
@@ -105,6 +107,7 @@ class WeightUses:
         gradients: knows which gradients have left for their home.
         device: the device of compute.
         backward_runs: called for every node of a backward, which need not have begun at an output of the model.
+        moves: whether the step moves what autograd saves to the host, which it must not do with weights.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class WeightUses:
         gradients: GradientFlow,
         device: torch.device,
         backward_runs: Callable[[], None],
+        *,
+        moves: bool = False,
     ) -> None:
         self._cache, self._gradients, self._device = cache, gradients, device
         self._backward_runs = backward_runs
@@ -125,9 +130,9 @@ class WeightUses:
         self._together: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         """By the `id` of a parameter of a unit that is fetched as one, its streamed chunks and the `id`s of all its
         parameters."""
-        self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
-        """False if all chunks are resident: their weights stay in place until the optimizer's step, which autograd
-        notices."""
+        self.claims_saved = moves or not all(chunk.plan.resident for chunk in chunks)
+        """False if all chunks are resident and nobody moves what autograd saves: their weights stay in place until the
+        optimizer's step, which autograd notices."""
         self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
@@ -340,6 +345,15 @@ class WeightUses:
         chunk, slot = place
         version = slot.parameter._version
         return _ChunkView(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a resident weight."""
+        return storage_of(tensor) in self._resident
+
+    @cached_property
+    def _resident(self) -> frozenset[int]:
+        """Numbers of the storages of resident weights."""
+        return frozenset(storage_of(each) for each, (chunk, _) in self._places.items() if chunk.plan.resident)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Fetches a saved weight for the running node."""

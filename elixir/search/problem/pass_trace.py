@@ -78,6 +78,11 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
         ),
         input_bytes=size * trace.input_bytes,
         pass_size=size,
+        transfers=tuple(
+            replace(each, nbytes=size * each.nbytes, begins=stage_of[each.begins], ends=stage_of[each.ends])
+            for each in trace.transfers
+        ),
+        host_peak_bytes=size * trace.host_peak_bytes,
     )
 
 

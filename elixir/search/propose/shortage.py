@@ -142,8 +142,9 @@ def _least_host(unmet: Unmet, device_bytes: int) -> int:
     for model in _models(unmet):
         if placement != "cpu":
             everything = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
-            if model.need(everything, 0).device_bytes <= device_bytes:
-                return 0
+            need = model.need(everything, 0)
+            if need.device_bytes <= device_bytes:
+                return need.host_bytes
         builder = _start(model, device_bytes if placement == "auto" else LARGEST_BYTES)
         if builder.peak_bytes() > device_bytes:
             continue

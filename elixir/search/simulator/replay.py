@@ -20,7 +20,7 @@ from elixir.plan.prediction import LINKS
 from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events
+from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Events
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
@@ -83,6 +83,7 @@ class Replay:
         self._free_blocks = case.grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
+        self._moved_s = [0.0] * len(times.transfers)  # when activations are where they go
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
         self.now_s = 0.0
@@ -401,6 +402,17 @@ class Replay:
         self._leaving.append((gone_s, times.pooled[c]))
         return now_s
 
+    def _move(self, number: int, now_s: float) -> float:
+        """Begins a copy of activations, after what its direction of the link has been given so far."""
+        lane = OFFLOAD if self._times.transfers[number].direction == "device_to_host" else FETCH
+        self._moved_s[number] = self._run(lane, "activations", None, now_s, self._times.transfer_s[number])
+        return now_s
+
+    def _moved(self, number: int, now_s: float) -> float:
+        """Waits until activations are where they go: the device may then free, or use, them."""
+        lane = OFFLOAD if self._times.transfers[number].direction == "device_to_host" else FETCH
+        return self._wait(now_s, self._moved_s[number], lane)
+
     def _backward(self, _: int, now_s: float) -> float:
         self._computed(now_s)
         self.backward_from_s = now_s
@@ -415,13 +427,14 @@ class Replay:
 
     # Of the class: a machine that held methods bound to itself would be a cycle, which only a collection frees.
     HANDLERS: ClassVar[Mapping[int, Handler]] = {
-        LOAD: _load, USE: _use, OPEN: _open, SEND: _send, BACKWARD: _backward, ENTRY: _entry,
+        LOAD: _load, USE: _use, OPEN: _open, SEND: _send, BACKWARD: _backward, ENTRY: _entry, MOVE: _move,
+        MOVED: _moved,
     }  # fmt: skip
     """Kind of event -> its handler."""
 
     # --- clocks ------------------------------------------------------------------------------------------------------
 
-    def _run(self, lane: str, name: str, c: int, submitted_s: float, seconds: float) -> float:
+    def _run(self, lane: str, name: str, c: int | None, submitted_s: float, seconds: float) -> float:
         """One item of a lane; when it is done."""
         start_s = self._free_s[lane]
         if submitted_s > start_s:

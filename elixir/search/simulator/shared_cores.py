@@ -44,7 +44,7 @@ class SharedCores(Replay):
         self.busy_s[COMPUTE] += lost_s
         return now_s + lost_s
 
-    def _run(self, lane: str, name: str, c: int, submitted_s: float, seconds: float) -> float:
+    def _run(self, lane: str, name: str, c: int | None, submitted_s: float, seconds: float) -> float:
         if lane != DISK:
             self._lost_s += self._contention * seconds
         return super()._run(lane, name, c, submitted_s, seconds)

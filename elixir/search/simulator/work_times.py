@@ -18,13 +18,14 @@ from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
 from elixir.search.simulator.rates import Rates
 
-LOAD, USE, OPEN, SEND, BACKWARD, ENTRY = range(6)
+LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
 """Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
-first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then)."""
+first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then); a
+transfer of activations begins, or is waited for (its number stands for the chunk then)."""
 
 _PLACES = 16
 """Places within one access of the trace, in order: see `_AT`."""
-_AT = {"forward over": 0, "backward": 1, "entry": 2, "load": 3, "use": 4, "gradient": 5}
+_AT = {"forward over": 0, "backward": 1, "entry": 2, "load": 3, "use": 4, "transfer": 5, "gradient": 6}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class WorkTimes:
         self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()
         self._index_order()
         self._index_gradients()
+        self.transfers = work.facts.trace.transfers
+        """Copies of activations to the host and back."""
+        ends = [(each.begins, MOVE, at) for at, each in enumerate(self.transfers)]
+        ends += [(each.ends, MOVED, at) for at, each in enumerate(self.transfers)]
+        self._transfer_events: Ints = np.array(sorted(ends, key=_by_access), dtype=np.int64).reshape(-1, 3)
         self.measure(rates, accesses_s)
 
     def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
@@ -94,6 +100,10 @@ class WorkTimes:
         self.deliver_on_device_s: list[float] = rates.device_copy(shard).tolist()
         self.add_on_host_s: list[float] = rates.host_add(shard).tolist()
         self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
+        moved = np.array([each.nbytes for each in self.transfers], dtype=np.int64)
+        out = [each.direction == "device_to_host" for each in self.transfers]
+        self.transfer_s: list[float] = np.where(out, rates.offload(moved), rates.fetch(moved)).tolist()
+        """Seconds of `transfers`."""
         self.norm_s: list[float] = rates.device_memory(shard).tolist()
         """One reading of the gradients, for the norm that clipping needs."""
         # New weights return, or weights are fetched again, while the host steps other chunks.
@@ -256,6 +266,9 @@ class WorkTimes:
         parts.append(self._gradients(placement, schedule, reached))
         backward_access = self._access_of[self.work.first_backward]
         parts.append(_rows(self._key(np.atleast_1d(backward_access), _AT["backward"]), BACKWARD, [0]))
+        if self.transfers:
+            access, kind, number = self._transfer_events.T
+            parts.append((self._key(access, _AT["transfer"]), kind, number))
         if record:
             numbers = np.arange(len(self.entry_chunks))
             parts.append(_rows(self._key(self._access_of[:-1], _AT["entry"]), ENTRY, numbers))
@@ -355,6 +368,12 @@ class WorkTimes:
         walks = np.searchsorted(np.array(positions, dtype=np.int64), np.arange(len(required)))
         found = self._walks[schedule.policy] = np.append(np.array(entries, dtype=np.int64), len(required))[walks]
         return found
+
+
+def _by_access(event: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Sorts ends of transfers: by access, and there one after the other."""
+    access, kind, number = event
+    return access, number, kind
 
 
 def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:

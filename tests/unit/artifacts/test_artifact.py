@@ -170,6 +170,11 @@ def traces(draw: st.DrawFn) -> StepTrace:
         )
         for access in fields["accesses"]
     )
+    last = len(fields["accesses"]) - 1
+    fields["transfers"] = tuple(
+        dataclasses.replace(each, nbytes=abs(each.nbytes), begins=draw(st.integers(0, last)), ends=last)
+        for each in (fields["transfers"] if fields["accesses"] else ())
+    )
     return StepTrace(**fields)
 
 

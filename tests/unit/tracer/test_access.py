@@ -47,6 +47,9 @@ class Log:
         name = self.storages.get(tensor.untyped_storage()._cdata)
         return Place(self.parameters[name]) if self.tracks and name is not None else None
 
+    def stays(self, tensor: torch.Tensor) -> bool:
+        return False
+
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         return data
 
