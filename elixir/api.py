@@ -27,6 +27,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
 from elixir.models.compiled_layers import layers_compiled
+from elixir.models.inner_tensors import taken_apart
 from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
@@ -205,7 +206,8 @@ def dry_run(
         ranks = Group(given["group"])
         try:
             dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
-            return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
+            with taken_apart(model):
+                return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
         finally:
             ranks.close()
 
@@ -322,7 +324,8 @@ class _Question:
 
     def _make_plan(self, world_size: int, replicas: int | None) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
-            check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
+            with taken_apart(self.model):
+                check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
         files: tuple[WeightFile, ...] = ()
         if self.asked.get("frozen_weights") == "files":
             files = weight_records(self.for_module.get("weights"))

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from elixir.access.access_listener import AccessListener
+from elixir.access.whole import held, holds_others
 from elixir.errors import InputError
 from elixir.torch_private import (
     DisableTorchDispatch,
@@ -66,7 +67,7 @@ def hooks_over(
 
     def pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunctionSubclass():  # questions about a parameter are no use of it
-            handle = listener.pack(tensor)
+            handle = _handle(tensor, listener)
             if handle is None and outer is not None and listener.stays(tensor):
                 return _Kept(tensor)
         return keep(tensor) if handle is None else _Claimed(handle)
@@ -78,7 +79,7 @@ def hooks_over(
             if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
                 _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
-                return listener.unpack(packed.handle)
+                return _given(packed.handle, listener)
         return packed.tensor_if_unchanged() if type(packed) is _Kept else give(packed)
 
     if around_compiled:
@@ -117,6 +118,36 @@ def _with_tracked_arguments(function: Callable[..., Any], track: Callable[[Any],
 def listener_of(hooks: Hooks | None) -> Any:
     """The listener of these hooks; None for foreign hooks."""
     return None if hooks is None else getattr(hooks[0], "elixir_listener", None)
+
+
+def _handle(tensor: torch.Tensor, listener: AccessListener) -> Any:
+    """The listener's handle of a saved tensor; None if it does not claim it, nor any that it holds."""
+    if not holds_others(tensor):
+        return listener.pack(tensor)
+    handles = {name: _handle(each, listener) for name, each in held(tensor)}
+    return None if all(each is None for each in handles.values()) else _Held(tensor, handles)
+
+
+def _given(handle: Any, listener: AccessListener) -> torch.Tensor:
+    """The saved tensor."""
+    return handle.joined(listener) if type(handle) is _Held else listener.unpack(handle)
+
+
+class _Held:
+    """A saved tensor that holds others, of which the listener has claimed some."""
+
+    __slots__ = ("_form", "_handles", "_others")
+
+    def __init__(self, tensor: Any, handles: dict[str, Any]) -> None:
+        self._handles = handles
+        self._others = {name: each for name, each in held(tensor) if handles[name] is None}
+        self._form = (type(tensor), tensor.__tensor_flatten__()[1], tensor.size(), tensor.stride())
+
+    def joined(self, listener: AccessListener) -> torch.Tensor:
+        kind, *form = self._form
+        found = {name: _given(handle, listener) for name, handle in self._handles.items() if handle is not None}
+        tensor: torch.Tensor = kind.__tensor_unflatten__(self._others | found, *form)
+        return tensor
 
 
 class _Claimed:

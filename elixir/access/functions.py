@@ -6,7 +6,7 @@ from typing import Any
 
 _METADATA_ATTRIBUTES = frozenset(
     """shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_cuda is_cpu is_meta is_sparse names
-    _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
+    is_nested _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
 )
 _METADATA_METHODS = frozenset(
     """size dim numel nelement element_size is_floating_point is_complex register_hook

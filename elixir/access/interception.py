@@ -47,6 +47,7 @@ from elixir.access.functions import (
 )
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
 from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
+from elixir.access.whole import Whole
 from elixir.errors import InputError
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
@@ -77,7 +78,7 @@ class TrackedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _call(func, args, kwargs or {})
+        return _call(func, args, kwargs or {}, types)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Shows values if they may be read; a debugger's list of variables must not raise."""
@@ -132,7 +133,7 @@ class TrackedView(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _call(func, args, kwargs or {})
+        return _call(func, args, kwargs or {}, types)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies its values, as of any tensor; refused if it has a graph."""
@@ -329,8 +330,10 @@ def _unwritten(parameters: list[nn.Parameter]) -> Iterator[None]:
             )
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], types: Any) -> Any:
     """Handles a torch function with a tracked parameter, or a view of one, among its arguments."""
+    if len(types) > 1 and any(issubclass(kind, Whole) for kind in types):
+        return NotImplemented  # the other class announces all of them
     if func is torch.autograd.grad or func is torch.autograd.backward:
         # A recompute inside of it has uses to announce, so torch functions stay on.
         return differentiate(func, args, kwargs, lambda item: bool(_tracked((item,), {})))
@@ -345,6 +348,25 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         written = _tracked(*written_arguments(name, args, kwargs)) if may_write else []
         result = _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
         return result if name != "data" else found[0].elixir_listener.lends(_parameter_of(found[0]), result)
+
+
+def _call_whole(kind: Any, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Handles a torch function with a tensor among its arguments that holds tracked parameters."""
+    found = [] if reads_only_metadata(func) else _tracked(args, kwargs)
+    if not found:
+        return kind.__torch_function__(func, types, args, kwargs)
+    name = name_of(func)
+    if name[-1:] == "_" and _tracked(*written_arguments(name, args, kwargs)):
+        raise InputError(f"{name} writes to a {kind.__name__}, which holds frozen weights; write before wrapping")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kind.__torch_function__(func, types, args, kwargs)
+
+    with unmarked():
+        return _read(call, args, kwargs, name, found, [])
+
+
+Whole.elixir_call = staticmethod(_call_whole)
 
 
 def _noticing(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -538,8 +560,9 @@ def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
         if kind is TrackedView or kind in TRACKED_PARAMETERS:
             if not any(item is other for other in found):
                 found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            for inner in _tracked(item.values() if isinstance(item, dict) else item, {}):
+        elif isinstance(item, (tuple, list, dict, Whole)):
+            values = item.elixir_held if isinstance(item, Whole) else item
+            for inner in _tracked(item.values() if isinstance(item, dict) else values, {}):
                 if not any(inner is other for other in found):
                     found.append(inner)
     return found

@@ -8,7 +8,9 @@ from torch.nn.parameter import is_lazy
 
 from elixir.access.compiled_units import compiled_in_place, compiled_units, has_cuda_graphs, is_compiled
 from elixir.access.interception import TRACKED_PARAMETERS
+from elixir.access.whole import holds_others
 from elixir.errors import InputError
+from elixir.models.inner_tensors import InnerTensor
 from elixir.models.quantised import PACKED_CLASSES, is_packed, packed_for_cpu
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import Plan
@@ -101,7 +103,7 @@ def compiled_over_moving_weights(what: str) -> InputError:
 def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     """A tensor whose class does more than hold numbers, and the way out."""
     kind = type(tensor)
-    if kind in (nn.Parameter, torch.Tensor) or tensor.is_nested or is_lazy(tensor):
+    if kind in (nn.Parameter, torch.Tensor, InnerTensor) or tensor.is_nested or is_lazy(tensor):
         return None
     if _is_of(kind, PACKED_CLASSES):
         if not is_packed(tensor):
@@ -116,6 +118,8 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
         return found, "load the model with load_in_4bit (nf4), or with torchao's 8 bits"
     if kind.__name__ == "DTensor":
         return "a DTensor", "give ordinary tensors (full_tensor()), which the plan partitions itself"
+    if holds_others(tensor) and isinstance(tensor, nn.Parameter):
+        return f"a trained {kind.__name__}", "freeze it (requires_grad_(False)) and train adapters over it"
     dispatches = kind.__torch_dispatch__ is not TopDispatch
     if dispatches or nn.Parameter not in kind.__mro__:
         found = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass of unknown memory"

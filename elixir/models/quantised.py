@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from elixir.models.inner_tensors import InnerTensor, take_apart
+
 PACKED_CLASSES = frozenset({"Params4bit"})
 """Classes of parameters that may hold packed numbers."""
 
@@ -29,7 +31,7 @@ class Companion(NamedTuple):
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are packed numbers, which have a meaning only with its companions."""
-    return vars(tensor).get("quant_state") is not None
+    return isinstance(tensor, InnerTensor) or vars(tensor).get("quant_state") is not None
 
 
 def companions(parameter: torch.Tensor) -> Iterator[Companion]:
@@ -57,11 +59,15 @@ def packed_for_cpu(tensor: torch.Tensor) -> bool:
     return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
 
 
-def order_kept(model: nn.Module) -> Callable[[], None]:
-    """Keeps evaluations from reordering packed numbers; returns what ends it.
+def ready_to_move(model: nn.Module) -> Callable[[], None]:
+    """Takes parameters apart that hold tensors, and keeps evaluations from reordering packed numbers.
 
-    bitsandbytes would replace ``weight.data`` and the scales in the first evaluation on such a CPU.
+    bitsandbytes would replace ``weight.data`` and the scales in the first evaluation on a CPU with AVX512-BF16.
+
+    Returns:
+        What ends both.
     """
+    put_together = take_apart(model)
     layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -69,5 +75,6 @@ def order_kept(model: nn.Module) -> Callable[[], None]:
     def end() -> None:
         for layer in layers:
             layer.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
+        put_together()
 
     return end

@@ -111,6 +111,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # then the subclass is asked, whose operators come here
         with DisableTorchFunction():
             if self._regions.beginning:
                 self._regions.settle()

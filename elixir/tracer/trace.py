@@ -22,6 +22,7 @@ from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
+from elixir.models.inner_tensors import taken_apart
 from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
@@ -121,7 +122,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     asked = {name: value for name, value in locals().items() if name not in ("model", "inp", "step_fn")}
     started = time.perf_counter()
     target = target_for(hardware)
-    with compiled_in_place(model):
+    with compiled_in_place(model), taken_apart(model):
         twin = meta_copy(model, dtype)
         compiled = _compiled(model, compile)
         batch, inputs = meta_input(inp, dtype)

@@ -20,7 +20,7 @@ from elixir.files import PathLike
 from elixir.hardware import promises
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
-from elixir.models.quantised import order_kept
+from elixir.models.quantised import ready_to_move
 from elixir.models.shared_memory import find_shared_memory
 from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
@@ -136,13 +136,13 @@ class ElixirModule(nn.Module):
             debug=debug,
         )
         with compiled_in_place(module, keep=True), contextlib.ExitStack() as undone:
+            self._put_back = ready_to_move(module)
+            undone.callback(self._put_back)
             self._origins = Origins(module)
             ranks = Group(group, data=False)
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
             ranks.divide(made.replicas)
-            self._order_of_packed = order_kept(module)
-            undone.callback(self._order_of_packed)
             self._shared_weights = SharedWeights(module, find_shared_memory(module))
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
@@ -501,8 +501,8 @@ class ElixirModule(nn.Module):
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
         with contextlib.ExitStack() as ends:  # all of these run, whatever fails
+            ends.callback(self._put_back)
             ends.callback(self._fused.remove)
-            ends.callback(self._order_of_packed)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))
             ends.callback(lambda: vars(self.module).pop("_apply"))
             if self._frozen is not None:

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to import; ranks are forked after it
 from transformers.models.opt import modeling_opt  # noqa: F401
 
+from elixir.access.whole import holds_others
+from elixir.models.inner_tensors import flat
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search
@@ -100,7 +102,11 @@ class Twins:
         make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=LR))
         self.inp, self.loss, self.max_norm = inp, loss, max_norm
         self.plan = plan_for(model, inp, kind, loss=loss, **options)
-        self.plain = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused)
+        plain = copy.deepcopy(model)
+        # DDP broadcasts no tensor that holds others, and fails.
+        names = [name for name, each in plain.named_parameters() if holds_others(each)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, names)
+        self.plain = DistributedDataParallel(plain, find_unused_parameters=unused)
         self.plain_optimizer = make(self.plain.parameters())
         self.module = ElixirModule(model, self.plan, device="cpu", **debugged(wrap or {}, poison=True))
         self.optimizer = ElixirOptimizer(self.module, make(self.module.parameters()), max_norm=max_norm)
@@ -138,8 +144,8 @@ class Twins:
         """Losses within 1e-5 relative; weights within 1e-3 x LR, key biases, whose gradient is noise, within 5e-2."""
         for step, (mine, plain) in enumerate(self.losses):
             assert abs(mine - plain) <= 1e-5 * abs(plain), f"loss {step}: {mine}, DDP has {plain}"
-        state = self.module.state_dict()
-        for name, value in self.plain.module.state_dict().items():
+        state = dict(part for each in self.module.state_dict().items() for part in flat(*each))
+        for name, value in (part for each in self.plain.module.state_dict().items() for part in flat(*each)):
             limits = torch.full_like(value, 1e-3 * LR, dtype=torch.float32)
             if name.endswith(("k_proj.bias", "key.bias")):
                 limits.fill_(5e-2 * LR)

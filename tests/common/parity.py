@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.models.inner_tensors import flat
 from elixir.models.step import default_input
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
@@ -219,7 +220,8 @@ class Pair:
     def assert_same_weights(self) -> None:
         """Every weight and buffer has the same bits on both sides."""
         mine, plain = self.module.state_dict(), self.plain.state_dict()
-        assert list(mine) == list(plain)
+        assert [(name, type(each)) for name, each in mine.items()] == [(n, type(each)) for n, each in plain.items()]
+        mine, plain = (dict(part for each in state.items() for part in flat(*each)) for state in (mine, plain))
         if not self.exact:
             found = _distance([mine[name].cpu() for name in plain], [each.cpu() for each in plain.values()])
             assert found < ROUNDED, f"weights are {found:g} apart"

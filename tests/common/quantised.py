@@ -17,6 +17,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp4 in float32": {"quant_storage": torch.float32, "quant_type": "fp4"},
 }
 """Form of quantisation -> options of bitsandbytes' `Linear4bit`."""
+TORCHAO = ("torchao int8", "torchao int8, embedding too")
+"""Forms of torchao: each row of a weight has a scale."""
 
 
 def quantised_case(form: str, checkpoint: str = "none") -> Case:
@@ -38,6 +40,8 @@ def quantised_case(form: str, checkpoint: str = "none") -> Case:
 
 def quantise(model: nn.Module, form: str) -> None:
     """Replaces the linear layers of a model, but for its head."""
+    if form in TORCHAO:
+        return _quantise_by_torchao(model, form)
     bnb = pytest.importorskip("bitsandbytes")
     options = {"compress_statistics": False, "quant_type": "nf4", "quant_storage": torch.uint8} | FORMS[form]
     for name, layer in list(model.named_modules()):
@@ -47,3 +51,11 @@ def quantise(model: nn.Module, form: str) -> None:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, made)
     model.to("cpu")  # which packs the weights
+
+
+def _quantise_by_torchao(model: nn.Module, form: str) -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    kinds = (nn.Linear, nn.Embedding) if "embedding" in form else (nn.Linear,)
+    ao.quantize_(
+        model, ao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: isinstance(layer, kinds) and name != "lm_head"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.common.ddp import Twins
-from tests.common.quantised import quantised_case
+from tests.common.quantised import TORCHAO, quantised_case
 from tests.common.spawn import run_ranks
 
 
@@ -27,11 +27,13 @@ def _train(rank: int, world_size: int, form: str, kind: str, checkpoint: str) ->
     ("form", "kind", "checkpoint"),
     [
         ("nf4 double", "host", "non-reentrant"),
+        ("torchao int8", "mixed", "non-reentrant"),
+        pytest.param("torchao int8, embedding too", "host", "none", marks=pytest.mark.slow),
         pytest.param("nf4", "mixed", "none", marks=pytest.mark.slow),
         pytest.param("nf4 in bfloat16", "host", "none", marks=pytest.mark.slow),
         pytest.param("fp4 in float32", "mixed", "non-reentrant", marks=pytest.mark.slow),
     ],
 )
 def test_steps_are_those_of_ddp(form: str, kind: str, checkpoint: str) -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("torchao" if form in TORCHAO else "bitsandbytes")
     run_ranks(2, _train, form, kind, checkpoint)

@@ -393,7 +393,7 @@ def main_dtype(trace: StepTrace) -> str:
     """The floating dtype of most parameter elements; quantised weights, unpacked when they are read, do not count."""
     numel: dict[str, int] = {}
     for param in trace.parameters:
-        if param.dtype.startswith(("float", "bfloat")):
+        if param.dtype.startswith(("float", "bfloat")) and not param.dtype.startswith(("float8", "float4")):
             numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
     return max(sorted(numel), key=lambda name: numel[name], default="float32")
 

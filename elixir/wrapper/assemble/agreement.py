@@ -17,6 +17,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError, few
+from elixir.models.inner_tensors import flat
 from elixir.plan.plan import Plan
 from elixir.units import format_bytes
 from elixir.wrapper.assemble.weight_source import Weights
@@ -96,7 +97,8 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, st
     if group.size == 1:
         return
     if isinstance(given, dict):
-        tensors = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
+        values = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
+        tensors = (part for name, value in values for part in flat(name, value))
         _, different = _compare(group, "given weights", tensors)
         if different:
             raise InputError(

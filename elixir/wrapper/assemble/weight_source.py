@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.access.whole import holds_others
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
 from elixir.models.buffer_place import buffer_places
+from elixir.models.inner_tensors import flat
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
     Raises:
         InputError, InputTypeError: see `WeightSource`.
     """
-    values = given if isinstance(given, Mapping) else _of_files(given)
+    values = _ordinary(given) if isinstance(given, Mapping) else _of_files(given)
     own = weight_names(model).values()
     persistent = [_aliases(place.name) for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
     missing = [names[0] for names in own if not any(name in values for name in names)]
@@ -102,6 +104,13 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
             "or give strict=False to leave those that are missing to the model's own modules"
         )
     return values, found
+
+
+def _ordinary(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Takes the tensors of a dict apart that hold others; other mappings may read a value only when asked for it."""
+    if not isinstance(given, dict) or not any(holds_others(each) for each in given.values()):
+        return given
+    return dict(part for name, each in given.items() for part in flat(name, each))
 
 
 def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:

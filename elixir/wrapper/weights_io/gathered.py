@@ -10,6 +10,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.errors import InputError
+from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
 
 Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
@@ -93,10 +94,11 @@ def _of_model(engine: Engine, wanted: Wanted) -> set[nn.Parameter] | None:
         return None
     if isinstance(wanted, nn.Module):
         wanted = wanted.parameters()
-    found = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
+    given = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
+    found = [part for each in given for _, part in flat("", each)]
     foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in engine.places)]
     if foreign:
         raise InputError(
             f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"
         )
-    return set(found)
+    return {part for part in found if isinstance(part, nn.Parameter)}

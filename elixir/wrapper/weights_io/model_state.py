@@ -170,7 +170,8 @@ class ModelState:
             if parameter not in self._given:
                 filed = chunk.filed  # not gathered: values in files are mapped, and may be more than memory holds
                 part = filed.mapped(slot.name) if filed else slot.part_of(self._whole_of(chunk)).detach()
-                wide = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
+                own = self._full is None or part.itemsize == 1  # float8 has no wider type in torch's table
+                wide = part.dtype if own else torch.promote_types(part.dtype, torch.float32)
                 dtype = cast_dtype(parameter, self._dtype or wide)
                 keeps = self._full is not False
                 copied = part.to("cpu", dtype, copy=not filed) if keeps else torch.empty(0, device="cpu")

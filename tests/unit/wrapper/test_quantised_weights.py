@@ -15,9 +15,10 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.models.buffer_place import buffer_places
+from elixir.models.inner_tensors import flat
 from elixir.tracer.trace import trace_step
 from tests.common.parity import MODES, Case, Pair, make_plan
-from tests.common.quantised import FORMS, quantised_case
+from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
 CHECKPOINTS = ("none", "non-reentrant")
 
@@ -36,7 +37,7 @@ def traced(it: Case, **options: Any) -> elixir.StepTrace:
         pytest.param(
             form, mode, checkpoint, marks=[] if (mode == "streamed") == (checkpoint == "none") else [pytest.mark.slow]
         )
-        for form in FORMS
+        for form in (*FORMS, *TORCHAO)
         for mode in MODES
         for checkpoint in CHECKPOINTS
     ],
@@ -53,6 +54,19 @@ def test_steps_have_the_bits_of_plain_pytorch(form: str, mode: str, checkpoint: 
             assert report.observed.get(key) == report.predicted.get(key), key
 
 
+def test_scales_of_torchao_are_planned_as_weights() -> None:
+    it = quantised_case("torchao int8")
+    weights = {name: each for name, each in it.model.named_parameters() if type(each).__name__ == "Int8Tensor"}
+    planned = {info.name: info for info in traced(it).parameters}
+    assert len(weights) == 14
+    for name, weight in weights.items():
+        for own in ("qdata", "scale"):
+            held = getattr(weight, own)
+            info = planned[f"{name}.{own}"]
+            assert (info.shape, info.dtype) == (tuple(held.shape), str(held.dtype).removeprefix("torch."))
+    assert traced(it).param_bytes == sum(part.nbytes for each in it.model.parameters() for _, part in flat("", each))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_those_of_the_tensors(form: str) -> None:
     it = quantised_case(form)
@@ -65,7 +79,7 @@ def test_bytes_are_those_of_the_tensors(form: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("form", ["nf4", "nf4 double"])
+@pytest.mark.parametrize("form", ["nf4", "nf4 double", *TORCHAO])
 def test_the_peak_is_that_of_a_real_step(form: str, checkpoint: str) -> None:
     it = quantised_case(form, checkpoint)
     trace = traced(it)
@@ -97,7 +111,7 @@ def test_a_cast_leaves_packed_numbers_and_their_scales() -> None:
     module.close()
 
 
-@pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16"])
+@pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16", "torchao int8"])
 def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
     first = quantised_case(form)
     other = copy.deepcopy(first)

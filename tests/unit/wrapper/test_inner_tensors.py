@@ -1,0 +1,170 @@
+"""Frozen parameters of tensor subclasses that hold others: taken apart, planned, streamed, saved and given back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware.profile import preset
+from elixir.models.inner_tensors import take_apart
+from elixir.tracer.trace import trace_step
+from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
+from tests.common.scaled_tensor import ScaledTensor, scaled
+
+NAMES = ["0.weight.numbers", "0.weight.inner.scale", "0.weight.inner.shift"]
+
+
+def scaled_case(*, tied: bool = False) -> Case:
+    """Linear layers with quantised weights that compute below autograd, so that it saves views of them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+        inp = {"input": torch.randn(3, 12)}
+    for index in (0, 2):
+        model[index].weight = nn.Parameter(scaled(model[index].weight.detach()), requires_grad=False)
+    if tied:
+        model[2].weight = model[0].weight
+    return Case(model, inp, square_loss)
+
+
+def step(model: nn.Module, inp: dict[str, Any]) -> None:
+    square_loss(model, inp).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_have_the_bits_of_plain_pytorch(mode: str, tied: bool) -> None:
+    it = scaled_case(tied=tied)
+    with Pair(it, make_plan(it, mode, split_number=3), max_norm=0.5) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.demand_loads == 0
+        assert report.observed.get("loads") == report.predicted.get("loads")
+
+
+def test_the_tensors_inside_are_planned() -> None:
+    it = scaled_case()
+    weights = (it.model[0].weight, it.model[2].weight)
+    trace = trace_step(it.model, it.inp, step, hardware=preset("cpu"))
+    inner = {info.name: info for info in trace.parameters if info.name.startswith("0.weight")}
+    assert list(inner) == NAMES
+    assert [info.dtype for info in inner.values()] == ["int8", "float32", "float32"]
+    held = sum(each.nbytes for weight in weights for each in (weight.numbers, weight.inner.scale, weight.inner.shift))
+    ordinary = sum(each.nbytes for each in it.model.parameters() if not isinstance(each, ScaledTensor))
+    assert trace.param_bytes == held + ordinary
+    assert (it.model[0].weight, it.model[2].weight) == weights, "a trace leaves the model as it was"
+    assert type(weights[0].numbers) is torch.Tensor
+    assert type(it.model[0]) is nn.Linear
+    assert list(dict(it.model.named_parameters())) == [f"{n}.{own}" for n in (0, 2, 4) for own in ("weight", "bias")]
+
+
+def test_state_dicts_have_the_whole(tmp_path: Any) -> None:
+    it, other = scaled_case(), scaled_case()
+    expected = {name: value.clone() for name, value in it.model.state_dict().items()}
+    with torch.no_grad():
+        for weight in (other.model[0].weight, other.model[2].weight):
+            weight.numbers.zero_()
+    plan = make_plan(it, "streamed")
+    one, two = elixir.ElixirModule(it.model, plan), elixir.ElixirModule(other.model, plan)
+    for given in (one.state_dict(), one.module.state_dict()):
+        assert list(given) == list(expected)
+        assert type(given["0.weight"]) is ScaledTensor
+    two.load_state_dict(one.state_dict())
+    for name, value in two.state_dict().items():
+        assert torch.equal(_plain(value), _plain(expected[name])), name
+    changed = dict(one.state_dict()) | {"0.weight": torch.zeros(12, 12)}
+    with pytest.raises(RuntimeError, match=r"0\.weight is a ScaledTensor of another form"):
+        two.load_state_dict(changed)
+    with torch.no_grad(), two.gathered(two.module[0].weight, write=True):
+        two.module[0].weight.elixir_held[0].data.zero_()
+    save_checkpoint(tmp_path / "saved", {"model": one}, wait=True)
+    assert not torch.equal(_plain(two.state_dict()["0.weight"]), _plain(expected["0.weight"]))
+    load_checkpoint(tmp_path / "saved", {"model": two})
+    weight = other.model[2].weight
+    two.close()
+    one.close()
+    assert type(other.model[0]) is nn.Linear
+    assert {name: type(value) for name, value in other.model.state_dict().items()} == {
+        name: type(value) for name, value in expected.items()
+    }
+    assert type(weight) is not ScaledTensor, "while the plan ran, it was put together for each use"
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(_plain(value), _plain(expected[name])), name
+
+
+def test_weights_may_be_given(tmp_path: Any) -> None:
+    it, other = scaled_case(), scaled_case()
+    expected = it.model.state_dict()
+    with torch.no_grad():
+        other.model[0].weight.numbers.zero_()
+    plan = make_plan(other, "streamed")
+    module = elixir.ElixirModule(other.model, plan, weights=copy.deepcopy(expected))
+    assert torch.equal(_plain(module.state_dict()["0.weight"]), _plain(expected["0.weight"]))
+    module.close()
+
+
+def test_a_cast_leaves_the_tensors_inside() -> None:
+    it = scaled_case()
+    module = elixir.ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), dtype=torch.bfloat16)
+    dtypes = {slot.name: chunk.dtype for chunk in module.plan.chunks for slot in chunk.parameters}
+    assert {name: dtypes[name] for name in NAMES} == dict(zip(NAMES, ("int8", "float32", "float32"), strict=True))
+    assert dtypes["4.weight"] == "bfloat16"
+    module.close()
+
+
+def test_a_plan_for_another_class_is_refused() -> None:
+    it, other = scaled_case(), scaled_case()
+
+    class AnotherTensor(ScaledTensor):
+        pass
+
+    own = other.model[0].weight
+    made = AnotherTensor(own.numbers, own.inner)
+    other.model[0].weight = nn.Parameter(made, requires_grad=False)
+    with pytest.raises(ArtifactError):
+        elixir.ElixirModule(other.model, make_plan(it, "streamed"))
+    assert type(other.model[0].weight) is AnotherTensor
+
+
+def test_a_failed_wrapping_puts_them_together() -> None:
+    it, other = scaled_case(), scaled_case()
+    weight = it.model[0].weight
+    with pytest.raises(InputError):
+        elixir.ElixirModule(it.model, make_plan(other, "streamed"), weights={"no": torch.zeros(1)})
+    assert it.model[0].weight is weight
+    assert torch.equal(_plain(weight), _plain(other.model[0].weight))
+
+
+def test_one_that_trains_is_refused_by_name() -> None:
+    it = scaled_case()
+    it.model[2].weight.requires_grad_(True)
+    with pytest.raises(InputError, match=r"2\.weight is a trained ScaledTensor.*freeze it"):
+        trace_step(it.model, it.inp, step, hardware=preset("cpu"))
+
+
+def test_writing_to_one_is_refused() -> None:
+    it = scaled_case()
+    module = elixir.ElixirModule(it.model, make_plan(it, "streamed"))
+    with pytest.raises(InputError, match="zero_ writes to a ScaledTensor"):
+        it.model[0].weight.zero_()
+    module.close()
+
+
+def test_a_model_without_them_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    end = take_apart(model)
+    assert list(model._modules) == []
+    end()
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.dequantised() if isinstance(value, ScaledTensor) else value
