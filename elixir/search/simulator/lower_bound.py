@@ -58,6 +58,7 @@ class LowerBound:
         self._left_s = np.where(forward, np.maximum(before_backward_s - self._before_s, 0.0), -np.inf)
         self._fetch_s, self._offload_s = np.array(times.fetch_s), np.array(times.offload_s)
         self._host_adam_s, self._device_adam_s = np.array(times.host_adam_s), np.array(times.device_adam_s)
+        self._turned_s = np.array(times.turned_s)
         self._copy_s, self._deliver_s = np.array(times.device_copy_s), np.array(times.deliver_on_device_s)
         self._gather_s, self._reduce_s = np.array(times.gather_s), np.array(times.reduce_s)
         self._norm_s = np.array(times.norm_s) * clipping
@@ -90,7 +91,8 @@ class LowerBound:
         else:
             loading_s = self._one_by_one_s(chunks, forward & ~resident, weight, np.zeros_like(blocks))
         walked_s = self._before_backward_s + loading_s
-        forward_s: Floats = np.maximum(on_device @ self._device_adam_s[chunks] + walked_s, done_s)
+        stepped_s = on_device @ self._device_adam_s[chunks] + on_host @ self._turned_s[chunks]
+        forward_s: Floats = np.maximum(stepped_s + walked_s, done_s)
         through = trained & ~(resident & state) if not self._several else np.broadcast_to(trained, resident.shape)
         backward_s: Floats = self._after_s + self._sending_s(chunks, through, state)
         backward_s = np.maximum(backward_s, _loads_s(away & backward, fetch_s, blocks))

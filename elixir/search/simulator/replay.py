@@ -160,15 +160,14 @@ class Replay:
         for c in times.update_order:
             self.moved_bytes[NETWORK] += times.exchanged_bytes[c]
             if placement.state_on_device[c]:
-                self._doing, self._doing_chunk = "optimizer", c
-                self.now_s += times.device_adam_s[c]
-                self.device_adam_s += times.device_adam_s[c]
-                self._computed(self.now_s)
+                self._step_on_device(c, times.device_adam_s[c])
                 done_s = 0.0
             elif c in placement.early and not self._case.clipped:
                 done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
+                if times.turned_s[c]:  # lost where it is submitted, as nobody knows before when the lane comes to it
+                    self._step_on_device(c, times.turned_s[c])
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -178,6 +177,12 @@ class Replay:
         while self._unwritten:
             self._write_back()
         self.busy_s[COMPUTE] += self.device_adam_s
+
+    def _step_on_device(self, c: int, seconds: float) -> None:
+        self._doing, self._doing_chunk = "optimizer", c
+        self.now_s += seconds
+        self.device_adam_s += seconds
+        self._computed(self.now_s)
 
     def _read_norm(self) -> None:
         """Replays the norm: compute reads gradients that stay on the device; the host waits for one number.

@@ -112,6 +112,8 @@ class WorkTimes:
         """The same seconds while gradients of other chunks come down as well."""
         self.turned_bytes = [0] * len(work.chunks)
         """Bytes of matrices that pass through the device if the host steps them, by chunk."""
+        self.turned_s = [0.0] * len(work.chunks)
+        """Seconds that these take from compute on the device, whichever stream they are on, by chunk."""
         self.exchanged_bytes = [0] * len(work.chunks)
         """Bytes that a rank receives while ranks step matrices, by chunk."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
@@ -126,6 +128,7 @@ class WorkTimes:
         ranks, shard_numel = self.shards, self.work.chunks[c].numel // self.shards
         numel = np.array([rows * columns for rows, columns in matrices] if ranks == 1 else [shard_numel])
         device_s = rates.orthogonal_s(slowest(matrices, ranks))
+        self.turned_s[c] = 0.0 if rates.computes_on_host else device_s
         if ranks > 1:  # as a gather in which one rank receives so much, there and back
             most = DIRECTION_BYTES * owned_numel([(matrices, shard_numel)], ranks)
             device_s += 2 * float(rates.gather([most * ranks // (ranks - 1)]).sum())

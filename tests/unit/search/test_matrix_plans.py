@@ -1,0 +1,53 @@
+"""Seconds of plans whose matrices are stepped whole: the device makes them orthogonal wherever their states live."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elixir.optimizer_states import state_size
+from elixir.plan.chunk_plan import Home
+from elixir.search import plan_from_trace
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.sizes import SearchSpace
+from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.simulation import simulate_step
+from elixir.units import GIB
+from tests.common.samples import make_hardware
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+STACK = stack_trace(StackShape(hidden=256, layers=4, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
+HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e13, "float32": 4e13}, host_memory_bytes=512 * GIB)
+
+
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+def test_a_step_takes_the_products_of_all_matrices_and_its_compute(placement: str) -> None:
+    plan = plan_from_trace(
+        STACK, HARDWARE, 1, optimizer_type="Muon", placement=placement, device_memory=GIB, host_memory=GIB
+    ).plan
+    assert {chunk.state_home for chunk in plan.chunks if chunk.matrices} == {"host" if placement == "cpu" else "device"}
+    rates = Rates(HARDWARE, main_dtype(STACK), 1, 1)
+    products_s = sum(rates.orthogonal_s(chunk.matrices) for chunk in plan.chunks)
+    found = simulate_step(plan, STACK, HARDWARE)
+    assert products_s > 0
+    assert found.busy_s["compute"] >= (products_s + float(rates.accesses_s(STACK).sum())) * (1 - 1e-9)
+    assert sum(span.end_s - span.start_s for span in found.timeline if span.resource == "compute") == pytest.approx(
+        found.busy_s["compute"]
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_floors_lie_below_simulations(world_size: int) -> None:
+    whole = frozenset(each.name for each in STACK.parameters if len(each.shape) == 2)
+    setting = Setting(world_size, world_size, state_size("AdamW"), True, matrices=whole)
+    space, draw = SearchSpace(STACK, HARDWARE, setting), random.Random(0)
+    model = space.model(space.table.largest_bytes)
+    homes = (Home.HOST, Home.RESIDENT_HOST, Home.RESIDENT, Home.DEVICE)
+    for _ in range(20):
+        placement = Placement(tuple(draw.choice(homes) for _ in model.work.chunks))
+        blocks = placement.resident.count(False)
+        step_s = weigh(model, placement, blocks, 1 if blocks else 0, space.cost).seconds["total"]
+        assert 0 < space.cost.lower_bound_of(model.work, placement, blocks) <= step_s * (1 + 1e-12)
