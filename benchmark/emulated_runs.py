@@ -83,7 +83,8 @@ def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
         placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
     candidate = weigh(model, placement, blocks, depth, space.cost)
     budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)
-    return to_plan(space, candidate, budgets, "AdamW", "auto")
+    optimizer = "Muon + AdamW" if space.setting.matrices else "AdamW"
+    return to_plan(space, candidate, budgets, optimizer, "auto")
 
 
 def homes(mix: str, chunks: int) -> Placement:
@@ -135,7 +136,8 @@ class Timed:
 
 
 class Run:
-    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it.
+    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it,
+    and with Muon if the plan has matrices.
 
     Options are those of `ElixirOptimizer`, and `disk_folder` of `ElixirModule`.
     """
@@ -153,7 +155,14 @@ class Run:
         self.plan, self._inp = plan, inp
         model = build(shape, dtype=torch.float32, device="cpu")
         self.module = ElixirModule(model, plan, device="cpu", disk_folder=disk_folder)
-        self.optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True), **options)
+        whole = set(plan.matrices)
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        others = adam([each for name, each in named if name not in whole], lr=1e-4, fused=True)
+        self.optimizer = ElixirOptimizer(self.module, others, **options)
+        self._optimizers = [self.optimizer]
+        if whole:
+            muon = torch.optim.Muon([each for name, each in named if name in whole], lr=1e-4)
+            self._optimizers.append(ElixirOptimizer(self.module, muon, **options))
 
     def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
         """Emulates links of these speeds from now on. One module for all speeds spares the memory of five."""
@@ -173,12 +182,13 @@ class Run:
     def step(self, *, settle: bool = False) -> Timed:
         """One training step; with `settle` it is over when all that the optimizer set going is."""
         started = time.perf_counter()
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         loss = self.module(**self._inp).loss
         forward = time.perf_counter()
         self.optimizer.backward(loss)
         backward = time.perf_counter()
-        self.optimizer.step()
+        for each in self._optimizers:
+            each.step()
         if settle:
             self.module.settle()
         ended = time.perf_counter()
@@ -332,7 +342,7 @@ def calibrate(
     alone_s = tuple(median(alone, f"{phase}_s") for phase in phases)
     predicted = simulate_step(resident, trace, machine).phases_s
     compute = tuple(seconds / predicted[phase] for seconds, phase in zip(alone_s, phases, strict=True))
-    overlap_s = lane_work_s(streamed, machine, trace)
+    overlap_s = lane_work_s(streamed, machine)
     found = Calibration(machine, trace, compute, alone_s, (0.0, 0.0))
     for _ in range(CONTENTION_STEPS):
         predicted = simulate_step(streamed, found.trace_for(streamed), machine).phases_s
@@ -342,6 +352,26 @@ def calibrate(
         )
         found = dataclasses.replace(found, contention=contention)
     return found
+
+
+def with_products(machine: HardwareProfile, trace: StepTrace, resident: Plan, optimizer_s: float) -> HardwareProfile:
+    """The machine whose products of square matrices take what is left of the step of a plan with matrices.
+
+    Args:
+        machine: calibrated.
+        trace: the step.
+        resident: the plan, with everything resident.
+        optimizer_s: measured seconds of its optimizers.
+    """
+    key = "matmul.bfloat16.square"
+    fit = machine.rate(key)
+
+    def at(per_s: float) -> HardwareProfile:
+        return dataclasses.replace(machine, fits=machine.fits | {key: dataclasses.replace(fit, per_s=per_s)})
+
+    slow, fast = (simulate_step(resident, trace, at(share * fit.per_s)).phases_s["optimizer"] for share in (0.5, 1.0))
+    products_s = slow - fast  # at the fitted rate
+    return at(fit.per_s * products_s / (optimizer_s - fast + products_s))
 
 
 def with_error(case: dict[str, Any]) -> dict[str, Any]:

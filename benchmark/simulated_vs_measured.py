@@ -1,6 +1,6 @@
-"""Seconds of a step as simulated, compared with seconds as measured: two models, five mixes of homes, five link speeds.
+"""Seconds of a step as simulated, compared with seconds as measured: three models, three mixes of homes, five link speeds.
 
-    python benchmark/simulated_vs_measured.py [--models opt llama] [--rounds 12] [--parts] [--no-record]
+    python benchmark/simulated_vs_measured.py [--models opt llama muon] [--rounds 12] [--parts] [--no-record]
 
 The runtime's CPU backend, links emulated (`emulated_runs`). Each model has a separate process, in which all runs take
 turns: a slow minute of the machine meets those that calibrate and those that are judged.
@@ -14,6 +14,9 @@ Calibrated, on runs that are not judged:
 * contention, by the same run: what compute loses, in forward and in backward, for each second in which lanes work at
   the same time. Lanes copy and step on the cores, and in the memory, that compute uses; a link with a copy engine does
   not.
+
+The model "muon" is the llama whose attention is stepped by Muon. One more run calibrates it, with everything resident:
+the rate of the products that make matrices orthogonal.
 
 Judged are three mixes of homes (all chunks streamed; every other chunk resident with its states; all weights resident
 and all states on the host), each at five link speeds, at which all transfers of everything streamed would take 0.2 to
@@ -52,6 +55,7 @@ from benchmark.emulated_runs import (
     take_turns,
     traced,
     with_error,
+    with_products,
 )
 from elixir.search.simulator.rates import with_link_speed
 from elixir.search.simulator.simulation import Simulation, simulate_step
@@ -64,6 +68,8 @@ the range after a run (`interval_coverage`); in the three runs with 8 none of 11
 MEAN_BAR, WORST_BAR = 0.05, 0.12
 """Mean of the absolute errors, and the largest."""
 CALIBRATING: tuple[Case, ...] = (("resident", None), ("streamed", None))
+MUON = "muon"
+OF_MATRICES = tuple(f"{mix}, matrices" for mix in ("resident", *MIXES))
 LANES = {"fetch": "host_to_device", "offload": "device_to_host", "host_adam": "host_adam", "refresh": "refresh"}
 """The runtime's lanes and the simulator's resources."""
 
@@ -74,9 +80,15 @@ def work(model: str, rounds: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     hardware = measure(quick=True)
-    shape, inp, trace = traced(model, hardware)
+    shape, inp, trace = traced("llama" if model == MUON else model, hardware)
+    whole = frozenset(each.name for each in trace.parameters if model == MUON and "self_attn" in each.name)
     plans = dict(zip(("resident", *MIXES), mixed_plans(trace, hardware, ("resident", *MIXES)), strict=True))
-    runs = {name: Run(shape, inp, plan) for name, plan in plans.items()}
+    calibrating = CALIBRATING
+    if whole:
+        plans |= dict(zip(OF_MATRICES, mixed_plans(trace, hardware, ("resident", *MIXES), matrices=whole), strict=True))
+        calibrating = (*CALIBRATING, (OF_MATRICES[0], None))
+    judged = OF_MATRICES[1:] if whole else MIXES
+    runs = {name: Run(shape, inp, plans[name]) for name in (*judged, *(name for name, _ in calibrating))}
     speeds = link_speeds(plans["streamed"], compute_seconds(runs["resident"]), SHARES)
 
     def turn(case: Case) -> list[Timed]:
@@ -84,10 +96,15 @@ def work(model: str, rounds: int) -> dict[str, Any]:
         runs[name].link(speed, speed)
         return runs[name].turn()
 
-    seen = take_turns(CALIBRATING, [(mix, speed) for mix in MIXES for speed in speeds], rounds, turn)
+    seen = take_turns(calibrating, [(mix, speed) for mix in judged for speed in speeds], rounds, turn)
     known = calibrate(
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
+    machine = known.machine
+    if whole:
+        resident = OF_MATRICES[0]
+        optimizer_s = median(seen[resident, None], "optimizer_s")
+        machine = with_products(machine, known.trace, plans[resident], optimizer_s)
     print(
         f"{shape.name}: compute x {known.compute[0]:.3f} forward, {known.compute[1]:.3f} backward; lost per second of "
         "lanes "
@@ -96,14 +113,14 @@ def work(model: str, rounds: int) -> dict[str, Any]:
         file=sys.stderr,
     )
     found = []
-    for mix in MIXES:
+    for mix in judged:
         step = known.trace_for(plans[mix])
         for share, speed in zip(SHARES, speeds, strict=True):
-            simulated = simulate_step(plans[mix], step, with_link_speed(known.machine, speed))
+            simulated = simulate_step(plans[mix], step, with_link_speed(machine, speed))
             found.append(compared(mix, share, speed, simulated, seen[mix, speed]))
     for run in runs.values():
         run.module.close()
-    return {"model": shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
+    return {"model": f"{shape.name}, Muon" if whole else shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
 
 
 def compared(mix: str, share: float, speed: float, simulated: Simulation, steps: Sequence[Timed]) -> dict[str, Any]:
@@ -114,7 +131,7 @@ def compared(mix: str, share: float, speed: float, simulated: Simulation, steps:
         for phase in ("forward", "backward", "optimizer")
     }
     return {
-        "homes": mix,
+        "homes": mix.removesuffix(", matrices"),
         "transfers_over_compute": share,
         "link_bytes_per_s": round(speed),
         "measured_s": median(steps, "step_s"),
@@ -136,7 +153,7 @@ def _lane(steps: Sequence[Timed], field: str, lane: str) -> float:
 def main() -> int:
     """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=(*SHAPES, MUON), default=[*SHAPES, MUON])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--parts", action="store_true", help="print phases and waits of every case")
     parser.add_argument("--no-record", action="store_true")
