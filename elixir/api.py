@@ -344,7 +344,7 @@ class _Question:
         if self.plan is not None:
             return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
         named = families_of(self.model, self.optimizers)
-        kinds = {moments_of(each, self.asked.get("moments")) for each in self.optimizers}
+        kinds = {moments_of(each, self.asked.get("moments")) for each in named.elementwise or self.optimizers}
         if len(kinds) > 1:
             raise InputError(
                 f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters"

@@ -200,12 +200,12 @@ class _Check:
 
     def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
         """Makes a plan that streams everything; for a step that cannot be traced, as if it used each weight once."""
-        kept = {moments_of(each, moments) for each in self.optimizers}
         try:
             families = families_of(self.model, self.optimizers)
         except ElixirError as error:
             self.found.append(Refusal(part="optimizer", sentence=str(error)))
             return None
+        kept = {moments_of(each, moments) for each in families.elementwise or self.optimizers}
         if len(kept) > 1:
             self.found.append(Refusal(part="optimizer", sentence="one plan keeps all moments alike"))
             return None

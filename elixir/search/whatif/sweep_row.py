@@ -9,10 +9,9 @@ from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
-from elixir.optimizer_states import state_size
 from elixir.plan.plan import Plan
 from elixir.search.budgets import resolve_budgets
-from elixir.search.planner import plan_or_shortage
+from elixir.search.planner import plan_or_shortage, setting_for
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
@@ -199,9 +198,8 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """
     world_size = request.world_size
-    needed = trace.param_bytes + trace.state_bytes(
-        state_size(request.optimizer_type, request.moments), request.matrices or ()
-    )
+    setting = setting_for(trace, hardware, request)
+    needed = trace.param_bytes + trace.state_bytes(setting.states, setting.matrices)
     if request.frozen_weights == "files":
         needed -= trace.frozen_bytes
     machines = -(-world_size // hardware.ranks_per_host(world_size))

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import elixir
+from elixir.api import dry_run
+from elixir.check import refusals
 from elixir.chunk.arena import Arena
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
+from elixir.kernels import HybridAdam
 from elixir.optimizer_states import matrix_flops, matrix_room_bytes, optimizer_name, state_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
@@ -235,6 +238,16 @@ def test_moments_in_fewer_bits_are_those_of_adam(mode: str) -> None:
         if name in plan.matrices:
             assert torch.equal(value, found[name])
     module.close()
+
+
+def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
+    given = case("llama")
+    whole = [each for name, each in given.model.named_parameters() if each.ndim == 2 and "layers" in name]
+    others = [each for each in given.model.parameters() if all(each is not one for one in whole)]
+    beside = HybridAdam(others, moments="8bit")
+    plan = dry_run(given.model, [torch.optim.Muon(whole), beside], inp=given.inp, host_memory="1GiB")
+    assert (plan.optimizer, plan.moments) == ("Muon + AdamW", "8bit")
+    assert not refusals(given.model, [torch.optim.Muon(whole), beside], given.inp)
 
 
 @pytest.mark.parametrize("device_memory", ["2MiB", "64MiB"])
