@@ -123,18 +123,22 @@ class Group:
         if self._given is None or self.size == 1:
             return
         ranks, shards = dist.get_process_group_ranks(self._given), self.shards
-        first = self.rank - self.shard
         timeout, backend = _timeout(self._given), _backend(self._given)  # otherwise those of the default group
+        local = len(ranks) < dist.get_world_size()
 
-        def made(ranks: list[int]) -> dist.ProcessGroup | None:
-            local = len(ranks) < dist.get_world_size()
-            found: dist.ProcessGroup | None = dist.new_group(
-                ranks, timeout=timeout, backend=backend, use_local_synchronization=local
-            )
+        def made(all_parts: list[list[int]], number: int) -> dist.ProcessGroup | None:
+            # Ranks outside of the given group do not get here, so those inside of each part agree among themselves.
+            # Otherwise all make all parts: a group that its ranks alone make has the name of an earlier one of theirs
+            # that is gone, and torch would connect them to where that one listened.
+            found: dist.ProcessGroup | None = None
+            for part in [all_parts[number]] if local else all_parts:
+                group = dist.new_group(part, timeout=timeout, backend=backend, use_local_synchronization=local)
+                found = group if part is all_parts[number] else found
             return found
 
-        self._data = made(ranks[first : first + shards])
-        self._across = made(ranks[self.shard :: shards]) if replicas > 1 else None
+        replicas_of = [ranks[first : first + shards] for first in range(0, self.size, shards)]
+        self._data = made(replicas_of, self.rank // shards)
+        self._across = made([ranks[shard::shards] for shard in range(shards)], self.shard) if replicas > 1 else None
 
     def for_values(self) -> Group:
         """Makes a second group of the same ranks, for values of a thread that does not keep this group's order.
