@@ -22,7 +22,7 @@ from elixir.checkpoint.snapshot import LiveTensor, Snapshot
 from elixir.checkpoint.snapshot_pool import ALIGNMENT_BYTES, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.commit import new_id, rank_file, shared_file
+from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
@@ -174,9 +174,25 @@ class _Captured:
     empty: list[Slice]
     """Parameters without elements, which no rank has a part of."""
 
-    def own_slices(self) -> list[Slice]:
-        slices = [each for reader in self.readers for each in reader.slices()] + self.empty
-        return slices + whole_slices(self.own_tensors)
+    def state_slices(self) -> list[Slice]:
+        return [each for reader in self.readers for each in reader.slices()] + self.empty
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file that this rank writes."""
+
+    name: str
+    slices: list[Slice]
+    tensors: Mapping[str, torch.Tensor]
+    """Those of the slices that are in memory."""
+    has_states: bool = False
+    """Whether the states of the chunks are among the slices."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(slice_header(self.slices)) + _bytes_of(self.slices)
 
 
 class Saves:
@@ -192,11 +208,6 @@ class Saves:
     def of(states: TrainingStates) -> Saves:
         """Returns the saves of a module. All ranks call this, since the first call makes a process group."""
         states.refuse_closed()
-        if states.plan.replicas > 1:
-            raise InputError(
-                f"checkpoints of {states.plan.replicas} replicas can be neither saved nor loaded yet: save the weights "
-                "with model.state_dict(rank0_only=True), or plan with replicas=1"
-            )
         reader = states.reader
         if not isinstance(reader, Saves):
             reader = Saves(states.group.for_values())
@@ -295,9 +306,9 @@ class Saving:
         group: Group,
     ) -> None:
         self._user, self._options, self._id, self._captured, self._group = user, options, checkpoint_id, captured, group
-        self._slices = captured.own_slices()
-        self.nbytes = sum(each.nbytes for each in self._slices)
-        """Bytes of tensors that this rank writes."""
+        self._states = captured.state_slices()
+        self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
+        """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
         self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
         self._result: Loaded | None = None
@@ -374,17 +385,13 @@ class Saving:
         shared = captured.shared_tensors
         if folder.count > 1:
             shared = ranks.exchange(shared if group.rank == 0 else None)[0]
-        shared_slices = whole_slices(shared) if folder.leads else []
-        folder.check_space(_file_bytes(self._slices) + _file_bytes(shared_slices), ranks)
+        parts = self._parts(folder, shared)
+        folder.check_space(sum(part.nbytes for part in parts), ranks)
         try:
-            name = rank_file(self._id, group.rank, group.size)
-            mine = self._write(name, self._slices, captured.own_tensors, ranks, True)
-            common = None
-            if shared_slices:
-                common = self._write(shared_file(self._id), shared_slices, shared, ranks, False)
+            written = [self._write(part, ranks) for part in parts]
             sequence = folder.next_sequence(ranks)
-            folder.check_written((mine, common))
-            index = _index(self._id, sequence, ranks.exchange((mine, common, captured.part)), options)
+            folder.check_written(written)
+            index = _index(self._id, sequence, ranks.exchange((written, captured.part)), options)
             folder.commit(index, before, ranks)
         except BaseException:
             folder.abandon(self._id)
@@ -394,15 +401,34 @@ class Saving:
         ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
-    def _write(
-        self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], ranks: HeartbeatGroup, states: bool
-    ) -> WrittenFile:
-        """Writes one file: the states of the chunks if it is theirs, and `tensors`, which are in memory."""
-        writer = SliceWriter(self._options.folder / name, slices, files=self._options.files)
+    def _parts(self, folder: SharedFolder, shared: Mapping[str, torch.Tensor]) -> list[_Part]:
+        """Returns the files that this rank writes.
+
+        All that share a folder find each shard there once: replicas have the same, and the first of them writes it.
+        """
+        chunks, own = self._user.states.group, self._captured.own_tensors
+        name = rank_file(self._id, chunks.rank, chunks.size)
+        if chunks.replicas == 1:
+            found = [_Part(name, self._states + whole_slices(own), own, has_states=True)]
+        else:
+            found = [_Part(name, whole_slices(own), own)]
+            if next(rank for rank in folder.ranks if rank % chunks.shards == chunks.shard) == chunks.rank:
+                found.append(
+                    _Part(shard_file(self._id, chunks.shard, chunks.shards), self._states, {}, has_states=True)
+                )
+            else:
+                self.snapshot.end()
+                self.nbytes -= _bytes_of(self._states)
+        if shared and folder.leads:
+            found.append(_Part(shared_file(self._id), whole_slices(shared), shared))
+        return found
+
+    def _write(self, part: _Part, ranks: HeartbeatGroup) -> WrittenFile:
+        writer = SliceWriter(self._options.folder / part.name, part.slices, files=self._options.files)
         try:
-            if states:
+            if part.has_states:
                 self.snapshot.write(writer.write_span, ranks.heartbeat)
-            for key, tensor in tensors.items():
+            for key, tensor in part.tensors.items():
                 writer.write_tensor(key, tensor)
                 ranks.heartbeat()
             return writer.finish()
@@ -463,7 +489,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
 def _index(
     checkpoint_id: str,
     sequence: int,
-    answers: list[tuple[WrittenFile, WrittenFile | None, _RankPart]],
+    answers: list[tuple[list[WrittenFile], _RankPart]],
     options: SaveOptions,
 ) -> Index:
     """Makes the index of what all ranks have written: the same bytes on every rank.
@@ -471,11 +497,21 @@ def _index(
     Args:
         checkpoint_id: of the save.
         sequence: of the checkpoint.
-        answers: of each rank its file, the file that it has written for all, if it has, and its part of the index.
+        answers: of each rank the files that it has written, and its part of the index.
         options: of the save.
+
+    Raises:
+        CheckpointError: replicas have different states.
     """
-    files = [file for file, _, _ in answers] + [shared for _, shared, _ in answers if shared is not None][:1]
-    parts = [part for _, _, part in answers]
+    by_name: dict[str, WrittenFile] = {}
+    for rank, (written, _) in enumerate(answers):
+        for file in written:  # with several file systems, each has those that are for several ranks
+            if by_name.setdefault(file.name, file) != file:
+                raise CheckpointError(
+                    f"rank {rank} has other bytes of {file.name} than a rank before it: the replicas no longer have "
+                    "the same weights and states; load the checkpoint before this one"
+                )
+    files, parts = list(by_name.values()), [part for _, part in answers]
     small = {name: each for part in parts for name, each in part.small.items()}
     common = parts[0].common
     tensors = merge_tensors(file.tensors for file in files)
@@ -505,8 +541,8 @@ def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
     return [Slice(key, tuple(each.shape), each.dtype, 0, each.numel()) for key, each in tensors.items()]
 
 
-def _file_bytes(slices: list[Slice]) -> int:
-    return len(slice_header(slices)) + sum(each.nbytes for each in slices) if slices else 0
+def _bytes_of(slices: list[Slice]) -> int:
+    return sum(each.nbytes for each in slices)
 
 
 def _key(kind: str, name: str) -> str:

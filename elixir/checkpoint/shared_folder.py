@@ -59,16 +59,21 @@ class SharedFolder:
     Args:
         folder: of the checkpoint.
         rank: this rank.
-        leader: the first rank that sees this folder.
+        ranks: that see this folder, in order.
         count: how many file systems have such a folder.
         files: the operations it uses.
     """
 
     folder: Path
     rank: int
-    leader: int
+    ranks: Sequence[int]
     count: int
     files: Files
+
+    @property
+    def leader(self) -> int:
+        """The first rank that sees this folder."""
+        return self.ranks[0]
 
     @property
     def leads(self) -> bool:
@@ -81,7 +86,7 @@ class SharedFolder:
         files.make_folder(folder)
         numbers = ranks.exchange(rank)
         if len(numbers) == 1:
-            return SharedFolder(folder, rank, rank, 1, files)
+            return SharedFolder(folder, rank, numbers, 1, files)
         mine = folder / rank_mark(checkpoint_id, rank)
         files.create(mine).close()
         try:
@@ -91,7 +96,7 @@ class SharedFolder:
         finally:
             with contextlib.suppress(FileError):
                 files.remove(mine, missing_ok=True)
-        return SharedFolder(folder, rank, min(seen), len(set(views)), files)
+        return SharedFolder(folder, rank, seen, len(set(views)), files)
 
     def clean_up(self, ranks: HeartbeatGroup) -> str | None:
         """Ends commits that were cut off and removes what they left, before a save.
@@ -122,7 +127,7 @@ class SharedFolder:
                     "free: remove old checkpoints, or save elsewhere"
                 )
 
-    def check_written(self, written: Iterable[WrittenFile | None]) -> None:
+    def check_written(self, written: Iterable[WrittenFile]) -> None:
         """Checks before a commit that the written files are there: an index must not name files that are gone.
 
         Args:
@@ -133,7 +138,7 @@ class SharedFolder:
                 was cut off.
         """
         for each in written:
-            if each is not None and not os.path.lexists(self.folder / each.name):
+            if not os.path.lexists(self.folder / each.name):
                 raise CheckpointError(
                     f"{self.folder / each.name} is gone: another save into the same folder was under way; one run, and "
                     "one model of it, saves into a folder"

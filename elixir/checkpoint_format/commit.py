@@ -18,7 +18,7 @@ from elixir.checkpoint_format.index import INDEX_NAME, LARGEST_INDEX_BYTES, PREV
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import FILES, Files, PathLike
 
-_OURS = re.compile(r"[0-9a-f]{8,32}-(rank-\d{5,}-of-\d{5,}|shared)\.safetensors")
+_OURS = re.compile(r"[0-9a-f]{8,32}-((rank|shard)-\d{5,}-of-\d{5,}|shared)\.safetensors")
 _TEMPORARY = re.compile(r"\.index(\.previous)?\.json\.[0-9a-f]{12}|\.[0-9a-f]{8,32}-rank-\d{5,}")
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 """Error numbers of a file or folder that is missing."""
@@ -32,6 +32,11 @@ def new_id() -> str:
 def rank_file(checkpoint_id: str, rank: int, world_size: int) -> str:
     """Name of the file that a rank writes."""
     return f"{checkpoint_id}-rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def shard_file(checkpoint_id: str, shard: int, shards: int) -> str:
+    """Name of the file of a shard that several replicas have, which one of them writes."""
+    return f"{checkpoint_id}-shard-{shard:05}-of-{shards:05}.safetensors"
 
 
 def rank_mark(checkpoint_id: str, rank: int) -> str:
