@@ -23,6 +23,7 @@ from elixir.check import check_given, families_of, raise_refusals, refusals
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware.host_share import check_host_threads
+from elixir.hardware.machines import MachineView, least_free, unequal
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
@@ -34,7 +35,7 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.weight_file import WeightFile
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
-from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
+from elixir.search.request import FREE_HERE, Function, SearchRequest, bound, check_options, options_of, takes
 from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
@@ -58,8 +59,8 @@ MOST_REFUSALS = 5
 """Steps after which chunks are left where they are, since gradients have been there whenever a forward began."""
 
 
-_SETTLED = ("world_size", "optimizer_type", "matrices")
-"""Options of a search that the process group and the optimizer settle."""
+_SETTLED = ("world_size", "optimizer_type", "matrices", "free")
+"""Options of a search that the process group, its machines and the optimizer settle."""
 _OPTIONS = options_of(SearchRequest, without=_SETTLED)
 _OPTIONS["moments"] = _OPTIONS["moments"].replace(default=None)
 _MODULE_OPTIONS = {
@@ -314,7 +315,8 @@ class _Question:
         """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
         planning = Group(group)
         try:
-            made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, planning.of_mesh))
+            views = self._views(planning)
+            made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, views, planning.of_mesh))
         finally:
             planning.close()
         if self.plan is not None:  # it may be for something else
@@ -322,7 +324,18 @@ class _Question:
                 check_optimizer(each, made.moments)
         return made, trace
 
-    def _make_plan(self, world_size: int, replicas: int | None) -> tuple[Plan, StepTrace | None]:
+    def _views(self, planning: Group) -> list[MachineView]:
+        """Every rank's view of its machine, if the plan is for what is free there."""
+        given = self.asked.get("device_memory"), self.asked.get("host_memory")
+        if planning.size == 1 or self.plan is not None or not {None, FREE_HERE}.intersection(given):
+            return []
+        with planning.together("read free memory"):
+            mine = MachineView.here(compute_device(self.for_module.get("device")))
+        return planning.exchange("free memory", mine)
+
+    def _make_plan(
+        self, world_size: int, views: list[MachineView], replicas: int | None
+    ) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
             with taken_apart(self.model):
                 check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
@@ -349,17 +362,22 @@ class _Question:
             raise InputError(
                 f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters"
             )
+        said = unequal(views)
+        if said:
+            logger.warning("the machines are not alike, and the plan is for the least memory of all: %s", said)
         settled = {
+            "world_size": world_size,
+            "free": least_free(views) if views else None,
             "optimizer_type": named.optimizer_type + self._loop(named.elementwise, *kinds),
             "matrices": named.matrices,
             "moments": kinds.pop(),
             "clipping": self.clipping,
         }
-        if replicas is not None and self.asked.setdefault("replicas", replicas) != replicas:
-            raise InputError(
-                f"replicas={self.asked['replicas']!r}, but the device mesh has {replicas}; leave out one of them"
-            )
-        request = SearchRequest(**{**self.asked, **settled, "world_size": world_size})
+        if replicas is not None:
+            asked, self.asked["replicas"] = self.asked.get("replicas", "auto"), replicas
+            if asked not in ("auto", replicas):
+                raise InputError(f"replicas={asked!r}, but the device mesh has {replicas}; leave out one of them")
+        request = SearchRequest(**{**self.asked, **settled})
         answer = answer_to(self.step, self.machine, request, read_host=self.read_host)
         return replace(answer.plan, weight_files=files), answer.trace
 

@@ -24,6 +24,7 @@ from elixir.search.budgets import whole_host_bytes
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
+from elixir.search.whatif.sweep_row import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
@@ -71,6 +72,7 @@ def run_plan(args: argparse.Namespace) -> int:
             )
     from elixir.search.budgets import host_memory_here, resolve_budgets, warn_if_disk_full
 
+    hardware = with_network(hardware, args.network)
     warn_if_disk_full(hardware, args.disk_memory)
     if args.host_memory is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)

@@ -73,7 +73,7 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
-def _pass_size(text: str) -> int | str:
+def _count_or_auto(text: str) -> int | str:
     """A whole number, or ``auto``."""
     return text if text == "auto" else _count(text, LARGEST_ACCUMULATION)
 
@@ -277,7 +277,14 @@ FLAGS: dict[str, Flag] = {
         "micro-batches that go through each layer before the next layer's weights are fetched, with "
         "optimizer.accumulate: a number that divides --accumulation, or auto for the fastest (default: 1)",
         "N",
-        _pass_size,
+        _count_or_auto,
+        default=1,
+    ),
+    "--replicas": _flag(
+        "replicas of the model, each sharded over as many neighbouring ranks, two or more: a number that divides the "
+        "ranks, or auto for the fastest that fits the machines (default: 1)",
+        "N",
+        _count_or_auto,
         default=1,
     ),
     "--activations": _flag(
@@ -336,7 +343,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --pass-size --moments --early-updates --no-clipping --frozen-weights --assume"
+_SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
 _ADAPTED = "--lora --quantised"
 _ASKED = (
     "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step " + _ADAPTED
@@ -365,8 +372,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "plan": (
         "What goes where, and when, so that the step fits the machine.",
         {
-            "": f"model --hardware --world-size {_BUDGETS} --disk-endurance {_SEARCH} --placement --no-overlap "
-            "--activations --search-batch --allow --no-levers --json --brief --plot --out",
+            "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --placement "
+            "--no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

@@ -95,7 +95,7 @@ class HardwareProfile(Artifact):
     compute_capability: tuple[int, int] | None
     """(major, minor) of a CUDA device, else None."""
     devices_per_host: int
-    """1 on a ``cpu`` machine, which any number of ranks share; see `ranks_per_host`."""
+    """1 on a ``cpu`` machine without a network, which any number of ranks share; see `ranks_per_host`."""
     device_memory_bytes: int
     """Memory of one device, as PyTorch reports it. On a ``cpu`` machine this is the host's memory."""
     device_memory_bytes_per_s: float
@@ -178,8 +178,10 @@ class HardwareProfile(Artifact):
         return data | {"fits": {key: _unmasked(fit) if _is_attention(key, fit) else fit for key, fit in fits.items()}}
 
     def ranks_per_host(self, world_size: int) -> int:
-        """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
-        return world_size if self.device_kind == "cpu" else min(world_size, self.devices_per_host)
+        """How many of `world_size` ranks share a machine: one per device; all of them on a ``cpu`` machine without a
+        network."""
+        alone = self.device_kind == "cpu" and self.network_bytes_per_s is None
+        return world_size if alone else min(world_size, self.devices_per_host)
 
     def __post_init__(self) -> None:
         if not self.name:

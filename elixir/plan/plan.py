@@ -39,7 +39,7 @@ from elixir.plan.chunk_plan import (
 from elixir.plan.earlier_plans import renewed
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
-from elixir.plan.replicas import check_replicas, refuse_with_replicas
+from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
@@ -245,12 +245,6 @@ class Plan(Artifact):
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
         check_replicas(self.replicas, self.world_size, "field 'replicas'")
-        refuse_with_replicas(
-            self.replicas,
-            matrices=bool(self.matrices),
-            in_files=self.frozen_weights == "files",
-            forward=bool(self.step.forward),
-        )
         check_at_least(1, "accumulation", self.accumulation)
         check_at_least(1, "pass_size", self.pass_size)
         if self.pass_size > 1 and not self.step.checkpointed:

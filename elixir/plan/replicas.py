@@ -1,4 +1,4 @@
-"""The replicas of a model that a number of ranks can form, and what does not go with several."""
+"""The replicas of a model that a number of ranks can form."""
 
 from __future__ import annotations
 
@@ -17,21 +17,16 @@ def check_replicas(replicas: int, world_size: int, name: str = "replicas") -> No
         )
 
 
-def refuse_with_replicas(replicas: int, *, matrices: bool, in_files: bool, forward: bool) -> None:
-    """Raises `InputError` if several replicas are asked for together with what they cannot do yet.
+def divisions(world_size: int, ranks_per_host: int) -> tuple[int, ...]:
+    """Numbers of replicas that fit the machines, rising from 1: a replica takes a part of a machine or whole ones.
+
+    >>> divisions(16, 8)
+    (1, 2, 4, 8)
 
     Args:
-        replicas: of the model.
-        matrices: whether parameters are stepped as whole matrices.
-        in_files: whether frozen weights stay in their files.
-        forward: whether the plan is for forwards alone.
+        world_size: ranks of all replicas.
+        ranks_per_host: how many of them share a machine.
     """
-    if replicas == 1:
-        return
-    for found, what, remedy in (
-        (matrices, "an optimizer of whole matrices such as Muon", "an elementwise one such as AdamW"),
-        (in_files, "frozen_weights='files'", "frozen_weights='host'"),
-        (forward, "a plan for evaluation or generation", "a plan for training"),
-    ):
-        if found:
-            raise InputError(f"replicas={replicas} does not go with {what} yet; give replicas=1, or {remedy}")
+    shards = (world_size // replicas for replicas in range(1, world_size // 2 + 1) if world_size % replicas == 0)
+    fitting = [each for each in shards if each % ranks_per_host == 0 or ranks_per_host % each == 0]
+    return tuple(dict.fromkeys((1, *(world_size // each for each in fitting))))

@@ -110,7 +110,8 @@ def resolve_budgets(
     if host is None or (on_cpu and device is None):
         if host_here:
             others = outstanding("cpu" if on_cpu else _device_here())
-            whole = _left(free_host_bytes(), others.host_bytes, "host", others)
+            free = free_host_bytes() if request.free is None else request.free.host_bytes
+            whole = _left(free, others.host_bytes, "host", others)
         elif hardware.host_memory_bytes is None and unknown_host_bytes is not None:
             whole = unknown_host_bytes
         else:
@@ -125,7 +126,8 @@ def resolve_budgets(
     if device is None:
         if here:
             others = outstanding(_device_here())
-            whole = _left(free_device_bytes("cuda"), others.device_bytes, "device", others)
+            free = free_device_bytes("cuda") if request.free is None else request.free.device_bytes
+            whole = _left(free, others.device_bytes, "device", others)
         else:
             whole = max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
         if device_reserve is None:

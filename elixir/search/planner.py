@@ -24,7 +24,6 @@ from elixir.optimizer_states import (
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
-from elixir.plan.replicas import refuse_with_replicas
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
@@ -46,7 +45,7 @@ from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 logger = logging.getLogger(__name__)
 
 WORTHWHILE = 1.01
-"""Larger passes must be faster by more than this factor."""
+"""Larger passes, and more replicas, must be faster by more than this factor."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -88,14 +87,16 @@ def _planned(
 ) -> tuple[Plan | None, Setting, int | None]:
     """The plan or None, the setting that was tried last, and the least host bytes of all that fit the device there,
     None where nothing was searched."""
-    sizes = question.request.sizes if question.trace.step.checkpointed else question.request.sizes[:1]
-    found = []
-    for size in sizes:
-        of_pass = question._replace(trace=pass_trace(question.trace, size))
-        passes = replace(setting, accumulation=setting_for(*of_pass).accumulation)
-        found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
+    request, found = question.request, []
+    sizes = request.sizes if question.trace.step.checkpointed else request.sizes[:1]
+    for replicas in request.divisions(setting.ranks_per_host):
+        for size in sizes:
+            of_pass = question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas))
+            here = setting_for(*of_pass)
+            passes = replace(setting, accumulation=here.accumulation, replicas=here.replicas)
+            found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
     seconds = [math.inf if plan is None else plan.predicted.step_s for plan, *_ in found]
-    # Of those about as fast the one with the smallest passes, which keeps least.
+    # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
     return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
 
 
@@ -309,7 +310,7 @@ def _fits(candidate: Candidate, budgets: Budgets) -> bool:
 
 
 def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Setting:
-    """The request as it concerns this step on this machine.
+    """The request as it concerns this step on this machine; with replicas to be chosen, in one, which needs least.
 
     Raises:
         InputError, InputTypeError: they do not go together.
@@ -321,12 +322,6 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     matrices = _matrices(trace, request)
-    refuse_with_replicas(
-        request.replicas,
-        matrices=bool(matrices),
-        in_files=request.frozen_weights == "files",
-        forward=bool(trace.step.forward),
-    )
     if request.frozen_weights == "files":
         hardware.rate("disk_read")  # refuses a machine whose disk is not known
     kind = check_kind(request.moments)
@@ -350,7 +345,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
         frozen_weights=request.frozen_weights,
-        replicas=request.replicas,
+        replicas=request.divisions(1)[0],
     )
 
 

@@ -12,10 +12,11 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
+from elixir.hardware.promises import Memory
 from elixir.optimizer_states import state_size
 from elixir.plan.chunk_plan import FrozenHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.plan.replicas import check_replicas
+from elixir.plan.replicas import check_replicas, divisions
 from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
@@ -87,9 +88,10 @@ class SearchRequest:
     matrices: tuple[str, ...] | None = None
     """Names of the parameters that an optimizer such as Muon steps as whole matrices; None: with ``Muon + AdamW`` all
     matrices but embeddings, and those of the shape of one, as an output layer has it."""
-    replicas: int = 1
+    replicas: int | Literal["auto"] = 1
     """Replicas of the model, each sharded over world_size / replicas neighbouring ranks, two or more: weights are
-    gathered within a replica, gradients reduced there and summed over the replicas once per optimizer step."""
+    gathered within a replica, gradients reduced there and summed over the replicas once per optimizer step. ``auto``:
+    the fastest of all numbers with which each replica takes whole machines, or a part of one."""
     pass_size: int | Literal["auto"] = 1
     """Micro-batches that go through each layer before the next layer's weights are fetched, with
     `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two."""
@@ -104,24 +106,14 @@ class SearchRequest:
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
+    free: Memory | None = None
+    """Free memory, where the budget is what is free: of ranks on several machines the least. None: it is read here."""
     chunks_of: Plan | HasPlan | None = None
     """A plan whose chunks are kept, so that `ElixirModule.rehome` can move a model that runs under it; None: the search
     packs the step anew."""
 
     def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
-        if self.world_size > MOST_RANKS:
-            raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
-        check_count("accumulation", self.accumulation)
-        if self.pass_size != "auto":
-            check_count("pass_size", self.pass_size)
-            if self.accumulation % self.pass_size:
-                raise InputError(
-                    f"pass_size must divide accumulation, got {self.pass_size} and {self.accumulation}; with "
-                    "pass_size=accumulation all micro-batches of a step are one pass"
-                )
-        check_count("replicas", self.replicas)
-        check_replicas(self.replicas, self.world_size)
+        self._check_counts()
         choices = {
             "placement": HomeChoice,
             "search": SearchName,
@@ -153,13 +145,29 @@ class SearchRequest:
             if wanted is not None and not isinstance(wanted, bool):
                 raise InputTypeError(f"{name} must be True, False or None, got {wanted!r}")
 
+    def _check_counts(self) -> None:
+        check_count("world_size", self.world_size)
+        if self.world_size > MOST_RANKS:
+            raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
+        check_count("accumulation", self.accumulation)
+        if self.pass_size != "auto":
+            check_count("pass_size", self.pass_size)
+            if self.accumulation % self.pass_size:
+                raise InputError(
+                    f"pass_size must divide accumulation, got {self.pass_size} and {self.accumulation}; with "
+                    "pass_size=accumulation all micro-batches of a step are one pass"
+                )
+        if self.replicas != "auto":
+            check_count("replicas", self.replicas)
+            check_replicas(self.replicas, self.world_size)
+
     def _check_kept(self) -> None:
         if self.chunks_of is None:
             return
         kept = plan_of(self.chunks_of)
         for name, what in (("world_size", "ranks"), ("replicas", "replicas")):
             there = getattr(kept, name)
-            if there != getattr(self, name):
+            if getattr(self, name) not in (there, "auto"):
                 raise InputError(f"chunks_of is a plan for {there} {what}, so {name} must be {there}, too")
 
     @classmethod
@@ -171,6 +179,18 @@ class SearchRequest:
         """
         check_options("option of a search", options, OPTIONS)
         return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
+
+    def in_replicas(self, replicas: int) -> SearchRequest:
+        """The request with this number for ``auto``; a number that was asked for stays."""
+        return replace(self, replicas=replicas) if self.replicas == "auto" else self
+
+    def divisions(self, ranks_per_host: int) -> tuple[int, ...]:
+        """The numbers of replicas to try, the smallest first."""
+        if self.replicas != "auto":
+            return (self.replicas,)
+        if self.chunks_of is not None:
+            return (plan_of(self.chunks_of).replicas,)
+        return divisions(self.world_size, ranks_per_host)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -54,9 +54,10 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
         raise InputError("activations='auto' traces the model several times; give the model, not its trace")
     question = Question(trace, hardware, _without_training(request, trace))
     try:
-        return Answer(plan_or_shortage(*question), question)
+        plan = plan_or_shortage(*question)
     except PlanError as error:
-        raise with_levers(error, question) from None
+        raise with_levers(error, question._replace(request=question.request.in_replicas(1))) from None
+    return Answer(plan, question._replace(request=question.request.in_replicas(plan.replicas)))
 
 
 def _without_training(request: SearchRequest, trace: StepTrace) -> SearchRequest:
@@ -114,7 +115,7 @@ def _parameters(*own: Parameter, without: tuple[str, ...] = ()) -> list[Paramete
     """Parameters of a search: the model, its own, and all options but some."""
     model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module | StepTrace")
     named = {parameter.name: parameter for parameter in (model, *own, *_HOW)}
-    named |= options_of(SearchRequest, without=("search", *without))
+    named |= options_of(SearchRequest, without=("search", "free", *without))
     named["generate"] = _own("generate", None, "tuple[int, int] | None")  # last, so that positions stay
     return [named[name] for name in dict.fromkeys((*_ORDER, *named)) if name in named]
 

@@ -21,10 +21,10 @@ from tests.common.spawn import ALONE, Outcome, run_ranks, run_to_end
 from tests.common.tiny_models import tiny
 
 
-def _train(rank: int, world_size: int, trouble: Any, kind: str) -> None:
+def _train(rank: int, world_size: int, trouble: Any, kind: str, replicas: int = 1) -> None:
     model = tiny("opt")
     inp = batch_of(model, rank, world_size)
-    module = ElixirModule(model, plan_for(model, inp, kind), device="cpu", debug=Debug(poison=True))
+    module = ElixirModule(model, plan_for(model, inp, kind, replicas=replicas), device="cpu", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     for step in range(4):
         if step == 2:
@@ -107,15 +107,17 @@ def test_also_where_nothing_is_streamed(trouble: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind"),
+    ("world_size", "kind", "replicas"),
     [
-        (2, "host"),
-        pytest.param(3, "device", marks=pytest.mark.slow),
-        pytest.param(3, "resident", marks=pytest.mark.slow),
+        (2, "host", 1),
+        (4, "device", 2),
+        pytest.param(3, "device", 1, marks=pytest.mark.slow),
+        pytest.param(3, "resident", 1, marks=pytest.mark.slow),
+        pytest.param(4, "resident", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_ends_all_others(world_size: int, kind: str) -> None:
-    outcomes = run_to_end(world_size, _train, dies, kind, **ALONE)
+def test_a_killed_rank_ends_all_others(world_size: int, kind: str, replicas: int) -> None:
+    outcomes = run_to_end(world_size, _train, dies, kind, replicas, **ALONE)
     killed, others = outcomes[1], [outcome for outcome in outcomes if outcome.rank != 1]
     assert killed.error == "the process ended without an answer"
     assert all("RankError" in str(outcome.error) for outcome in others), [outcome.error for outcome in others]

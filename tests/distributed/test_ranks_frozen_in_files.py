@@ -23,10 +23,11 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
 
 
-def training(rank: int, world_size: int, folder: Path, every: int) -> None:
+def training(rank: int, world_size: int, folder: Path, every: int, replicas: int = 1) -> None:
     model = frozen_model()
     inp = batch_of(model, rank, world_size)
-    plan, other = (plan_in_files(model, inp, world_size, every=each) for each in (every, 3 - every))
+    more = {"every": every, "replicas": replicas}, {"every": 3 - every, "replicas": replicas}
+    plan, other = (plan_in_files(model, inp, world_size, **each) for each in more)
     plain = DistributedDataParallel(copy.deepcopy(model))
     plain_optimizer = adamw(plain)
     module = ElixirModule(on_meta(model), plan, device="cpu", weights=folder, strict=False, debug=Debug(poison=True))
@@ -75,6 +76,12 @@ def other_file(rank: int, world_size: int, folder: Path) -> None:
 def test_two_ranks_train_as_ddp(tmp_path: Path, every: int) -> None:
     save_frozen(frozen_model(), tmp_path)
     run_ranks(2, training, tmp_path, every)
+
+
+@pytest.mark.slow
+def test_two_replicas_train_as_ddp(tmp_path: Path) -> None:
+    save_frozen(frozen_model(), tmp_path)
+    run_ranks(4, training, tmp_path, 2, 2)
 
 
 def test_ranks_with_other_files_refuse(tmp_path: Path) -> None:

@@ -38,15 +38,16 @@ def module_chunks(module: ElixirModule) -> list[Chunk]:
     return engine_of(module).chunks
 
 
-def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str) -> None:
+def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str, replicas: int = 1) -> None:
     for kind in kinds:
         model = tiny("llama")
         torch.manual_seed(0)
         plain, inp = copy.deepcopy(model), default_input(model, batch=2, seq=24)
+        planned_for = {"optimizer_type": "Muon", "replicas": replicas}
         if kind == "disk":
-            plan, more = on_disk(plan_for(model, inp, "host", optimizer_type="Muon")), {"disk_folder": folder}
+            plan, more = on_disk(plan_for(model, inp, "host", **planned_for)), {"disk_folder": folder}
         else:
-            plan, more = plan_for(model, inp, kind, optimizer_type="Muon"), {}
+            plan, more = plan_for(model, inp, kind, **planned_for), {}
         theirs = optimizers(plain, plan.matrices)
         received: list[int] = []
         swap = Group.swap
@@ -73,7 +74,8 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str) ->
         assert report is not None
         planned = sum(route.exchanged_bytes for route in plan.routes(rank))
         assert sum(received) == 3 * planned > 0
-        for link in ("network", "host_to_device", "device_to_host", *(("disk_read",) if kind == "disk" else ())):
+        links = ("network", "replicas", "host_to_device", "device_to_host")
+        for link in (*links, *(("disk_read",) if kind == "disk" else ())):
             assert report.observed[link] == report.predicted[link], (kind, link)
         if kind not in ("mixed", "disk"):  # whose predictions are those of other plans
             unpadded = {"device": 0, "host": 0}  # a class makes states of its parts, plans count whole shards
@@ -98,6 +100,11 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str) ->
 )
 def test_training_has_the_bits_of_one_process(world_size: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
     run_ranks(world_size, training, kinds, str(tmp_path))
+
+
+@pytest.mark.parametrize("kinds", [("host",), pytest.param((*PLANS, "disk"), marks=pytest.mark.slow)])
+def test_each_replica_makes_its_matrices_orthogonal(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(4, training, kinds, str(tmp_path), 2)
 
 
 def resumed(rank: int, world_size: int, folder: str, done: int, steps: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import elixir
 from elixir.errors import InputError, InputTypeError
+from elixir.plan.replicas import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.request import OPTIONS, SearchRequest
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
@@ -45,24 +46,25 @@ def test_what_makes_no_sense_is_refused_when_it_is_asked(
         replace(request, **options)
 
 
+def test_auto_takes_the_fastest_number_of_replicas() -> None:
+    plenty = {"device_memory": "4GiB", "host_memory": "4GiB", "search": "minimum_waste", "assume": "nominal"}
+    trace = stack_trace(SMALL, batch=2)
+    machines = replace(HARDWARE, network_bytes_per_s=1e9, devices_per_host=2)
+    plans = {number: plan_from_trace(trace, machines, 4, replicas=number, **plenty).plan for number in (1, 2)}
+    assert (plans[2].shards, plans[2].predicted.moved_bytes["replicas"] > 0) == (2, True)
+    check_consistent(plan_from_trace(trace, HARDWARE, 4, replicas=2, **plenty).plan, trace)
+    assert plans[2].predicted.step_s < plans[1].predicted.step_s
+    answer = plan_from_trace(trace, machines, 4, replicas="auto", **plenty)
+    assert answer.plan == plans[2]
+    assert answer.question.request.replicas == 2
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"optimizer_type": "Muon"}, "with an optimizer of whole matrices such as Muon yet; give replicas=1, or"),
-        ({"frozen_weights": "files"}, "with frozen_weights='files' yet; give replicas=1, or frozen_weights='host'"),
-    ],
+    ("world_size", "ranks_per_host", "expected"),
+    [(16, 8, (1, 2, 4, 8)), (4, 2, (1, 2)), (12, 4, (1, 3, 6)), (1, 1, (1,)), (6, 4, (1, 3)), (3, 2, (1,))],
 )
-def test_several_replicas_do_not_go_with_everything(options: dict[str, Any], message: str) -> None:
-    trace, plenty = stack_trace(SMALL, batch=2), {"device_memory": "4GiB", "host_memory": "4GiB"}
-    with pytest.raises(InputError, match=f"replicas=2 does not go {message}"):
-        plan_from_trace(trace, HARDWARE, 4, replicas=2, **plenty, **options)
-    plan = plan_from_trace(trace, HARDWARE, 4, replicas=2, **plenty).plan
-    assert (plan.shards, plan.predicted.moved_bytes["replicas"] > 0) == (2, True)
-    check_consistent(plan, trace)
-    forward = replace(plan.step, forward=True)
-    for wrong in ({"frozen_weights": "files"}, {"step": forward}):
-        with pytest.raises(InputError, match="replicas=2 does not go with"):
-            replace(plan, **wrong)
+def test_divisions_that_fit_the_machines(world_size: int, ranks_per_host: int, expected: tuple[int, ...]) -> None:
+    assert divisions(world_size, ranks_per_host) == expected
 
 
 def test_free_host_memory_may_keep_a_reserve() -> None:
@@ -89,7 +91,7 @@ def test_users_see_all_options_of_all_functions() -> None:
         (elixir.wrap, {"world_size", "optimizer_type", "matrices"}),
     ):
         shown = inspect.signature(function).parameters
-        assert set(OPTIONS) - settled <= set(shown)
+        assert set(OPTIONS) - settled - {"free"} <= set(shown)
         assert not settled & set(shown)
         for field in fields(SearchRequest):
             if field.name in shown and not (function is elixir.wrap and field.name == "moments"):

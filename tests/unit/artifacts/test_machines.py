@@ -1,0 +1,35 @@
+"""What ranks find on their machines before one plan is made for all."""
+
+from __future__ import annotations
+
+import torch
+
+from elixir.hardware.machines import MachineView, least_free, unequal
+from elixir.hardware.memory import free_host_bytes
+from elixir.hardware.promises import Memory
+from elixir.units import GIB
+
+
+def view(machine: str, host: float, device: float = 80, name: str = "H100") -> MachineView:
+    return MachineView(machine, machine, name, Memory(int(device * GIB), int(host * GIB)))
+
+
+def test_machines_that_are_alike_are_not_named() -> None:
+    views = [view("a", 500), view("a", 499), view("b", 470), view("b", 480)]
+    assert unequal(views) == ""
+    assert unequal(views[:1]) == unequal([]) == ""
+    assert least_free(views) == Memory(80 * GIB, 470 * GIB)
+
+
+def test_what_differs_is_named_with_what_others_have() -> None:
+    views = [view("a", 500), view("a", 500), view("b", 200, 40, "A100")]
+    assert unequal(views) == (
+        "b is a A100, the first a H100 and has 1 of the ranks, others 2 and has 200.00 GiB of host memory free, others "
+        "up to 500.00 GiB and has 40.00 GiB of device memory free, others up to 80.00 GiB"
+    )
+
+
+def test_this_machine_is_read() -> None:
+    mine = MachineView.here(torch.device("cpu"))
+    assert mine.device
+    assert mine.free.host_bytes > 0.5 * free_host_bytes() > 0
