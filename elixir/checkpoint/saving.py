@@ -185,7 +185,7 @@ class _Part:
     name: str
     slices: list[Slice]
     tensors: Mapping[str, torch.Tensor]
-    """Those of the slices that are in memory."""
+    """Tensors of the slices that are in memory, by key."""
     has_states: bool = False
     """Whether the states of the chunks are among the slices."""
 

@@ -1,4 +1,4 @@
-"""What each rank finds on its machine before a plan is made for all: one plan has to fit the least of them."""
+"""`MachineView`: the memory that each rank finds on its machine. One plan for all has to fit the least of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MachineView:
     machine: str
     """A name that all ranks of a machine share, and no other machine has."""
     name: str
-    """What people call it."""
+    """The name that people know it by."""
     device: str | None
     free: Memory
 

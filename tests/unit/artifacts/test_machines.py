@@ -1,4 +1,4 @@
-"""What ranks find on their machines before one plan is made for all."""
+"""Ranks find other memory on their machines, and one plan is made for all."""
 
 from __future__ import annotations
 
