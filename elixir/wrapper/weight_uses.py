@@ -37,6 +37,10 @@ _FRAMES_TO_APPLY = 8
 """The frames that are searched for `torch.nn.Module._apply`, which reads gradients; the interception takes five."""
 
 
+def ignored(parameters: list[nn.Parameter]) -> None:
+    """Outside of a pass, nobody wants to know of uses."""
+
+
 @dataclass(frozen=True)
 class _ChunkView:
     """A view of a chunk's weights, which can be restored wherever its chunk is."""
@@ -141,6 +145,8 @@ class WeightUses:
         """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False
         """Whether parameters have separate memory, into which a state dict is loaded."""
+        self.used_in_pass: Callable[[list[nn.Parameter]], None] = ignored
+        """Told of all uses while several micro-batches run in a pass."""
 
     def join(self, units: Iterable[nn.Module]) -> None:
         """Notes the units that are fetched as one: in backward, all weights of one come with the first, and stay until
@@ -159,6 +165,7 @@ class WeightUses:
         if compiling():
             raise compiled_over_moving_weights(f"what reads a weight of shape {list(parameters[0].shape)}")
         self.order_compute()
+        self.used_in_pass(parameters)
         state = self._state()
         streamed: list[int] = []
         inside = bool(state.scopes) or backward_is_running()

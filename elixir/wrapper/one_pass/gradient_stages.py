@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 
@@ -26,36 +26,42 @@ class GradientStages:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.now = 0
-        """The stage whose forward runs."""
+        """The stage that runs."""
         self.micro_batch = 0
         """The micro-batch that runs."""
-        self._used: dict[nn.Parameter, list[int]] = {}  # the stages of each parameter, rising
+        self._first: dict[nn.Parameter, int] = {}  # the first stage that uses a parameter
         self._done = 2**62  # the lowest stage all of whose gradients have come
         self._parts: dict[nn.Parameter, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
-        self._stays: dict[nn.Parameter, tuple[torch.Tensor | None, RemovableHandle]] = {}
-        """Parameters of several stages whose gradients stay with them: those of earlier passes, and our hook."""
+        staying = [parameter for parameter in engine.places if parameter.requires_grad and not self._leaves(parameter)]
+        self._before = {parameter: parameter.grad for parameter in staying}
+        """The gradients of earlier passes, of parameters with which gradients stay."""
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in staying]
+        for parameter in staying:
+            parameter.grad = None
 
     def use(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Notes that the present stage uses parameters."""
         for parameter in parameters:
-            if parameter is None:
-                continue
-            stages = self._used.setdefault(parameter, [])
-            if self.now not in stages:
-                stages.append(self.now)
-                if len(stages) == 2 and parameter.requires_grad and not self._leaves(parameter):
-                    handle = parameter.register_post_accumulate_grad_hook(self._arrived)
-                    self._stays[parameter] = parameter.grad, handle
-                    parameter.grad = None
+            if parameter is not None:
+                self._first.setdefault(parameter, self.now)
 
     def is_done(self, parameter: nn.Parameter) -> bool:
-        """Whether all its gradients have come; no for one that no module is known to use."""
-        stages = self._used.get(parameter)
-        return stages is not None and min(stages) >= self._done
+        """Whether all its gradients have come; no for one that no stage is known to use."""
+        return self._first.get(parameter, -1) >= self._done
 
     def keeps(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Takes a part of a gradient that other stages give parts of, too; returns whether it is one."""
-        if len(self._used.get(parameter, ())) < 2:
+        """Takes a part of a gradient that earlier stages give parts of, too; returns whether it is one.
+
+        Raises:
+            InputError: all parts were thought to have come.
+        """
+        if self.is_done(parameter):
+            name = self._engine.places[parameter][1].name
+            raise InputError(
+                f"operators before a layer read {name}, which belongs to a later module, without calling that; "
+                "call the module, or plan with pass_size=1"
+            )
+        if self._first.setdefault(parameter, self.now) == self.now and parameter not in self._parts:
             return False
         parts = self._parts.setdefault(parameter, {})
         had = parts.get(self.micro_batch)
@@ -72,31 +78,35 @@ class GradientStages:
             parts = self._parts.pop(parameter)
             in_order = [parts[index].to(parameter.device) for index in sorted(parts)]
             with DisableTorchFunctionSubclass():
-                if parameter in self._stays:
-                    before = self._give_back(parameter)
-                    parameter.grad = _sum(in_order if before is None else [before, *in_order])
-                else:
+                if self._leaves(parameter):
                     self._engine.gradients.take(*self._engine.places[parameter], _sum(in_order))
+                else:
+                    parameter.grad = _sum([*self._earlier(parameter), *in_order])
         self._engine.gradients.release()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters, which have the gradients of earlier passes if this one has failed."""
-        for parameter in list(self._stays):
-            parameter.grad = self._give_back(parameter)
+        """Takes the hooks off the parameters, and gives those that got no gradient the one of earlier passes."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, before in self._before.items():
+            parameter.grad = before
 
     def _leaves(self, parameter: nn.Parameter) -> bool:
         """Whether its gradients go through gradient blocks, rather than stay with it."""
         return self._engine.places[parameter][0].index in self._engine.gradients.by_chunk
 
-    def _give_back(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        before, handle = self._stays.pop(parameter)
-        handle.remove()
-        return before
+    def _earlier(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """Gives away its gradient of earlier passes, if it has one."""
+        before = self._before.pop(parameter, None)
+        return [] if before is None else [before]
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
-            self.keeps(parameter, parameter.grad)
+        if not isinstance(parameter, nn.Parameter) or parameter.grad is None:
+            return
+        if self.keeps(parameter, parameter.grad):
             parameter.grad = None
+        elif parameter in self._before:
+            parameter.grad = _sum([*self._earlier(parameter), parameter.grad])
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

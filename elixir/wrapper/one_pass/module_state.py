@@ -56,6 +56,8 @@ def refuse_statistics(layers: Mapping[str, nn.Module]) -> None:
 
 def _held(model: nn.Module) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     for path, module in model.named_modules():
+        if any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__):
+            continue  # a metric collects micro-batch by micro-batch, and nothing of the model reads it
         for held in (vars(module), module._buffers):
             for name, value in held.items():
                 if isinstance(value, torch.Tensor):

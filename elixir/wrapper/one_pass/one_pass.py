@@ -29,6 +29,7 @@ from elixir.wrapper.one_pass.micro_batch import TAIL, MicroBatch
 from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
 from elixir.wrapper.one_pass.regions import Region, Roots, Trail
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
+from elixir.wrapper.weight_uses import ignored
 
 
 class _Course:
@@ -124,6 +125,7 @@ class OnePass:
             for module in self._engine.model.modules()
             if module._parameters and module not in inside and module._compiled_call_impl is None
         ]
+        self._engine.uses.used_in_pass = self._stages.use
         try:
             for number, layer in enumerate(self._layers):
                 layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
@@ -133,6 +135,7 @@ class OnePass:
                 layer._compiled_call_impl = call
             for handle in handles:
                 handle.remove()
+            self._engine.uses.used_in_pass = ignored
             self._stages.close()
 
     def _called(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,12 +187,14 @@ class OnePass:
         """The backward of everything before the tail."""
         self._stages.swept(2 * self._turns)
         for turn in reversed(range(self._turns)):
+            self._stages.now = 2 * turn + 1
             for course in self._courses:
                 region = course.regions.pop(turn, None)
                 if region is not None:
                     self._stages.micro_batch = course.call.index
                     region.backward(self._differentiate)
             self._stages.swept(2 * turn + 1)
+            self._stages.now = 2 * turn
             for course in self._courses:
                 glue = course.glue_before(turn)
                 if glue is not None:

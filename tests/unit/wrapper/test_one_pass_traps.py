@@ -106,6 +106,34 @@ def test_3_weights_of_several_stages_are_summed_as_in_a_loop(home: str) -> None:
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
 
 
+class Penalised(Stack):
+    """Adds a penalty on weights of its layers to what they return."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(layer.linear.weight.square().mean() for layer in self.layers)
+
+
+class Scaled(Stack):
+    """Reads a weight of a layer before the layers run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.layers[1].linear.weight.abs().mean())
+
+
+@pytest.mark.parametrize(("kind", "home"), [(Penalised, "cpu"), (Penalised, "cuda"), (Scaled, "cpu")])
+def test_3_so_are_weights_that_are_read_without_a_call_of_their_module(kind: Any, home: str) -> None:
+    make, steps = seeded(lambda: kind(three())), vectors(4)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=4, home=home)
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+
+
+def test_3_but_not_before_their_module_where_nothing_watches_them() -> None:
+    make, steps = seeded(lambda: Scaled(three())), vectors(4)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=4, home="cuda")
+    with pytest.raises(InputError, match=r"before a layer read layers\.1\.linear\.weight, .* call the module"):
+        in_passes(make, steps, plan, square_loss)
+
+
 def test_4_router_logits_that_hooks_catch_are_outputs_of_their_layer() -> None:
     make = family("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     steps = batches("mixtral", 3)
