@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -252,6 +252,25 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
         else:
             self.elixir.optimizers[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def one_pass(self, step_fn: Callable[[Any, Any], Any], batches: Iterable[Any]) -> list[Any]:
+        """Runs all micro-batches of an optimizer step, as `ElixirOptimizer.accumulate` does; `step` comes next.
+
+        Args:
+            step_fn: ``step_fn(model, batch)`` computes the loss, calls `backward` of this Accelerator, and may return
+                anything.
+            batches: as many as `gradient_accumulation_steps`, which divide each loss.
+
+        Returns:
+            what the calls have returned, in order.
+
+        Raises:
+            InputError: before `prepare`.
+        """
+        if self.elixir is None:
+            raise InputError("one_pass() runs a model under a plan; call prepare() with it and its optimizer first")
+        self.gradient_state.sync_gradients = True  # so that the optimizer steps
+        return self.elixir.optimizers[0].accumulate(step_fn, batches)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

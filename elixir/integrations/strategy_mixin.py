@@ -19,6 +19,7 @@ from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.optimizer import stepper_of
 
 _BF16, _FP16 = ("bf16-true", "bf16-mixed"), ("16-true", "16-mixed")
@@ -87,7 +88,8 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         batch: the batch to plan for; by default the longest samples of the training data.
         init_on_meta: `configure_model` builds on the meta device, and wrapping fills the model chunk by chunk.
         options: arguments of `elixir.wrap`, such as ``device_memory``, and of DDPStrategy, such as ``start_method``.
-            ``placement_policy`` is another name for ``placement``: auto, cuda or cpu.
+            ``placement_policy`` is another name for ``placement``: auto, cuda or cpu. With ``pass_size``, each batch
+            of the loader is a list of the micro-batches of a step, whose mean loss is that of the batch.
 
     Raises:
         InputError: an option repeats a setting of the Trainer.
@@ -187,8 +189,16 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             if batch is None:
                 trainer.fit_loop.setup_data()  # as Trainer.estimated_stepping_batches does
                 batch = tree_map(planning_batch, trainer.train_dataloader)
+            accumulation = trainer.accumulate_grad_batches
+            if self._elixir_takes_lists:
+                if accumulation > 1 or not isinstance(batch, list):
+                    raise InputError(
+                        "with pass_size= each batch of the loader is a list of the micro-batches of a step, found "
+                        f"{type(batch).__name__} and accumulate_grad_batches={accumulation}; give lists, and 1"
+                    )
+                batch, accumulation = batch[0], len(batch)
             inp, step_fn = as_inp(batch, self._elixir_traced)
-            options |= {"inp": inp, "step_fn": step_fn, "accumulation": trainer.accumulate_grad_batches}
+            options |= {"inp": inp, "step_fn": step_fn, "accumulation": accumulation}
             options["clipping"] = clips
         self.lightning_module.train()
         if self._elixir_only_plan:
@@ -222,16 +232,43 @@ class StrategyMixin(_Base):  # type: ignore[misc]
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def _elixir_takes_lists(self) -> bool:
+        """Whether a batch is a list of micro-batches, which pass the layers together; their backward runs with them."""
+        several = self._elixir_options.get("pass_size", 1) != 1
+        several = several or (self.elixir is not None and self.elixir.module.plan.pass_size > 1)
+        return several and bool(self.lightning_module.automatic_optimization)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Steps as DDPStrategy does. With manual optimization backward and step run inside, so outside of the wrapper's
         forward."""
-        if self.lightning_module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        return self.lightning_module.training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            return self.lightning_module.training_step(batch, *args, **kwargs)
+        if not self._elixir_takes_lists:
+            return super().training_step(batch, *args, **kwargs)
+
+        def step(module: Any, micro_batch: Any) -> torch.Tensor:
+            output = super(StrategyMixin, self).training_step(micro_batch, *args, **kwargs)
+            loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+            MicroBatch.begins_backward()
+            super(StrategyMixin, self).backward(loss / len(batch), self.optimizers[0])
+            return loss.detach()
+
+        return torch.stack(self.optimizers[0].accumulate(step, batch)).mean()
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs backward as DDPStrategy does, unless it has run with `training_step`."""
+        if self._elixir_takes_lists:
+            return closure_loss
+        loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)
+        return loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Steps as DDPStrategy does, then frees gradients, which Lightning would hold during the next forward."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Lightning clears gradients after training_step, where those of lists have come.
+        has_run = self._elixir_takes_lists
+        with patch.object(plain(optimizer), "zero_grad") if has_run else contextlib.nullcontext():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.lightning_module.automatic_optimization:
             optimizer.zero_grad()
         trainer, report = self.lightning_module.trainer, self.elixir.module.last_report

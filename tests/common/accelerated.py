@@ -18,12 +18,20 @@ class Loop:
         accelerator: plain, or of Elixir's.
         samples: of the data.
         make: creates the optimizer of a model; AdamW by default.
+        checkpoint: whether layers run again in backward.
     """
 
     def __init__(
-        self, accelerator: Any, samples: int = 6, make: Callable[[Any], torch.optim.Optimizer] | None = None
+        self,
+        accelerator: Any,
+        samples: int = 6,
+        make: Callable[[Any], torch.optim.Optimizer] | None = None,
+        *,
+        checkpoint: bool = False,
     ) -> None:
         model = llama()
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3) if make is None else make(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
@@ -47,6 +55,24 @@ class Loop:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
         return found
+
+    def epoch_in_passes(self, count: int) -> list[float]:
+        """The same, with so many micro-batches at a time."""
+        found = []
+        torch.manual_seed(7)
+        batches = list(self.loader)
+        for first in range(0, len(batches), count):
+            found += self.accelerator.one_pass(self._micro_batch, batches[first : first + count])
+            found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return found
+
+    def _micro_batch(self, model: Any, batch: Any) -> float:
+        loss = model(**batch).loss
+        self.accelerator.backward(loss)
+        return loss.item()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}

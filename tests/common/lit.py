@@ -10,7 +10,8 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers import Logger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 
 class Module(lightning.LightningModule):
@@ -60,6 +61,18 @@ class Late(Module):
             self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 3)
 
 
+class Checkpointed(Module):
+    """Layers that run again in backward, on lists of micro-batches or on single ones."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 2):
+            x = checkpoint(self.body[index], x, use_reentrant=False).tanh()
+        return self.head(x)
+
+
 class ByHand(Module):
     """Manual optimization."""
 
@@ -97,10 +110,16 @@ class Log(Logger):
         return [{name: value for name, value in row.items() if name != "lr-ElixirOptimizer"} for row in rows]
 
 
-def data(count: int = 20) -> DataLoader[Any]:
+def data(count: int = 20, micro_batches: int = 0) -> DataLoader[Any]:
+    """Batches of 4; with `micro_batches`, lists of so many of them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 8, generator=generator)
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
+    samples = TensorDataset(x, x[:, :3].argmax(1))
+
+    def collate(rows: list[Any]) -> list[Any]:
+        return [default_collate(rows[first : first + 4]) for first in range(0, len(rows), 4)]
+
+    return DataLoader(samples, batch_size=4 * micro_batches or 4, collate_fn=collate if micro_batches else None)
 
 
 def trainer(strategy: Any, folder: Path, **more: Any) -> Any:

@@ -86,6 +86,19 @@ def test_muon_and_adamw_one_by_one() -> None:
     assert same(*weights)
 
 
+def test_micro_batches_of_a_step_pass_each_layer_together() -> None:
+    plain = Loop(Accelerator(cpu=True, gradient_accumulation_steps=2), checkpoint=True)
+    accelerator = ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir={**ON_HOST, "pass_size": 2})
+    with pytest.raises(InputError, match=r"call prepare\(\) with it"):
+        accelerator.one_pass(lambda model, batch: None, [])
+    ours = Loop(accelerator, checkpoint=True)
+    assert accelerator.elixir.module.plan.pass_size == 2
+    for _ in range(2):
+        assert ours.epoch_in_passes(2) == plain.epoch()  # the last step has one micro-batch
+    assert same(plain.weights(), ours.weights())
+    assert accelerator.elixir.module.last_report.demand_loads == 0
+
+
 def test_new_states_in_backward_whose_limit_comes_after_it(tmp_path: Path) -> None:
     """The script clips between backward and step, to limits that are reached in every second pass over the data."""
     plain = Loop(Accelerator(cpu=True))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import elixir.integrations.lightning as ours
 from elixir.errors import InputError, TraceError
 from elixir.integrations.lightning import ElixirStrategy
-from tests.common.lit import ByHand, Late, Module, data, fitted, same, states, trainer
+from tests.common.lit import ByHand, Checkpointed, Late, Module, data, fitted, same, states, trainer
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement_policy": "cpu"}
 
@@ -124,6 +124,26 @@ def test_fits_and_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
         again, _ = fitted("elixir", tmp_path, resume=checkpoint, callbacks=callbacks(tmp_path / f"from-{folder}"))
         assert same(states(tmp_path / f"from-{folder}" / last), states(tmp_path / "again" / last))
         again.strategy.elixir.module.close()
+
+
+def test_a_list_of_micro_batches_passes_each_layer_together(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"max_epochs": 2, "val_check_interval": None}
+    plain = trainer("ddp", tmp_path / "plain", **more)
+    plain.fit(Checkpointed(), data(16))
+    lists = trainer(ElixirStrategy(pass_size=2, **ON_HOST), tmp_path / "ours", **more, accumulate_grad_batches=1)
+    lists.fit(Checkpointed(), data(16, micro_batches=2))
+    module = lists.strategy.elixir.module
+    assert (module.plan.accumulation, module.plan.pass_size) == (2, 2)
+    assert module.last_report.demand_loads == 0
+    assert same(states_of(plain), states_of(lists))
+    logged = [[row["loss"] for row in each.logger.rows if "loss" in row] for each in (plain, lists)]
+    assert logged[0] == logged[1]  # of the last micro-batch of a step
+    with pytest.raises(InputError, match="each batch of the loader is a list of the micro-batches"):
+        fitted(ElixirStrategy(pass_size=2, **ON_HOST), tmp_path, Checkpointed())
+
+
+def states_of(done: Any) -> dict[str, torch.Tensor]:
+    return done.strategy.lightning_module_state_dict()
 
 
 @pytest.mark.slow
