@@ -94,7 +94,7 @@ class SearchRequest:
     the fastest of all numbers with which each replica takes whole machines, or a part of one."""
     pass_size: int | Literal["auto"] = 1
     """Micro-batches that go through each layer before the next layer's weights are fetched, with
-    `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two."""
+    `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two, or all of them."""
     fetch: FetchChoice = "parameters"
     """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
     as one where the plan then moves no more bytes, needs no more memory and is not slower by more than it saves: the
@@ -197,8 +197,8 @@ class SearchRequest:
         """The sizes of passes to try, the smallest first."""
         if self.pass_size != "auto":
             return (self.pass_size,)
-        powers = (1 << power for power in range(self.accumulation.bit_length()))
-        return tuple(size for size in powers if not self.accumulation % size)
+        powers = {1 << power for power in range(self.accumulation.bit_length())}
+        return tuple(size for size in sorted({*powers, self.accumulation}) if not self.accumulation % size)
 
 
 OPTIONS = tuple(field.name for field in fields(SearchRequest))

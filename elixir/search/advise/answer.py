@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elixir.errors import InputError, PlanError, TraceError
@@ -79,6 +79,7 @@ class Answer:
             disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
             placement=plan.placement,
             accumulation=plan.accumulation,
+            pass_size=plan.pass_size,
             moments=plan.moments,
             frozen_weights=plan.frozen_weights,
             early_updates=plan.may_update_early,
@@ -103,12 +104,14 @@ class Answer:
         """The step with one thing changed, planned again: moments in fewer bits, fused kernels, accumulation, other
         activation checkpointing; the most samples a second first, and last what does not fit.
 
-        What takes another trace is there for models that are known by name.
+        What takes another trace is there for models that are known by name. Passes are as large as those of the plan,
+        since trying all sizes again for each change would take minutes.
         """
         found = []
-        for change in for_speed(self.question):
+        question = self.question._replace(request=replace(self.question.request, pass_size=self.plan.pass_size))
+        for change in for_speed(question):
             # As a user's own search would: a row promises what planning with the change then gives.
-            other = evaluate(change, self.question)
+            other = evaluate(change, question)
             if other is None:
                 found.append(Effect(change, None, None, None, None))
                 continue

@@ -107,5 +107,10 @@ def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None
     assert best.pass_size == min(size for size, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())) > 1
 
 
+@pytest.mark.parametrize(("accumulation", "sizes"), [(1, (1,)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 12)), (7, (1, 7))])
+def test_auto_tries_powers_of_two_and_all_together(accumulation: int, sizes: tuple[int, ...]) -> None:
+    assert SearchRequest(world_size=1, accumulation=accumulation, pass_size="auto").sizes == sizes
+
+
 def test_auto_keeps_single_micro_batches_where_nothing_moves(deep: StepTrace) -> None:
     assert planned(deep, "auto", "1GiB").pass_size == 1
