@@ -91,11 +91,11 @@ class GradientStages:
         for parameter, before in self._before.items():
             parameter.grad = before
 
-    def _leaves(self, parameter: nn.Parameter) -> bool:
+    def _leaves(self, parameter: torch.Tensor) -> bool:
         """Whether its gradients go through gradient blocks, rather than stay with it."""
         return self._engine.places[parameter][0].index in self._engine.gradients.by_chunk
 
-    def _earlier(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+    def _earlier(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Gives away its gradient of earlier passes, if it has one."""
         before = self._before.pop(parameter, None)
         return [] if before is None else [before]
