@@ -47,11 +47,28 @@ class Slot:
         gradient, self.gradient = self.gradient, None
         return gradient
 
-    def watch(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Makes a leaf send its gradients here."""
-        leaf.elixir_slot = self, None  # type: ignore[attr-defined]
-        leaf.register_post_accumulate_grad_hook(self._arrived)
+    def leaf(self, value: torch.Tensor) -> torch.Tensor:
+        """The value without its graph, for glue and layers to read; unlike a leaf of autograd it may be written to."""
+        leaf: torch.Tensor = _Caught.apply(value.detach().requires_grad_(), self)  # type: ignore[no-untyped-call]
+        leaf.elixir_slot = self, leaf.grad_fn  # type: ignore[attr-defined]
         return leaf
+
+    def cut(self, value: torch.Tensor) -> None:
+        """Takes the graph off a tensor, which readers may have already, and makes it send its gradients here."""
+        value.detach_().requires_grad_()
+        value.elixir_slot = self, None  # type: ignore[attr-defined]
+        strides: list[tuple[int, ...]] = []
+        value.register_hook(lambda gradient: strides.append(gradient.stride()))
+
+        def arrived(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if (
+                gradient is not None
+            ):  # autograd gives it the strides of the leaf, with which other kernels may be chosen
+                raw = torch.empty_strided(gradient.shape, strides.pop(), dtype=gradient.dtype, device=gradient.device)
+                self.add(gradient if raw.stride() == gradient.stride() else raw.copy_(gradient))
+
+        value.register_post_accumulate_grad_hook(arrived)
 
     @staticmethod
     def of(value: torch.Tensor) -> Slot | None:
@@ -59,10 +76,21 @@ class Slot:
         slot, node = getattr(value, "elixir_slot", (None, None))
         return slot if value.grad_fn is node else None  # an in-place write has given it another node
 
-    def _arrived(self, leaf: torch.Tensor) -> None:
-        if leaf.grad is not None:
-            self.add(leaf.grad)
-            leaf.grad = None
+
+class _Caught(torch.autograd.Function):
+    """Gives a tensor on, and its gradient to a slot, as it is: autograd would give it the strides of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, slot: Slot) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.slot = slot
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            ctx.slot.add(gradient)
+        return None, None
 
 
 class Trail:
@@ -94,7 +122,7 @@ class Trail:
             return views.setdefault(id(value), (value, Slot(glue)))[1]
         edge = torch.autograd.graph.get_gradient_edge(value)
         slot = Slot(glue)
-        slot.watch(value.detach_().requires_grad_())
+        slot.cut(value)
         self._edges.setdefault(glue, []).append((edge, slot))
         return slot
 
@@ -116,10 +144,12 @@ class Trail:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
+            slot, variable = getattr(node, "slot", None), getattr(node, "variable", None)
             if variable is not None:
                 slot = Slot.of(variable)
-                newest_leaf = max(newest_leaf, -1 if slot is None else slot.glue)
+            if isinstance(slot, Slot):
+                newest_leaf = max(newest_leaf, slot.glue)
+            if variable is not None or isinstance(slot, Slot):
                 continue
             while oldest and node._sequence_nr() < self._marks[oldest]:
                 oldest -= 1
@@ -145,9 +175,7 @@ class _Input:
 
     def again(self) -> torch.Tensor:
         """The input for another run, without the graph that made it."""
-        if self.requires_grad and self.slot is None:
-            return self.value
-        return self.value.detach().requires_grad_(self.requires_grad)
+        return self.value if self.slot is None else self.slot.leaf(self.value)
 
 
 class Region:
@@ -207,16 +235,15 @@ class Region:
         caught = [(key, at, gradient) for key, at, slot in self._caught if (gradient := slot.take()) is not None]
         if not wanted and not caught:
             return
-        again = {id(kept): kept.again() for kept in self._inputs if isinstance(kept, _Input)}
-        given, roots = dict(again), list[tuple[Any, torch.Tensor]]()
-        for kept in self._inputs:
-            if isinstance(kept, _Input) and kept.slot is not None and kept.slot.gradient is not None:
-                # Later regions have read it, too. Parts of this region are added to that gradient one by one, as in a
-                # graph that is not cut, instead of to each other first.
-                with torch.enable_grad():
-                    given[id(kept)] = again[id(kept)].view_as(again[id(kept)])
-                had = kept.slot.take()
+        roots: Roots = []
+        with torch.enable_grad():
+            given = {id(kept): kept.again() for kept in self._inputs if isinstance(kept, _Input)}
+            for kept in self._inputs:
+                had = kept.slot.take() if isinstance(kept, _Input) and kept.slot is not None else None
                 if had is not None:
+                    # Later regions have read it, too. Parts of this region are added to that gradient one by one, as in
+                    # a graph that is not cut, instead of to each other first.
+                    given[id(kept)] = given[id(kept)].view_as(given[id(kept)])
                     roots.append((given[id(kept)], had))
         flat = [given[id(kept)] if isinstance(kept, _Input) else kept for kept in self._inputs]
         results, collected = self._run_again(flat, caught)
@@ -228,10 +255,6 @@ class Region:
         ]
         del results, collected, wanted, caught
         differentiate(roots)
-        for kept in {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}.values():
-            value = again[id(kept)]
-            if kept.slot is not None and value.grad is not None:
-                kept.slot.add(value.grad)
         self._inputs = []
 
     def _run_again(self, flat: list[Any], caught: list[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
@@ -249,27 +272,13 @@ class Region:
     def _leaf(self, value: torch.Tensor) -> tuple[torch.Tensor, Slot]:
         """An output without its graph, which glue may write to in place, unlike a leaf."""
         slot = Slot(self._trail.glue)
-        leaf: torch.Tensor = _Same.apply(slot.watch(value.detach().requires_grad_()))  # type: ignore[no-untyped-call]
-        leaf.elixir_slot = slot, leaf.grad_fn  # type: ignore[attr-defined]
-        return leaf, slot
+        return slot.leaf(value), slot
 
     def _refuse(self, packed: None) -> torch.Tensor:
         raise InputError(
             f"a tensor from inside the layer {self._name} is used in backward without being among its outputs, as if "
             "it was kept on a module or in a list; return it from the layer, or plan with pass_size=1"
         )
-
-
-class _Same(torch.autograd.Function):
-    """Gives a tensor on, and its gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def _forget(tensor: torch.Tensor) -> None:

@@ -73,6 +73,33 @@ def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() ->
     assert seen == {(True, True)}
 
 
+class Turned(Stack):
+    """Gives the layers gradients whose strides are not those of their outputs."""
+
+    def between(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous().view(-1).mul(1.5).view(8, 4).t()
+
+
+def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Watching(Layer):
+        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x, *more)
+            out.register_hook(lambda gradient: seen.append(gradient.stride()))
+            return out
+
+    make, steps = seeded(lambda: Turned([Watching() for _ in range(2)])), vectors(2)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    seen.clear()
+    plainly(make, steps, square_loss)
+    expected = sorted(seen)
+    seen.clear()
+    in_passes(make, steps, plan, square_loss)
+    assert sorted(seen) == expected
+    assert (1, 4) in seen
+
+
 class Shared(Stack):
     """Every layer reads one tensor that operators before the layers have made."""
 
