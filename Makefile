@@ -8,6 +8,7 @@
 # make wheel        the source archive and the wheel, in dist
 # make wheel-check  the same wheel and what it needs, from the package index in a new environment: three commands run
 # make release-check  what a release of the version in elixir/__init__.py still lacks
+# make test-machines  replicas on two hosts that are made here, with a network of a given rate; needs root
 # make test-newest  unit tests with the newest torch and transformers on the package index, in an environment of its own
 # make test-oldest  unit tests and the rehearsed proof with the oldest torch that is supported, in an environment of its own
 PYTHON ?= python3
@@ -23,7 +24,7 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint docs wheel wheel-check release-check \
+.PHONY: help quickstart pictures finetune figures test test-all test-machines test-oldest test-newest lint docs wheel wheel-check release-check \
         clean
 
 help:
@@ -101,6 +102,11 @@ test: lint
 
 test-all: lint
 	@$(call all_of,"" "--cuda $(ON_CUDA) tests/unit/training/test_parity.py" "-m 'not slow' --cuda $(MORE_ON_CUDA)")
+
+# Two hosts are namespaces of this one, gone with the process that made them.
+test-machines: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.common.two_hosts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines
 
 # The oldest versions that pyproject.toml allows, and the pair that a machine with a GPU is likely to have.
 OLDEST := .venv-oldest

@@ -3,6 +3,7 @@
     python example/train.py --model opt-125m --layers 2 --device-memory 300MiB
     torchrun --nproc-per-node 2 example/train.py --model opt-125m --layers 2
     python example/train.py --model opt-125m --layers 2 --checkpoint-folder run --resume
+    torchrun --nnodes 2 --nproc-per-node 8 ... example/train.py --hardware hw.json --replicas auto
 
 Runs on the CPU over gloo and, unchanged, on GPUs over NCCL. Rank 0 plans, all ranks run its plan.
 """
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import sysconfig
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -79,6 +81,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--weights-on-meta", action="store_true", help="build on the meta device; no rank ever holds the whole model"
     )
+    parser.add_argument("--hardware", help="a preset or hw.json; by default what two seconds of measuring find")
+    parser.add_argument(
+        "--replicas", default="1", help="replicas of the model, each sharded over as many ranks; auto: the fastest"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a lost rank ends the run")
     parser.add_argument("--max-norm", type=float, default=1.0, help="clip the gradients' global norm")
     parser.add_argument(
         "--checkpoint-folder", help="save checkpoints here; also when the process is told to end (SIGTERM)"
@@ -100,7 +107,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if ranks > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     rank = dist.get_rank() if ranks > 1 else 0
 
     torch.manual_seed(0)  # the same weights on every rank
@@ -122,8 +129,8 @@ def main() -> None:
     elif rank == 0:
         # Two seconds of measuring, so that the predicted seconds are those of this machine.
         machine = (
-            profile_for(None)
-            if cuda
+            profile_for(args.hardware)
+            if cuda or args.hardware
             else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq, hidden=shape.hidden)
         )
         if args.disk_folder:
@@ -139,6 +146,7 @@ def main() -> None:
             device_memory=args.device_memory,
             host_memory=args.host_memory,
             disk_memory=args.disk_memory,
+            replicas=args.replicas if args.replicas == "auto" else int(args.replicas),
         )
         print(plan)
         plans = [plan.to_json()]

@@ -90,7 +90,9 @@ def measure(
             keys = ", ".join(result.key for result in failed)
             said = "no fit for %d of the rates, left out of the profile: %s; %s"
             logger.warning(said, len(failed), keys, failed[0].problem)
-    profile: HardwareProfile = together.share(_profile(device, results, folders, quick) if first else None)
+    profile: HardwareProfile = together.share(
+        _profile(Bench(device, quick, together), results, folders) if first else None
+    )
     return profile
 
 
@@ -127,10 +129,8 @@ def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[M
     return run_jobs(rank_jobs(Bench(device, quick, ranks)))
 
 
-def _profile(
-    device: torch.device, results: Sequence[Measured], disk_folders: Sequence[PathLike], quick: bool
-) -> HardwareProfile:
-    found = {result.key: result for result in results}
+def _profile(bench: Bench, results: Sequence[Measured], disk_folders: Sequence[PathLike]) -> HardwareProfile:
+    device, found = bench.device, {result.key: result for result in results}
     if device.type == "cpu":
         # One copy serves both ways, and the device's step is the host's on the threads of compute.
         found["device_to_host"] = found["host_to_device"]
@@ -152,13 +152,19 @@ def _profile(
     values: dict[str, Any] = {name: result.per_s for name, result in rates.items()}
     sources = {name: result.source for name, result in rates.items()}
     values["device_to_device_bytes_per_s"], sources["device_to_device_bytes_per_s"] = _peer_rate(device, found)
-    pin_per_s, sources["host_pin_bytes_per_s"] = pinning_rate(Bench(device, quick))
+    pin_per_s, sources["host_pin_bytes_per_s"] = pinning_rate(Bench(device, bench.quick))
     values["host_pin_bytes_per_s"] = pin_per_s
     if disk_folders:
         values["disk_free_bytes"] = free_disk_bytes(*disk_folders)
         sources["disk_free_bytes"] = "read from the operating system"
+    network = found.pop("network", None)
+    if network is not None and network.series is not None:
+        values["network_bytes_per_s"], sources["network_bytes_per_s"] = network.per_s, network.source
+        if network.fit is not None:  # a ring that sums takes so many steps between machines
+            values["network_latency_s"] = network.fit.latency_s / (2 * (bench.ranks.machines - 1))
+            sources["network_latency_s"] = network.source
     fits = {key: result.fit for key, result in found.items() if result.fit is not None}
-    facts, fact_sources = _facts(device)
+    facts, fact_sources = _facts(device, bench.ranks)
     return HardwareProfile(
         flops_per_s={name: result.per_s for name, result in squares.items()},
         matmul_efficiency=1.0,
@@ -179,7 +185,7 @@ def _profile(
     )
 
 
-def _facts(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
+def _facts(device: torch.device, ranks: Ranks) -> tuple[dict[str, Any], dict[str, str]]:
     """Fields that are read rather than measured, and their sources."""
     if device.type == "cpu":
         name = f"{cpu_name()}, {threads_text()}"
@@ -189,11 +195,11 @@ def _facts(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
                 "device_kind": "cpu",
                 "device_name": name,
                 "compute_capability": None,
-                "devices_per_host": 1,
+                "devices_per_host": ranks.local_size if ranks.machines > 1 else 1,
                 "device_memory_bytes": total_host_bytes(),
             },
             {
-                "devices_per_host": "one host is one device here",
+                "devices_per_host": "of several machines, the ranks of each; otherwise one host is one device",
                 "device_memory_bytes": "read from the operating system: the same memory as the host's",
             },
         )

@@ -39,6 +39,11 @@ class Ranks:
     control: Any = None
     """gloo group for small values on the host; None for one rank."""
 
+    @property
+    def machines(self) -> int:
+        """How many machines they are on; 1 also if those do not have as many each."""
+        return 1 if self.size % self.local_size else self.size // self.local_size
+
     def barrier(self) -> None:
         """Waits for all."""
         self.slowest(0.0)
