@@ -115,6 +115,8 @@ class Transfer:
     ends: int
     """Index of the access that does not go on before it is over; `begins` if compute stands still meanwhile, as it does
     for copies that the step makes itself."""
+    planned: bool = False
+    """Whether the plan makes it (`UnitActivations.swap`), not the step itself."""
 
 
 Form = Literal["compiled", "checkpointed", "plain"]
@@ -233,6 +235,8 @@ class Contributor:
 
 INPUT = "input"
 """`Result.operator` of the tensors that a unit is called with."""
+SAVED = "saved"
+"""`Result.operator` of all that autograd saves of a unit that runs once, weights and small tensors left out."""
 
 
 @dataclass(frozen=True, order=True)
@@ -240,7 +244,8 @@ class Result:
     """The results of one call of an operator in the forward of a unit."""
 
     operator: str
-    """Its overload, such as ``aten.mm.default``; ``input`` for a tensor that the unit is called with."""
+    """Its overload, such as ``aten.mm.default``; ``input`` for a tensor that the unit is called with, ``saved`` for all
+    that it saves."""
     occurrence: int
     """The number of the call among those of the same operator in this unit, from 0."""
 
@@ -255,7 +260,10 @@ class UnitActivations:
     """The results that stay while all others are made again in backward, by a checkpoint around the unit. None: the
     unit runs once, and everything that backward reads stays."""
     swap: tuple[Result, ...] = ()
-    """The results that move to host memory after forward, and come back before the unit's backward."""
+    """The results that move to host memory after forward, and come back before the unit's backward: inputs of a unit
+    with a checkpoint, or all that one without saves."""
+    swap_bytes: int = 0
+    """Bytes of these, in a micro-batch; 0 until the step is traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +293,11 @@ class StepShape:
     """Form of its frozen weights, likewise."""
     activations: tuple[UnitActivations, ...] = ()
     """The activations of these units; all others keep what the model keeps."""
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes of activations that the plan moves to the host in a micro-batch, and back."""
+        return sum(each.swap_bytes for each in self.activations)
 
     @property
     def seq(self) -> int | None:
@@ -395,9 +408,9 @@ class StepTrace(Artifact):
     access in forward and one in backward, of all micro-batches."""
     transfers: tuple[Transfer, ...] = ()
     """Copies of activations to host memory and back, in order: those that the step makes itself, as
-    `torch.autograd.graph.save_on_cpu` does."""
+    `torch.autograd.graph.save_on_cpu` does, and those of the plan."""
     host_peak_bytes: int = 0
-    """The most host memory that the step takes for what it moves there, as PyTorch's allocators take it."""
+    """The most host memory that the step takes for what it moves there itself, as PyTorch's allocators take it."""
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
@@ -501,8 +514,8 @@ class StepTrace(Artifact):
         return sum(self.access_flops(access) for access in self.accesses)
 
     def transferred_bytes(self, direction: Direction) -> int:
-        """Bytes of activations that the step copies in one direction."""
-        return sum(transfer.nbytes for transfer in self.transfers if transfer.direction == direction)
+        """Bytes of activations that the step itself copies in one direction."""
+        return sum(each.nbytes for each in self.transfers if each.direction == direction and not each.planned)
 
     def access_flops(self, access: Access) -> int:
         """FLOPs from this access up to the next one."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from elixir.access.compiled_units import is_compiled
 from elixir.access.own_checkpoint import FUNCTION
+from elixir.access.swapping import Swapping
 from elixir.errors import InputError
 from elixir.step_trace import Result, UnitActivations
 
@@ -27,13 +28,17 @@ class Recomputation:
 
     Args:
         model: whose modules are changed in place.
-        activations: of the units; `swap` is nothing to a checkpoint.
+        activations: of the units.
+        swapping: moves what is swapped; None if nothing is.
 
     Raises:
         InputError: the model has no such module, or it is compiled or a TorchScript module.
     """
 
-    def __init__(self, model: nn.Module, activations: Iterable[UnitActivations]) -> None:
+    def __init__(
+        self, model: nn.Module, activations: Iterable[UnitActivations], swapping: Swapping | None = None
+    ) -> None:
+        self._swapping = swapping
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         wanted = {each.unit: each for each in activations}
         for name, module in model.named_modules() if wanted else ():
@@ -44,13 +49,15 @@ class Recomputation:
                     raise InputError(
                         f"{name} is compiled, so its results cannot be kept one by one; plan it without activations="
                     )
-                self._apply(module, each.keep)
+                self._apply(module, each)
         if wanted:
             self.remove()
             raise InputError(f"the model has no unit {min(wanted)!r}, which the plan has; plan this model anew")
 
     def remove(self) -> None:
         """Gives the modules back what they had."""
+        if self._swapping is not None:
+            self._swapping.remove()
         while self._before:
             module, had = self._before.pop()
             for name, value in had.items():
@@ -59,7 +66,8 @@ class Recomputation:
                 else:
                     vars(module)[name] = value
 
-    def _apply(self, module: nn.Module, keep: tuple[Result, ...] | None) -> None:
+    def _apply(self, module: nn.Module, each: UnitActivations) -> None:
+        keep, swapping = each.keep, self._swapping if each.swap else None
         self._before.append(
             (module, {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")})
         )
@@ -67,20 +75,32 @@ class Recomputation:
         if switched:
             vars(module)[_SWITCH] = keep is not None
         if keep is None:
+            if swapping is not None:
+                vars(module)["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
             return
-        vars(module)[FUNCTION] = _checkpoint_that_keeps(keep)
+        function = _checkpoint_that_keeps(keep)
+        if swapping is not None:
+            function = functools.partial(_moving, swapping, each.unit, function)
+        vars(module)[FUNCTION] = function
         if not switched:
             vars(module)["forward"] = functools.partial(_run, module, module.forward)
 
 
 @contextmanager
-def recomputing(model: nn.Module, activations: Iterable[UnitActivations]) -> Iterator[None]:
+def recomputing(
+    model: nn.Module, activations: Iterable[UnitActivations], swapping: Swapping | None = None
+) -> Iterator[None]:
     """`Recomputation` of a model meanwhile."""
-    applied = Recomputation(model, activations)
+    applied = Recomputation(model, activations, swapping)
     try:
         yield
     finally:
         applied.remove()
+
+
+def _moving(swapping: Swapping, unit: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with swapping.moving(unit):
+        return function(*args, **kwargs)
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,8 @@ into while the CPU-Adam thread adds the other."""
 FILE_WINDOW = "weights from files"
 """Kind: weights that live in files pass through here: the disk lane reads a shard into one buffer while the one before
 is copied to the device from the other."""
+SWAPPED = "activations"
+"""Kind: activations of units wait here for their backward. Each buffer belongs to one storage until that is over."""
 WINDOW = "states from a disk"
 """Kind: masters and states that live on a disk are here while they are stepped, read ahead or written back
 (`elixir.chunk.state_window`)."""
@@ -95,6 +97,7 @@ class HostBuffers:
         self._arena = arena
         self._kinds: dict[str, BufferKind] = {}
         self._turns: dict[str, deque[HostBuffer]] = {}  # by kind; the next one first
+        self._lent: set[int] = set()  # identities of buffers that take no turns meanwhile
 
     def add(self, kind: BufferKind) -> None:
         """Takes up a kind.
@@ -120,6 +123,7 @@ class HostBuffers:
         if kind is None:
             return
         for buffer in self._turns.pop(name):
+            self._lent.discard(id(buffer))
             buffer.uses.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
             self._give_up(kind, buffer)
 
@@ -142,6 +146,25 @@ class HostBuffers:
         turns.rotate(-1)
         self._make_room(kind, buffer, max(nbytes, kind.buffer_bytes))
         return buffer
+
+    def lend(self, name: str, nbytes: int) -> HostBuffer:
+        """Lends a buffer of a kind with room for `nbytes`, the smallest that is free, or a new one; until `give_back`.
+
+        Work on it comes after `HostBuffer.uses`.
+        """
+        free = [each for each in self._turns[name] if id(each) not in self._lent and each.memory.nbytes >= nbytes]
+        if free:
+            buffer = min(free, key=lambda each: each.memory.nbytes)
+        else:
+            buffer = HostBuffer()
+            self._make_room(self._kinds[name], buffer, nbytes)
+            self._turns[name].append(buffer)
+        self._lent.add(id(buffer))
+        return buffer
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Takes back a buffer that was lent, by any thread."""
+        self._lent.discard(id(buffer))
 
     def take_only(self, name: str, nbytes: int) -> HostBuffer:
         """Takes a buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or
@@ -186,6 +209,10 @@ class HostBuffers:
     def _give_up(self, kind: BufferKind, buffer: HostBuffer) -> None:
         self._arena.count(-buffer.memory.nbytes, "host", kind.counted_as)
         buffer.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+SWAPPED_KIND = BufferKind(SWAPPED, "swapped_activations", 0, 0)
+"""Buffers are made when they are first needed: their number and sizes follow from what units save."""
 
 
 def staging_kind(plan: Plan) -> BufferKind:

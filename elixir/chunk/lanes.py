@@ -480,14 +480,14 @@ class Lanes:
     """The lanes of one module. Each says which work it overlaps, and which memory its order protects."""
 
     fetch: Lane
-    """Weights, host to device. The next chunk is copied while compute uses this one. Each copy comes after the compute
-    submitted before it, which may still read the block that it fills."""
+    """Weights and activations, host to device. The next chunk is copied while compute uses this one. Each copy comes
+    after the compute submitted before it, which may still read the block that it fills."""
     network: Lane
     """All collectives. The next gather and the last reduction run while compute goes on. One lane for both, since all
     ranks must start their collectives in the same order, and a second communicator would need more buffers."""
     offload: Lane
-    """Gradients, device to host. A chunk's gradients leave while backward computes those of the chunk before. Apart
-    from `fetch`, both directions of the link are used at once. A gradient block is reused only after its copy."""
+    """Gradients and activations, device to host. A chunk's gradients leave while backward computes those of the chunk
+    before. Apart from `fetch`, both directions of the link are used at once. A gradient block is reused only after its copy."""
     host_adam: Lane
     """Optimizer steps on the host, while the device computes and other lanes move data. One thread takes the chunks in
     order, so that two steps never share the host's cores. The steps touch host memory only, so they need not come after

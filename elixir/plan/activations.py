@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from elixir.errors import InputError
-from elixir.step_trace import INPUT, Result, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
 
 
 def activations_text(activations: Iterable[UnitActivations]) -> str:
@@ -34,6 +34,9 @@ def _text(keep: tuple[Result, ...] | None, swap: tuple[Result, ...], *, plural: 
 
 def _names(results: Iterable[Result]) -> str:
     """The operators, with how many of their results: ``mm x 3, silu``."""
+    results = list(results)
+    if any(result.operator == SAVED for result in results):
+        return "all that is saved"
     counts = Counter(result.operator.removeprefix("aten.").partition(".")[0].strip("_") for result in results)
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
@@ -58,9 +61,12 @@ def check_activations(activations: Iterable[UnitActivations], able: Iterable[str
         for name, results in (("keep", each.keep or ()), ("swap", each.swap)):
             if len(set(results)) < len(results):
                 raise InputError(f"field '{name}' of unit {each.unit!r} must name each result once, found {results}")
+            # A checkpoint has inputs alone outside of itself; what a unit without one saves moves as a whole.
+            movable = SAVED if each.keep is None else INPUT
             for result in results:
-                if result.occurrence < 0 or (name == "keep" and result.operator == INPUT):
+                fits = result.operator == movable if name == "swap" else result.operator not in (INPUT, SAVED)
+                if result.occurrence < 0 or not fits:
+                    expected = repr(movable) if name == "swap" else "results of operators"
                     raise InputError(
-                        f"field '{name}' of unit {each.unit!r} must name results of operators, and their calls from 0, "
-                        f"found {result}"
+                        f"field '{name}' of unit {each.unit!r} must name {expected}, counted from 0, found {result}"
                     )

@@ -186,8 +186,8 @@ class Plan(Artifact):
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations are moved to the host, by the step itself."""
-        return "activations" in self.predicted.host_parts
+        """Whether activations are moved to the host, by the step itself or by the plan."""
+        return "activations" in self.predicted.host_parts or any(each.swap for each in self.activations)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -393,7 +393,8 @@ class Plan(Artifact):
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
         backwards = Backwards.of([True] * micro_batches, self.accumulation)
-        moved = step_traffic(self.routes(), loads.by_chunk, backwards, replicas=self.replicas)
+        ways, swapped = (self.routes(), loads.by_chunk, backwards), self.step.swap_bytes
+        moved = step_traffic(*ways, replicas=self.replicas, swap_bytes=swapped)
         return replace(
             self.predicted,
             loads=loads.loads,

@@ -78,7 +78,7 @@ class StepTraffic:
 
     host_to_device_bytes: int
     device_to_host_bytes: int
-    """Gradients, and matrices that were made orthogonal. Evictions are clean and move nothing."""
+    """Gradients, matrices that were made orthogonal, and activations. Evictions are clean and move nothing."""
     network_bytes: int
     """Received from other ranks of the replica, when weights are gathered, gradients reduced, and matrices made
     orthogonal."""
@@ -100,6 +100,7 @@ def step_traffic(
     *,
     stepped: bool = True,
     replicas: int = 1,
+    swap_bytes: int = 0,
 ) -> StepTraffic:
     """Counts the bytes of one optimizer step.
 
@@ -109,8 +110,10 @@ def step_traffic(
         backwards: of the step.
         stepped: False if the optimizer skipped the step, so that no weights are new.
         replicas: of the model, each sharded over as many ranks.
+        swap_bytes: of activations that move to the host in each micro-batch, and back.
     """
-    host_to_device = device_to_host = network = files = across = 0
+    host_to_device = device_to_host = backwards.count * swap_bytes
+    network = files = across = 0
     for index, route in enumerate(routes):
         from_others = route.weight_bytes - route.shard_bytes
         loaded = loads.get(index, 0)

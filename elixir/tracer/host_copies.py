@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.graph
@@ -150,6 +150,10 @@ class HostCopies:
         """A tensor is copied to the device."""
         self._order.transfer("host_to_device", tensor.numel() * tensor.itemsize)
 
+    def send(self, tensor: torch.Tensor) -> TracedMove:
+        """Begins to copy a flat tensor to the host, as a plan does (`elixir.access.swapping.Mover`)."""
+        return TracedMove(self._ledger, self._order, tensor)
+
     @contextmanager
     def _returning(self) -> Iterator[None]:
         self._returns = True
@@ -176,6 +180,47 @@ class HostCopies:
             self._ledger.touch(
                 made.numel() * made.itemsize, self._order.module(self._order.phase()), "copy to the host"
             )
+
+
+class TracedMove:
+    """A flat tensor that a plan moves to the host: what a run's `elixir.chunk.host_mover.SentTensor` is in a trace."""
+
+    def __init__(self, ledger: Ledger, order: UseOrder, tensor: torch.Tensor) -> None:
+        self._ledger, self._order = ledger, order
+        self._host = self._made(tensor)
+        self._here: torch.Tensor | None = None
+        self._comes = False
+        ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module(order.phase()))
+        self._begins = order.next_use
+
+    def arrived(self) -> None:
+        """Compute waits until it is on the host."""
+        self._order.planned_transfer("device_to_host", self._host.nbytes, self._begins)
+
+    def fetch(self) -> None:
+        """It begins to come back, unless it is on the device."""
+        if self._here is None:
+            self._begins = self._order.next_use
+            self._here = self._made(self._host)
+            self._ledger.add(self._here, "activations", self._order.module(self._order.phase()), _COPY)
+            self._comes = True
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the device."""
+        self.fetch()
+        if self._comes:
+            self._comes = False
+            self._order.planned_transfer("host_to_device", self._host.nbytes, self._begins)
+        return cast(torch.Tensor, self._here)
+
+    def forget(self) -> None:
+        """Lets go of the device memory."""
+        self._here = None
+
+    @staticmethod
+    def _made(like: torch.Tensor) -> torch.Tensor:
+        with DisableTorchDispatch():
+            return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
 
 def _names_host(device: Any) -> bool:

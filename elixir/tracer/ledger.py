@@ -22,6 +22,10 @@ from elixir.step_trace import Kind
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
+HostMemory = Literal["plain", "pinned", "planned"]
+"""Host memory of PyTorch's allocators, or buffers of a plan."""
+_OF_PYTORCH = ("plain", "pinned")
+
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -42,8 +46,8 @@ class StorageRecord:
         """Its values where they are known; see `elixir.tracer.values.shadows`."""
         self.node = -1
         """Sequence number of the autograd node that made it; -1 outside of backward."""
-        self.on_host: Literal["", "plain", "pinned"] = ""
-        """Sort of host memory in which it is; empty on the device."""
+        self.on_host: HostMemory | None = None
+        """The host memory in which it is; None on the device."""
         self.stands_for: torch.Tensor | None = None
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
@@ -143,7 +147,7 @@ class Ledger:
         ref.record = record
         self._live[key] = ref
 
-    def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: Literal["plain", "pinned"], module: str) -> None:
+    def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: HostMemory, module: str) -> None:
         """Follows a tensor in host memory, which takes `nbytes` there; it is no part of what lies on the device."""
         storage = tensor.untyped_storage()
         record = self._born(nbytes, "activations", module, None)
@@ -184,7 +188,7 @@ class Ledger:
         index = np.where(births, log, ~log)
         sizes = np.array([r.nbytes if drop is None or not drop(r) else 0 for r in self.records], dtype=np.int64)
         kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
-        on_host = np.array([bool(r.on_host) for r in self.records], dtype=bool)[index]
+        on_host = np.array([r.on_host is not None for r in self.records], dtype=bool)[index]
         delta = np.where(births, sizes[index], -sizes[index])
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
         by_kind[kinds[index], np.arange(len(log))] = np.where(on_host, 0, delta)
@@ -195,12 +199,12 @@ class Ledger:
         """The most that PyTorch's allocators take of the host. Pinned memory is never given back, and serves later
         requests of the same power of two alone (`CachingHostAllocator.h`), so each size has a separate peak."""
         records = self.records
-        if not any(record.on_host for record in records):
+        if not any(record.on_host in _OF_PYTORCH for record in records):
             return 0
         live, peaks = Counter[int](), Counter[int]()  # by size of pinned memory; 0 for all other
         for entry in self.log:
             record = records[entry if entry >= 0 else ~entry]
-            if record.on_host:
+            if record.on_host in _OF_PYTORCH:
                 size = record.nbytes if record.on_host == "pinned" else 0
                 live[size] += record.nbytes if entry >= 0 else -record.nbytes
                 peaks[size] = max(peaks[size], live[size])
@@ -225,7 +229,7 @@ class Ledger:
                 alive[entry] = None
             else:
                 alive.pop(~entry, None)
-        return [record for record in map(self.records.__getitem__, alive) if not record.on_host]
+        return [record for record in map(self.records.__getitem__, alive) if record.on_host is None]
 
     def _born(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         record = StorageRecord(len(self.records), nbytes, kind, module, operator)

@@ -80,8 +80,8 @@ class Recorder(TorchDispatchMode):
         self._operators = OperatorCache(target, cache, self._random.call)
         self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
-        self._host = HostCopies(target, ledger, order, shadows)
-        self._functions = StepFunctions(target.kind, self._autocast, self._regions, self._host)
+        self.host = HostCopies(target, ledger, order, shadows)
+        self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
         self._workspaces: dict[bool, StorageRecord] = {}
         self.caches = cache
         self.new_kind: Kind = "activations"
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         arguments = Arguments(args, kwargs)
         self._order.reached(arguments.storages, func)
         if op.detours:
-            if (moved := self._host.moved(func, args, kwargs)) is not NotImplemented:
+            if (moved := self.host.moved(func, args, kwargs)) is not NotImplemented:
                 return moved
             if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
                 return self._by_value(func, args, kwargs)
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         if not arguments.all_meta and any(t.device.type == "meta" for t in arguments.tensors):
             args, kwargs = self._all_on_meta(args, kwargs)
             arguments = Arguments(args, kwargs)
-        if self._host.any and (result := self._host.computed(op, args, kwargs, arguments)) is not NotImplemented:
+        if self.host.any and (result := self.host.computed(op, args, kwargs, arguments)) is not NotImplemented:
             return result
         if op.category is Category.MUTATES:
             return self._mutate(op, args, kwargs, arguments)

@@ -18,6 +18,7 @@ from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place, compiled_units, inductor_settings
 from elixir.access.interception import Interception
 from elixir.access.recomputation import recomputing
+from elixir.access.swapping import Swapping
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
@@ -141,6 +142,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
+        layers = tuple(layer_units(twin.model, compile=compile).values())
+        swapping = Swapping(twin.model, StepShape(units=layers, activations=activations), recorder.host)
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
         generated = GeneratedCode(_generated_units(twin, compiled, target) if generated_code else {}, order.cost)
@@ -151,7 +154,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 warnings_heard(),
                 autocast_asked_for_meta(target.kind),
                 routed(target),
-                recomputing(twin.model, activations),
+                recomputing(twin.model, activations, swapping),
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
                 torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
@@ -188,7 +191,10 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     forward=forward,
                     lora=lora,
                     quantised=quantised,
-                    activations=activations,
+                    activations=tuple(
+                        replace(each, swap_bytes=swapping.moved_bytes[each.unit]) if each.swap else each
+                        for each in activations
+                    ),
                 ),
             )
             return assemble(observed, ledger, order, started)

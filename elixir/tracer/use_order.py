@@ -308,6 +308,16 @@ class UseOrder:
         if self.uses and not self._finished:
             self.transfers.append(Transfer(direction, nbytes, len(self.uses) - 1, len(self.uses) - 1))
 
+    @property
+    def next_use(self) -> int:
+        """Position of the use that comes next."""
+        return len(self.uses)
+
+    def planned_transfer(self, direction: Direction, nbytes: int, begins: int) -> None:
+        """Compute waits, before its next use, for a copy of the plan that has begun at a position."""
+        if not self._finished:
+            self.transfers.append(Transfer(direction, nbytes, begins, len(self.uses), planned=True))
+
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""
         index = self._index[parameter]

@@ -23,12 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.autograd import backward_is_running
 from elixir.access.interception import CountedParameter, Interception
 from elixir.access.recomputation import Recomputation
+from elixir.access.swapping import Swapping
 from elixir.chunk import host_buffers as kinds
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
+from elixir.chunk.host_mover import HostMover
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
@@ -79,9 +81,9 @@ class Engine:
                 started.callback(self.lanes.close)
             started.pop_all()
         self.host_buffers = kinds.HostBuffers(Arena(device))
-        """All host memory of this rank that no chunk owns. Kinds that do not belong to the plan survive a change of
-        plan."""
+        """All host memory of this rank that no chunk owns. Kinds that are not the plan's survive a change of plan."""
         open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
+        self.mover = HostMover(self.lanes, self.host_buffers)
         self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
         """The buffers through which masters and states on a disk pass."""
         # Runs even if `close` is never called: the interpreter must not end with threads inside of torch.
@@ -151,7 +153,7 @@ class Engine:
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
         of_model, backward_runs = (self.chunks, self.places, self.gradients), _weakly(self.backward_runs)
         self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
-        self._handles = [Recomputation(self.model, plan.activations)]
+        self._handles = [Recomputation(self.model, plan.activations, Swapping(self.model, plan.step, self.mover))]
         self.listen()
         arrived = _weakly(self._arrived)
         self._handles += [
@@ -186,9 +188,9 @@ class Engine:
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
         wide = self.options.reduce_fp32 and self.group.size > 1
-        self.host_buffers.add(kinds.staging_kind(plan))
-        self.host_buffers.add(kinds.file_window_kind(plan))
-        self.host_buffers.add(kinds.summands_kind(plan, self.device.type, backwards=plan.passes, wide=wide))
+        summands = kinds.summands_kind(plan, self.device.type, backwards=plan.passes, wide=wide)
+        for kind in (kinds.staging_kind(plan), kinds.file_window_kind(plan), summands, kinds.SWAPPED_KIND):
+            self.host_buffers.add(kind)
         self.gradients = self._gradient_flow()
         self.cache = RCache(
             self.chunks,
@@ -229,7 +231,7 @@ class Engine:
     def release_memory(self) -> None:
         """Calls `uninstall`, and frees all memory except the chunks and the window of the disk."""
         self.uninstall()
-        for kind in (kinds.STAGING, kinds.SUMMANDS, kinds.FILE_WINDOW):
+        for kind in (kinds.STAGING, kinds.SUMMANDS, kinds.FILE_WINDOW, kinds.SWAPPED):
             self.host_buffers.drop(kind)
         for name in ("cache", "uses", "gradients"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
@@ -516,9 +518,7 @@ class Engine:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
         # Chunks that got no gradient in the traced step come last, so that no other chunk waits for them.
         last = len(self.chunks)
-        gathering.sort(
-            key=lambda chunk: (last if chunk.plan.reduce_order is None else chunk.plan.reduce_order, chunk.index)
-        )
+        gathering.sort(key=lambda it: (last if it.plan.reduce_order is None else it.plan.reduce_order, it.index))
         return GradientFlow(
             gathering,
             self.arena,

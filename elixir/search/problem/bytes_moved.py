@@ -38,4 +38,6 @@ def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks
     moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
     disk = sum(int(model.disk_shard_bytes[index]) for index in placement.state_on_disk if chunks[index].grad_bytes)
     down, up, network, files, replicas = moved.tolist()
+    swapped = setting.accumulation * model.work.facts.trace.step.swap_bytes
+    down, up = down + swapped, up + swapped
     return BytesMoved(down, up, network, files, replicas, disk_bytes=disk, loads=loads.loads, hits=loads.hits)

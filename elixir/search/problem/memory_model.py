@@ -49,7 +49,15 @@ from elixir.search.problem.placement import (
 )
 from elixir.units import dtype_bytes
 
-_ONLY_SOME = ("new_states", "state_window", "file_window", "staging", "matrix_staging", "activations")
+_ONLY_SOME = (
+    "new_states",
+    "state_window",
+    "file_window",
+    "staging",
+    "matrix_staging",
+    "activations",
+    "swapped_activations",
+)
 """Parts of host memory that a plan names only if it needs them."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
@@ -266,7 +274,9 @@ class MemoryModel:
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
         parts["new_states"] = found["new_states"].sum(axis=1)
         parts["matrix_staging"] = stages(self.setting.shards) * found["matrix_staging"].max(axis=1, initial=0)
-        parts["activations"] = np.full(len(codes), self.work.facts.trace.host_peak_bytes, dtype=np.int64)
+        trace = self.work.facts.trace
+        parts["activations"] = np.full(len(codes), trace.host_peak_bytes, dtype=np.int64)
+        parts["swapped_activations"] = np.full(len(codes), trace.step.swap_bytes, dtype=np.int64)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:

@@ -409,7 +409,9 @@ class Replay:
 
     def _move(self, number: int, now_s: float) -> float:
         """Begins a copy of activations, after what its direction of the link has been given so far."""
-        lane = OFFLOAD if self._times.transfers[number].direction == "device_to_host" else FETCH
+        transfer = self._times.transfers[number]
+        lane = OFFLOAD if transfer.direction == "device_to_host" else FETCH
+        self.moved_bytes[lane] += transfer.nbytes * transfer.planned
         self._moved_s[number] = self._run(lane, "activations", None, now_s, self._times.transfer_s[number])
         return now_s
 

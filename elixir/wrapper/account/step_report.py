@@ -293,6 +293,7 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
         course.backwards,
         stepped=not course.skipped,
         replicas=plan.replicas,
+        swap_bytes=plan.step.swap_bytes,
     )
     on_disk = 0 if course.skipped else plan.disk_bytes(course.rank)
     over_links = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes, moved.replicas_bytes)
@@ -338,8 +339,9 @@ def make_report(
             "host_to_device": counts.host_to_device_bytes
             + moved.returned
             + engine.refreshed_bytes
-            + engine.turned_bytes,
-            "device_to_host": moved.offloaded + engine.turned_bytes,
+            + engine.turned_bytes
+            + engine.mover.returned_bytes,
+            "device_to_host": moved.offloaded + engine.turned_bytes + engine.mover.sent_bytes,
             "network": counts.network_bytes + moved.network + engine.regathered_bytes + engine.exchanged_bytes,
             **({"replicas": moved.replicas} if plan.replicas > 1 else {}),
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
@@ -381,6 +383,7 @@ def make_report(
     engine.gradients.forget_counts()
     engine.refreshed_bytes = engine.regathered_bytes = 0
     engine.turned_bytes = engine.exchanged_bytes = 0
+    engine.mover.sent_bytes = engine.mover.returned_bytes = 0
     for lane in lanes.all():
         lane.waited_s = 0.0
     return report
@@ -399,7 +402,7 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
     total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
     ranks, hosted = plan.shards, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
     staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
-    total += stages(ranks) * DIRECTION_BYTES * staged
+    total += stages(ranks) * DIRECTION_BYTES * staged + plan.step.swap_bytes
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.shards, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":

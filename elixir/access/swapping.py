@@ -1,0 +1,265 @@
+"""Moves activations of units to host memory after forward, and brings them back one unit ahead of backward.
+
+Hooks for saved tensors around a unit see what autograd, or a checkpoint, keeps of it. Weights are claimed first, by the
+hooks of the interception. The same code runs in a trace and in a run; a `Mover` makes the copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elixir.access.autograd import Hooks, backward_is_running, innermost_saved_tensors_hooks, listener_of
+from elixir.access.placeholders import storage_of
+from elixir.errors import InputError
+from elixir.step_trace import INPUT, SAVED, StepShape
+from elixir.torch_private import DisableTorchFunctionSubclass, tree_leaves
+
+SMALLEST_BYTES = 2**16
+"""Smaller tensors stay: a copy of so many bytes takes about as long as to start it."""
+
+
+MOST_SHARING = 4
+"""A storage stays as well if a saved tensor has a smaller part of it than one of so many."""
+
+
+class Sent(Protocol):
+    """A tensor that moves to the host, until nothing refers to this."""
+
+    def arrived(self) -> None:
+        """Lets compute wait until it is on the host; its device memory may be freed then."""
+
+    def fetch(self) -> None:
+        """Begins to bring it back, unless it is on the device."""
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the device; compute waits until it is there."""
+
+    def forget(self) -> None:
+        """Lets go of the device memory, until the tensor is asked for again."""
+
+
+class Mover(Protocol):
+    """Copies tensors to the host and back, while compute goes on."""
+
+    def send(self, tensor: torch.Tensor) -> Sent:
+        """Begins to copy a flat tensor to the host. It must not be written to before `Sent.arrived`."""
+
+
+class _Moved:
+    """One storage that moves, and how many saved tensors lie in it that backward has not asked for."""
+
+    __slots__ = ("__weakref__", "_dtype", "_sent", "_source", "_storage", "_version", "waiting")
+
+    def __init__(self, mover: Mover, tensor: torch.Tensor) -> None:
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self._source: torch.Tensor | None = tensor.detach().as_strided((numel,), (1,), 0)
+        self._version = tensor._version
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._sent = mover.send(self._source)
+        self.waiting = 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a tensor's storage, with the values that have been sent."""
+        same = self._storage() is tensor.untyped_storage() and tensor.dtype == self._dtype
+        return same and tensor._version == self._version
+
+    def arrived(self) -> None:
+        """Frees the device memory, when the host has the values."""
+        if self._source is not None:
+            self._sent.arrived()
+            self._version = self._version if self._source._version == self._version else -1
+            self._source = None
+
+    def fetch(self) -> None:
+        if self._source is None:
+            self._sent.fetch()
+
+    def taken(self) -> torch.Tensor:
+        """The storage's tensor, for one of those that wait for it."""
+        if self._source is not None and self._source._version != self._version:
+            self._version = -1
+        if self._version < 0:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation while "
+                "it moved to the host; plan without activations='auto', or leave the operation out"
+            )
+        tensor = self._sent.tensor() if self._source is None else self._source
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self._sent.forget()
+        return tensor
+
+
+_Weak = weakref.ref[_Moved]
+
+
+class _View:
+    """A saved tensor in a storage that moves."""
+
+    __slots__ = ("_geometry", "_moved")
+
+    def __init__(self, moved: _Moved, tensor: torch.Tensor) -> None:
+        self._moved = moved
+        self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+        moved.waiting += 1
+
+    def tensor(self) -> torch.Tensor:
+        return self._moved.taken().as_strided(*self._geometry)
+
+
+class _Call:
+    """One call of a unit in forward.
+
+    Args:
+        mover: makes the copies.
+        wanted: says which of the saved tensors move.
+        outer: the hooks around it.
+        before: storages that the unit before has sent.
+    """
+
+    def __init__(
+        self, mover: Mover, wanted: Callable[[int], bool], outer: Hooks | None, before: Sequence[_Moved]
+    ) -> None:
+        self._mover, self._wanted, self._outer, self._before = mover, wanted, outer, before
+        self._listener = listener_of(outer)
+        self._count = 0
+        self.moved: list[_Moved] = []
+        self.known: list[_Moved] = []
+        """The storages that it has moved, and those of the unit before that it saves, too."""
+        self.nbytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Moves a saved tensor, if it is one of those that should."""
+        with DisableTorchFunctionSubclass():
+            weight = isinstance(tensor, nn.Parameter) or (
+                self._listener is not None and (self._listener.stays(tensor) or self._listener.pack(tensor) is not None)
+            )
+        if not weight:
+            self._count += 1
+            if self._wanted(self._count - 1) and _can_move(tensor):
+                return _View(self._of(tensor), tensor)
+        return tensor if self._outer is None else self._outer[0](tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor."""
+        if type(packed) is _View:
+            return packed.tensor()
+        unpacked: torch.Tensor = packed if self._outer is None else self._outer[1](packed)
+        return unpacked
+
+    def _of(self, tensor: torch.Tensor) -> _Moved:
+        """The storage's move, which begins now if it has not begun: a storage saved twice moves once."""
+        for moved in (*self.known, *self._before):
+            if moved.holds(tensor):
+                if moved not in self.known:
+                    self.known.append(moved)
+                return moved
+        moved = _Moved(self._mover, tensor)
+        self.moved.append(moved)
+        self.known.append(moved)
+        self.nbytes += tensor.untyped_storage().nbytes()
+        return moved
+
+
+def _can_move(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has so much of a storage, and that is so large, that it is worth it."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or storage_of(tensor) == 0:
+        return False
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes >= SMALLEST_BYTES and MOST_SHARING * tensor.nbytes >= nbytes
+
+
+class Swapping:
+    """Moves activations of a model's units as a plan says, until `remove`.
+
+    Args:
+        model: whose units run.
+        step: names all units, in order, and what of which is swapped.
+        mover: makes the copies.
+
+    Raises:
+        InputError: a unit is unknown.
+    """
+
+    def __init__(self, model: nn.Module, step: StepShape, mover: Mover) -> None:
+        self._mover = mover
+        self._wanted = {each.unit: each for each in step.activations if each.swap}
+        # What a graph holds, weakly, so that the host's memory is free when backward is over.
+        self._latest: dict[str, list[_Weak]] = {}  # by unit, of its last call in forward, until the next unit is over
+        self._before: list[_Weak] = []  # of the last unit
+        self._watched: list[RemovableHandle] = []
+        self.moved_bytes = Counter[str]()
+        """Bytes that each unit has moved to the host so far."""
+        names = [unit.name for unit in step.units]
+        self._last = names[-1] if names else ""
+        for name in self._wanted:
+            if name not in names:
+                raise InputError(f"field 'activations': {name!r} is no unit of the step; plan anew")
+            after = names.index(name) + 1
+            if after < len(names):
+                following = model.get_submodule(names[after])
+                # Inside of its checkpoint, if it puts one around its forward.
+                self._watched.append(following.register_forward_hook(partial(self._next_is_over, name)))
+
+    def remove(self) -> None:
+        """Watches no unit any more."""
+        while self._watched:
+            self._watched.pop().remove()
+        self._latest.clear()
+        self._before = []
+
+    @contextmanager
+    def moving(self, unit: str) -> Iterator[None]:
+        """Moves what a unit saves, inside of it; it is put around the unit's forward, or around its checkpoint."""
+        each = self._wanted.get(unit)
+        if each is None or not torch.is_grad_enabled() or backward_is_running():
+            yield
+            return
+        everything = any(result.operator == SAVED for result in each.swap)
+        inputs = frozenset(result.occurrence for result in each.swap if result.operator == INPUT)
+        outer = innermost_saved_tensors_hooks()
+        call = _Call(self._mover, lambda number: everything or number in inputs, outer, _alive(self._before))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+                yield
+        finally:
+            self.moved_bytes[unit] += call.nbytes
+            self._before = [weakref.ref(moved) for moved in call.known]
+            # Inputs have moved while the unit ran; what else it saves leaves while the next unit runs, if there is one.
+            if each.keep is not None or unit == self._last:
+                for moved in call.moved:
+                    moved.arrived()
+            self._latest[unit] = [weakref.ref(moved) for moved in call.moved]
+
+    def _next_is_over(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        """The unit after `unit` has run in forward."""
+        if backward_is_running():
+            return
+        sent = self._latest.pop(unit, [])
+        for moved in _alive(sent):
+            moved.arrived()
+        outputs = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        first = next(outputs, None)
+        if sent and first is not None:
+            # Graphs outlive their backward; what they refer to would stay on the host.
+            first.register_hook(partial(_fetch, sent[::-1]))
+
+
+def _alive(references: Sequence[_Weak]) -> list[_Moved]:
+    return [moved for reference in references if (moved := reference()) is not None]
+
+
+def _fetch(sent: Sequence[_Weak], gradient: torch.Tensor) -> None:
+    """The backward of the unit after begins: what the unit needs comes back meanwhile, the last first."""
+    for moved in _alive(sent):
+        moved.fetch()

@@ -1,0 +1,91 @@
+"""`HostMover`: copies activations to pinned host memory and back, on the lanes of gradients and weights.
+
+Out they go on `offload`, back on `fetch`: each direction of the link has one order, so that a copy of activations never
+overtakes weights or gradients that were asked for before, nor holds up those that it comes after. The simulator replays
+the same order (`elixir.search.simulator.replay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import torch
+
+from elixir.chunk.host_buffers import SWAPPED, HostBuffers
+from elixir.chunk.lanes import Lanes, Ticket
+
+
+class HostMover:
+    """Moves flat tensors of one rank.
+
+    Args:
+        lanes: make the copies.
+        buffers: hold what is on the host.
+    """
+
+    def __init__(self, lanes: Lanes, buffers: HostBuffers) -> None:
+        self._lanes, self.buffers = lanes, buffers
+        self.sent_bytes = self.returned_bytes = 0
+        """Bytes since the last report, to the host and back."""
+
+    def send(self, tensor: torch.Tensor) -> SentTensor:
+        """Begins to copy a flat tensor to the host. It must not be written to before `SentTensor.arrived`."""
+        self.sent_bytes += tensor.nbytes
+        return SentTensor(self, self._lanes, tensor)
+
+
+class SentTensor:
+    """A flat tensor that moves to the host; its buffer is free when nothing refers to this."""
+
+    def __init__(self, mover: HostMover, lanes: Lanes, tensor: torch.Tensor) -> None:
+        self._mover, self._lanes = mover, lanes
+        self._numel, self._dtype, self._device = tensor.numel(), tensor.dtype, tensor.device
+        self._buffer = buffer = mover.buffers.lend(SWAPPED, tensor.nbytes)
+        host = buffer.view(self._numel, self._dtype)
+        # The caller holds the tensor, and with it the device's memory, until `arrived`.
+        work = partial(host.copy_, tensor, non_blocking=True)
+        self._out = lanes.offload.submit(work, after=buffer.uses.to_write(), nbytes=tensor.nbytes)
+        buffer.uses.written_by(self._out)
+        self._here: torch.Tensor | None = None
+        self._back: Ticket | None = None
+
+    def arrived(self) -> None:
+        """Lets compute wait until it is on the host."""
+        self._out.wait()  # compute that is submitted next may get the memory that the copy reads
+
+    def fetch(self) -> None:
+        """Begins to bring it back, unless it is on the device."""
+        if self._here is None:
+            self._here = self._begun()
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the device; compute waits until it is there."""
+        here = self._here = self._begun() if self._here is None else self._here
+        self._wait()
+        return here
+
+    def _begun(self) -> torch.Tensor:
+        here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        host, nbytes = self._buffer.view(self._numel, self._dtype), here.nbytes
+        self._mover.returned_bytes += nbytes
+        work = partial(here.copy_, host, non_blocking=True)
+        self._back = self._lanes.fetch.submit(work, after=[self._out], nbytes=nbytes)
+        self._buffer.uses.written_by(self._back)  # the next owner of the buffer writes after this has read it
+        return here
+
+    def _wait(self) -> None:
+        if self._back is not None:
+            # Compute reads what the copy writes; or the device gets memory back that it may still write to.
+            self._back.wait()
+            self._back = None
+
+    def forget(self) -> None:
+        """Lets go of the device memory, until the tensor is asked for again."""
+        self._wait()
+        self._here = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # of work that failed, which was reported where it was waited for
+            self.forget()
+        self._mover.buffers.give_back(self._buffer)

@@ -1,0 +1,136 @@
+"""Units whose activations are on the host between forward and backward: bits, bytes, peaks, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.access import swapping
+from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
+from elixir.search.planner import simple_plan
+from elixir.search.request import SearchRequest
+from elixir.step_trace import INPUT, SAVED, Result, StepTrace, UnitActivations
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.run_options import Debug
+from tests.common.parity import Case, case, mixed
+from tests.common.tracing import cpu_trace
+from tests.unit.wrapper.test_compiled_layers import COUNTED, train
+from tests.unit.wrapper.test_recomputation import PRODUCTS, made
+
+SWAPPED = {
+    "inputs": (UnitActivations("", (), (Result(INPUT, 0),)),) * 3,
+    "inputs of some": (UnitActivations("", (), (Result(INPUT, 0),)), UnitActivations("", ())),
+    "next to what is kept": (UnitActivations("", PRODUCTS, (Result(INPUT, 0),)),),
+    "all that is saved": (UnitActivations("", None, (Result(SAVED, 0),)),),
+    "by turns": (
+        UnitActivations("", None, (Result(SAVED, 0),)),
+        UnitActivations("", (), (Result(INPUT, 0),)),
+        UnitActivations("", None),
+    ),
+}
+_EVERY = [
+    (name, own, swapped, mode)
+    for name in ("llama", "opt", "gpt2", "vit", "stack")
+    for own in ("none", "non-reentrant")
+    for swapped in SWAPPED
+    for mode in ("streamed", "mixed", "resident")
+    if not (name in ("vit", "stack") and own != "none")
+]
+_SAMPLE = [
+    ("llama", "none", "by turns", "streamed"),
+    ("gpt2", "non-reentrant", "inputs", "mixed"),
+    ("opt", "none", "all that is saved", "resident"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
+
+
+def step_of(it: Case) -> Any:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    return step
+
+
+def traced(it: Case, swapped: str) -> StepTrace:
+    """The step of a case, whose layers take turns."""
+    units = cpu_trace(it.model, it.inp, step_of(it)).units
+    turns = SWAPPED[swapped]
+    own = tuple(
+        UnitActivations(unit.name, each.keep, each.swap)
+        for unit, each in zip(units, [turns[n % len(turns)] for n in range(len(units))], strict=True)
+    )
+    return cpu_trace(it.model, it.inp, step_of(it), activations=own)
+
+
+def plan_of(trace: StepTrace, mode: str) -> Plan:
+    request = SearchRequest(world_size=1, optimizer_type="AdamW")
+    where = "cuda" if mode == "resident" else "cpu"
+    plan = simple_plan(trace, preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device=where)
+    assert Plan.from_json(plan.to_json()) == plan
+    return mixed(plan) if mode == "mixed" else plan
+
+
+def check(name: str, own: str, swapped: str, mode: str) -> None:
+    it = made(name, own)
+    plain, trace = copy.deepcopy(it.model), traced(it, swapped)
+    plan = plan_of(trace, mode)
+    moved = plan.step.swap_bytes
+    assert moved > 0
+    assert plan.predicted.host_parts["swapped_activations"] == moved
+    assert sum(each.nbytes for each in trace.transfers if each.direction == "device_to_host") == moved
+    assert sum(each.nbytes for each in trace.transfers if each.direction == "host_to_device") == moved
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    state = model.state_dict()
+    assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
+    report = model.last_report
+    assert report is not None
+    assert report.demand_loads == 0
+    if mode != "mixed":
+        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+    assert engine_of(model).arena.parts("host")["swapped_activations"] == moved
+    model.close()
+    assert train(it, it.model, torch.optim.SGD(it.model.parameters(), lr=0.0), steps=1)  # an ordinary model again
+
+
+@pytest.mark.parametrize(("name", "own", "swapped", "mode"), _SAMPLE)
+def test_same_bits_and_bytes_as_planned(name: str, own: str, swapped: str, mode: str) -> None:
+    check(name, own, swapped, mode)
+
+
+@pytest.mark.parametrize("swapped", ["inputs", "all that is saved", "by turns"])
+def test_the_peak_of_a_real_step(swapped: str) -> None:
+    it = case("llama", hidden_size=128, intermediate_size=352, num_hidden_layers=5)
+    trace = traced(it, swapped)
+    assert trace.step.swap_bytes > 0
+    model = ElixirModule(it.model, plan_of(trace, "resident"), device="cpu")
+    optimizer = ElixirOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        optimizer.backward(it.loss(model, inp))
+
+    step(model, it.inp)  # which makes the host's buffers
+    optimizer.step()
+    optimizer.zero_grad()
+    real = observe_step(model, it.inp, step).peak_bytes
+    model.close()
+    predicted = trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes
+    assert predicted == pytest.approx(real, rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "own", "swapped", "mode"), [each for each in _EVERY if each not in _SAMPLE])
+def test_same_bits_of_every_family(name: str, own: str, swapped: str, mode: str) -> None:
+    check(name, own, swapped, mode)
