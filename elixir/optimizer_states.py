@@ -68,12 +68,7 @@ class StateSize:
         Args:
             numel: its elements.
             weight_bytes: of one of them.
-
-        Raises:
-            InputError: `numel` is negative.
         """
-        if numel < 0:
-            raise InputError(f"a tensor cannot have {numel} elements")
         return -(-numel // self.block_numel) * self.block_bytes * max(1, weight_bytes // FP32_BYTES)
 
     def least_per_numel(self, weight_bytes: int = FP32_BYTES) -> float:

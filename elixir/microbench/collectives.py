@@ -105,13 +105,11 @@ def collective_series(bench: Bench, kind: str, group: Any = None) -> Series:
         group: this rank's part of them, each of which does so at once; None for all.
 
     Raises:
-        InputError: there is only one rank, or the kind is unknown.
+        InputError: there is only one rank.
     """
     world = bench.ranks.size if group is None else dist.get_world_size(group)
     if world == 1:
         raise InputError("a collective needs two ranks or more, found one; start with torchrun")
-    if kind not in ("all_gather", "reduce_scatter"):
-        raise InputError(f"expected 'all_gather' or 'reduce_scatter', found {kind!r}")
     plan = bench.effort()
     multiple = world * _DTYPE.itemsize * 512
     sizes = geometric(_rounded(SMALLEST_BYTES, multiple), _rounded(plan.buffer_bytes, multiple), plan.amounts, multiple)

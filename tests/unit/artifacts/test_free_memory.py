@@ -27,6 +27,15 @@ def test_devices_that_are_not_there_are_refused() -> None:
         free_device_bytes(f"cuda:{torch.cuda.device_count()}")
 
 
+def test_a_system_that_does_not_tell_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "_meminfo_bytes", lambda name: None)
+    monkeypatch.setattr(free_memory, "_sysconf_bytes", lambda name: None)
+    with pytest.raises(InputError, match="does not report free memory; give the host memory"):
+        free_host_bytes()
+    with pytest.raises(InputError, match="does not report its memory size"):
+        total_host_bytes()
+
+
 def write(path: Path, **files: object) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

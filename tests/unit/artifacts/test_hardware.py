@@ -143,6 +143,10 @@ def test_unknown_hardware_suggests_the_nearest() -> None:
         ("compute_capability", None),
         ("compute_capability", (0, 0)),
         ("measured_at", "yesterday"),
+        ("host_adam_least", 0.0),
+        ("link_least", 1.5),
+        ("early_kept", -0.1),
+        ("fits.host_to_device", {"host_to_device": 5e10}),
         ("network_bytes_per_s", 0.0),
         ("network_latency_s", -1e-6),
         ("network_latency_s", math.nan),
@@ -150,7 +154,12 @@ def test_unknown_hardware_suggests_the_nearest() -> None:
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
-        dataclasses.replace(preset("h200"), **{field: value})
+        dataclasses.replace(preset("h200"), **{field.partition(".")[0]: value})
+
+
+def test_a_disk_whose_speed_is_unknown_is_named_with_the_ways_out() -> None:
+    with pytest.raises(InputError, match=r"does not say how fast its disk is; .*--disk-folder"):
+        preset("h200").rate("disk_read")
 
 
 def test_a_cpu_has_no_compute_capability() -> None:

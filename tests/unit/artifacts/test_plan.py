@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from elixir.errors import ArtifactError
+from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import moments_size
 from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
 from elixir.plan.plan import Plan
+from elixir.plan.prediction import Judgement
 from elixir.schedule import Schedule
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
+IN_FILES: dict[str, Any] = {"weight_home": "files", "state_home": "files"}
 STREAMED = 12
 """A chunk of the sample that is streamed from the host; the first eight are resident."""
 
@@ -108,6 +111,44 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
     ("hits", lambda plan: with_prediction(plan, hits=-1)),
     ("seconds", lambda plan: with_prediction(plan, seconds={"forward": 1.0})),
     ("seconds.total", lambda plan: with_prediction(plan, seconds={"total": -1.0})),
+    ("judgements.best_s", lambda plan: with_prediction(plan, judgements=(Judgement(Scenario(), 1.0, -1.0),))),
+    ("'update' may be 'early' for states on the host", lambda plan: with_chunk(plan, 0, update="early")),
+    (
+        "'update' may be 'early' for trainable chunks",
+        lambda plan: with_chunk(plan, STREAMED, update="early", grad_entry=None),
+    ),
+    ("'weight_home' may be 'files' for a streamed", lambda plan: with_chunk(plan, STREAMED, weight_home="files")),
+    ("'weight_home' may be 'files' for frozen chunks", lambda plan: with_chunk(plan, STREAMED, **IN_FILES)),
+    (
+        "'frozen_weights' must be 'files'",
+        lambda plan: with_chunk(plan, STREAMED, trainable=False, grad_entry=None, **IN_FILES),
+    ),
+    (
+        "'matrices' is for trainable chunks",
+        lambda plan: with_chunk(plan, STREAMED, update="early", grad_entry=0, matrices=((1, 1),)),
+    ),
+    ("'matrices' must have rows and columns", lambda plan: with_chunk(plan, STREAMED, matrices=((1, 1),))),
+    (
+        "'optimizer' must name an optimizer of whole matrices",
+        lambda plan: with_chunk(
+            plan, STREAMED, matrices=tuple((1, slot.numel) for slot in plan.chunks[STREAMED].parameters)
+        ),
+    ),
+    ("'pass_size' above 1", lambda plan: dataclasses.replace(plan, pass_size=2)),
+    (
+        "'may_update_early' must be true",
+        lambda plan: dataclasses.replace(
+            with_chunk(plan, STREAMED, update="early", grad_entry=0), may_update_early=False
+        ),
+    ),
+    ("'state_size' must be", lambda plan: dataclasses.replace(plan, moments="8bit")),
+    ("exist only for Adam", lambda plan: dataclasses.replace(plan, optimizer="SGD", **EIGHT_BITS)),
+    (
+        "go with float32 master weights",
+        lambda plan: dataclasses.replace(with_chunk(plan, 0, dtype="float64"), **EIGHT_BITS),
+    ),
+    (r"chunks\[12\].grad_entry' must be from 0", lambda plan: with_chunk(plan, STREAMED, grad_entry=10**6)),
+    ("'replicas'", lambda plan: dataclasses.replace(plan, replicas=2)),
 ]
 
 

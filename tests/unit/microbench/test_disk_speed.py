@@ -163,3 +163,18 @@ def test_the_script_wants_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             run_script(disk_jobs, "words", arguments, needs_folder=True)
     assert "no folder" in capsys.readouterr().err
+
+
+def test_a_system_without_a_way_past_the_page_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")
+    with pytest.raises(InputError, match="no way past the page cache"), disk.measured_file([tmp_path], MIB):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(disk.FILES, "create_unnamed", full)
+    with pytest.raises(InputError, match="cannot be written: Read-only file system"):
+        check_folder(tmp_path)

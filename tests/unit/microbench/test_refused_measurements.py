@@ -1,0 +1,82 @@
+"""Measurements that cannot be made, or believed, end with an error that says why."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from elixir.errors import InputError, RankError
+from elixir.microbench import brief, measure_briefly, ranks, script
+from elixir.microbench.bench import Bench
+from elixir.microbench.disk import disk_jobs
+from elixir.microbench.fitting import fit_points
+from elixir.microbench.ranks import Ranks, joined, spawn
+
+PAIR = Ranks(2, 0, 2, 0, None)
+
+
+def test_a_dtype_that_the_cpu_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: Any) -> torch.Tensor:
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr(F, "linear", lacking)
+    monkeypatch.setattr(brief, "WEIGHTS_BYTES", 1)
+    with pytest.raises(InputError, match="cannot multiply float16 matrices: not implemented for 'Half'"):
+        measure_briefly(0.01, dtype=torch.float16, tokens=1, hidden=8)
+
+
+def test_a_fit_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = SimpleNamespace(x=(0.0, 1.0), success=False, message="too many iterations")
+    monkeypatch.setattr("scipy.optimize.lsq_linear", lambda *_, **__: solved)
+    with pytest.raises(InputError, match="the fit failed: too many iterations"):
+        fit_points([(float(amount), float(amount)) for amount in range(1, 9)])
+
+
+def test_a_disk_is_measured_by_one_rank(tmp_path: Path) -> None:
+    bench = Bench(torch.device("cpu"), quick=True, ranks=PAIR)
+    with pytest.raises(InputError, match="measured by one process"):
+        script._in_folder(disk_jobs, str(tmp_path), bench)
+
+
+def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match="rank 1 of 2 cannot join the others: .*MASTER_ADDR"), joined():
+        pass
+
+
+def test_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_gather_object", closed)
+    with pytest.raises(RankError, match="another rank is gone while measuring; .*closed by peer"):
+        PAIR.exchange(1.0)
+
+
+def never(_: Ranks) -> None:
+    time.sleep(60)
+
+
+def fails(_: Ranks) -> None:
+    raise ValueError("nothing to measure")
+
+
+def test_a_process_that_gives_no_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SPAWNED_WAIT_S", 0.0)
+    with pytest.raises(RankError, match="gave no answer within 0 s"):
+        spawn(1, never)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails() -> None:
+    with pytest.raises(RankError, match="started to measure failed: ValueError: nothing to measure"):
+        spawn(1, fails)
