@@ -200,6 +200,41 @@ def unit_runs(accesses: Sequence[_Use], units: Sequence[str]) -> tuple[UnitRun, 
 
 
 @dataclass(frozen=True)
+class UnitOperator:
+    """An operator in the forward of a unit."""
+
+    operator: str
+    """Its overload, such as ``aten.mm.default``."""
+    occurrence: int
+    """The number of this call among those of the same operator in the unit, from 0."""
+    access: int
+    """The access of the unit, from 0, during which it runs, or just before."""
+    operation: int | None
+    """Its work: index into `StepTrace.operations`; None if it only allocates."""
+    made_bytes: int
+    """Bytes of the storages that it makes."""
+    saved_bytes: int
+    """Bytes of these that are there when the unit returns, for backward alone."""
+    keepable: bool
+    """Whether its results can be kept while others are made again: nothing is random in them or writes to them."""
+
+
+@dataclass(frozen=True)
+class UnitForward:
+    """The forward of units that do the same. Each runs once, keeps all that backward reads, and writes to nothing that
+    was there before, so that it can run again."""
+
+    units: tuple[str, ...]
+    """Names of these units."""
+    operators: tuple[UnitOperator, ...]
+    """All that take time or memory, in order."""
+    again: int
+    """The operators that would run again in backward if nothing were kept: so many of the first."""
+    accesses_again: int
+    """The accesses that this takes: so many of the first."""
+
+
+@dataclass(frozen=True)
 class CurveSample:
     """Live bytes by kind at the moment of highest total within one stretch of the step."""
 
@@ -341,8 +376,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 10
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}, 9: {}}
+    schema_version: ClassVar[int] = 11
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}, 9: {}, 10: {}}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -403,6 +438,8 @@ class StepTrace(Artifact):
     trace_s: float = field(compare=False)
     """Seconds that tracing took."""
     step: StepShape = field(default_factory=StepShape)
+    forwards: tuple[UnitForward, ...] = ()
+    """The forwards of the ``plain`` units that can run again."""
     pass_size: int = 1
     """Micro-batches that go through each checkpointed unit together: then each of these, and all between two, is one
     access in forward and one in backward, of all micro-batches."""
@@ -416,9 +453,9 @@ class StepTrace(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
         but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
-        begins: at most what is live; those of version 8 no adapters, those of
-        version 9 only what the model does with activations, and no copies to the host."""
-        data = {"pass_size": 1, "transfers": [], "host_peak_bytes": 0} | data
+        begins: at most what is live; those of version 8 no adapters, those of version 9 only what the model does with
+        activations, and no copies to the host; those of version 10 no operators of units."""
+        data = {"pass_size": 1, "forwards": [], "transfers": [], "host_peak_bytes": 0} | data
         if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
             data["curve"] = [{"host": 0} | sample for sample in curve]
         accesses = data.get("accesses")

@@ -86,6 +86,11 @@ class Recomputation:
             vars(module)["forward"] = functools.partial(_run, module, module.forward)
 
 
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a module of transformers puts a checkpoint around its own forward."""
+    return bool(getattr(module, _SWITCH, False))
+
+
 @contextmanager
 def recomputing(
     model: nn.Module, activations: Iterable[UnitActivations], swapping: Swapping | None = None

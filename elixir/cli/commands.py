@@ -6,6 +6,7 @@ Each checks everything the user gave before the work starts, then works, then pr
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
         config_of(args.model)  # a name that is none is refused before the memory of a machine is asked for
         hardware = hardware or profile_for(None)
     else:
-        from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
+        from_flags.refuse_settled(args, args.model, (*from_flags.STEP_FLAGS, "activations"))
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             output.note(
@@ -82,7 +83,7 @@ def run_plan(args: argparse.Namespace) -> int:
             # One over whole matrices is planned, not traced; a plan counts states by itself.
             whole = matrix_family(optimizer_name(_optimizer(args, None))) is not None
             trace, model = from_flags.traced(args, hardware, steps=not whole)
-    request = from_flags.asked(args, _optimizer(args, trace))
+    request = replace(from_flags.asked(args, _optimizer(args, trace)), activations=None)  # the trace has chosen them
     choice = None
     if trace is None:
         choice, model = _search_batch(args, hardware, request)
@@ -268,6 +269,8 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if args.inp:
         raise InputError("--inp settles the input; leave out --search-batch")
+    if args.activations:
+        raise InputError("--search-batch chooses how many layers run again; leave out --activations")
     if args.allow:
         raise InputError("--search-batch chooses batches and checkpointing by itself; leave out --allow")
     if args.accumulation is not None:

@@ -61,9 +61,13 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
     optimizer = None if trains_nothing(args) or not steps else optimizer_class(args.optimizer or "adamw")
     try:
-        asked = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
-        model = asked.build()
-        return asked.trace(hardware, model), model
+        step = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
+        model = step.build()
+        if getattr(args, "activations", None) is None:
+            return step.trace(hardware, model), model
+        from elixir.search.advise.activations import trace_that_keeps
+
+        return trace_that_keeps(step, hardware, asked(args, optimizer), model), model
     except InputError as error:
         flags = [f"{flag} module:function" for word, flag in _FLAG_OF_CODE.items() if word in str(error)]
         if flags:

@@ -28,7 +28,7 @@ from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting, Spill
-from elixir.search.propose.best import Outcome, find_best
+from elixir.search.propose.best import FIRST_LOOK, Outcome, find_best
 from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.regret import find_surest, judge_updates
@@ -52,6 +52,8 @@ PREFETCH_DEPTH = 1
 
 def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
     """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing."""
+    if request.activations is not None:
+        raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
     question = Question(trace, hardware, request)
     setting, budgets = setting_for(*question), budgets_of(hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
@@ -133,6 +135,32 @@ def least_host_bytes(question: Question) -> int | None:
     return None if nearest is None else nearest.need.host_bytes
 
 
+def glance_s(question: Question) -> float:
+    """About the seconds of the fastest plan at the rates of the machine; infinite where nothing fits."""
+    trace, hardware, request = question
+    setting, budgets = setting_for(*question), budgets_of(hardware, request)
+    if budgets.disk_bytes or request.placement != "auto" or request.chunks_of is not None:
+        plan = planned(question._replace(request=replace(request, assume="nominal")), briefly=True)
+        return math.inf if plan is None else plan.predicted.step_s
+    if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
+        return math.inf
+    space = SearchSpace(trace, hardware, setting)
+    depth = PREFETCH_DEPTH if setting.overlap else 0
+    sizes = next(iter(space.tiers(request)))()
+    found = find_best(space, budgets, sizes, depth, briefly=True, rounds=FIRST_LOOK).fastest_s
+    return math.inf if found is None else found
+
+
+def least_device_bytes(question: Question) -> int:
+    """Device bytes with everything on the host, chunks as small as is sensible and as few blocks as can be."""
+    setting = setting_for(*question)
+    space = SearchSpace(question.trace, question.hardware, setting)
+    model = space.model(space.sizes(outsized=False)[0])
+    placement = _everything(model, "cpu").placement()
+    blocks = model.work.schedule(placement.residents, PREFETCH_DEPTH if setting.overlap else 0).min_blocks
+    return model.need(placement, blocks).device_bytes
+
+
 def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
     """The budgets of a request, that of the disk included."""
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
@@ -175,6 +203,8 @@ def simple_plan(
 ) -> Plan:
     """A plan by hand: no search, and a budget is checked only where it is given. See `elixir.search.simple_search`."""
     check_count("split_number", split_number)
+    if request.activations is not None:
+        raise InputError("a plan by hand chooses no activations; use optimal_search, or leave out activations=")
     if isinstance(allocate_factor, bool) or not isinstance(allocate_factor, (int, float)):
         raise InputTypeError(f"allocate_factor must be a number, got {allocate_factor!r}")
     if not 0 < allocate_factor <= 1:

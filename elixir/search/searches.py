@@ -21,6 +21,7 @@ from elixir.hardware.profile import (
     warn_if_doubtful,
     warn_if_other_device,
 )
+from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
@@ -49,10 +50,7 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    request = SearchRequest.of(asked, **options)
-    if request.activations is not None:
-        raise InputError("activations='auto' traces the model several times; give the model, not its trace")
-    question = Question(trace, hardware, _without_training(request, trace))
+    question = Question(trace, hardware, _without_training(SearchRequest.of(asked, **options), trace))
     try:
         plan = plan_or_shortage(*question)
     except PlanError as error:
@@ -90,7 +88,12 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
     warn_if_disk_full(profile, request.disk_memory)
     if read_host and request.host_memory is None:
         request = dataclasses.replace(request, host_memory=host_memory_here(profile))
-    return _checked(plan_from_trace(step.trace(profile), profile, request), step)
+    if request.activations == "auto":
+        trace = trace_that_keeps(step, profile, request)
+        request = dataclasses.replace(request, activations=None)
+    else:
+        trace = step.trace(profile)
+    return _checked(plan_from_trace(trace, profile, request), step)
 
 
 def _checked(answer: Answer, step: StepQuestion) -> Answer:

@@ -93,6 +93,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         step=observed.step,
         transfers=_transfers(order, in_order) if observed.step.generate is None else (),
         host_peak_bytes=ledger.host_peak_bytes(),
+        forwards=order.results.forwards({unit.name for unit in observed.step.units if unit.form == "plain"}, numbers),
     )
 
 

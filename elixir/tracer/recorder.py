@@ -187,6 +187,7 @@ class Recorder(TorchDispatchMode):
                 self._cost_fused(cost.operation, arguments.storages, tensors)
             else:
                 self._order.cost(cost.operation)
+        self._order.results.made(func, args, kwargs, tensors, cost.operation, len(self._order.uses))
         if real:
             return result
         if self._may_be_known(op, arguments, tensors):
@@ -248,6 +249,7 @@ class Recorder(TorchDispatchMode):
                 record = self._ledger.find(tensor)
                 if record is not None:
                     written.append(record)
+        self._order.results.wrote(written)
         if any(record.shadow is not None for record in written):
             self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
         result = self._operators.run_in_place(op, args, kwargs, arguments)
@@ -260,7 +262,9 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            self._order.cost(self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved))
+            operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
+            self._order.cost(operation)
+            self._order.results.made(op.func, args, kwargs, (), operation, len(self._order.uses))
         return result
 
     def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:

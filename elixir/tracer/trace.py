@@ -41,6 +41,7 @@ from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
+from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
@@ -139,6 +140,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
         order = UseOrder(twin, ledger.log)
+        order.results = UnitResults({module: unit.name for module, unit in layer_units(twin.model).items()}, ledger)
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 

@@ -25,7 +25,9 @@ from elixir.torch_private import (
     sequence_number,
     tree_leaves,
 )
+from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import MetaCopy
+from elixir.tracer.unit_results import UnitResults
 
 _MEMORY_ALONE: ContextVar[bool] = ContextVar("memory_alone", default=False)
 
@@ -100,6 +102,8 @@ class UseOrder:
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
+        self.results = UnitResults({}, Ledger(int))
+        """Watches what units make in forward."""
         self.uses: list[Use] = []
         self.calls: list[int] = []
         """Positions of the uses from which on outermost modules ran in forward."""
@@ -252,8 +256,10 @@ class UseOrder:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)
         before = self.phase()  # notices that backward has begun while the scopes that were open before still count
-        if not self._scopes and before == "forward":
-            self.calls.append(len(self.uses))
+        if before == "forward":
+            if not self._scopes:
+                self.calls.append(len(self.uses))
+            self.results.entered(module, len(self.uses))
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if before != "forward" and len(self._scopes) == self._forward_depth + 1:
@@ -263,6 +269,7 @@ class UseOrder:
 
     def left(self, module: nn.Module, output: Any) -> Any:
         """A module returns: its uses end."""
+        self.results.left(module, output)
         scope = self._scopes.pop()
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
@@ -274,7 +281,10 @@ class UseOrder:
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claims weights and views of them."""
         index = self._storages.get(storage_of(tensor))
-        return None if index is None else (index, detached(tensor))
+        if index is None:
+            self.results.packed(len(self.uses))
+            return None
+        return index, detached(tensor)
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """False: all weights are claimed."""

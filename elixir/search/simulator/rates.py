@@ -189,9 +189,13 @@ class Rates:
         """Writing to the disk of a machine, which its ranks share; raises as `disk_read`."""
         return self._line("disk_write").shared(self._ranks)
 
+    def operations_s(self, trace: StepTrace) -> Floats:
+        """Seconds of every operation, without the time that its call takes."""
+        return np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
+
     def accesses_s(self, trace: StepTrace) -> Floats:
         """Seconds of every access: the sum over its operators, with the time that their calls take."""
-        seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
+        seconds = self.operations_s(trace)
         parts = [event.parts or (len(event.operations),) for event in trace.accesses]
         counts = np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
         run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)

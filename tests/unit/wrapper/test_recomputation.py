@@ -141,7 +141,7 @@ def test_what_is_refused() -> None:
     compiled.layers[0].compile()
     with pytest.raises(InputError, match="is compiled"):
         Recomputation(compiled, [keep])
-    with pytest.raises(InputError, match="the model, not its trace"):
+    with pytest.raises(InputError, match="needs the model"):
         plan_from_trace(cpu_trace(Stack(), INP, sum_step), preset("cpu"), 1, activations="auto")
 
 

@@ -1,0 +1,169 @@
+"""Chooses what units keep of their activations, together with the homes of chunks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from elixir.access.recomputation import checkpoints_itself
+from elixir.errors import InputError
+from elixir.hardware.profile import HardwareProfile
+from elixir.models.layer_units import repeated_layers
+from elixir.search.planner import budgets_of, glance_s, least_device_bytes
+from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.propose.kept_results import KeptResults
+from elixir.search.question import Question, StepQuestion
+from elixir.search.request import SearchRequest
+from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.step_trace import StepTrace, UnitActivations
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIALS = 4
+"""Fillings for which homes of chunks are looked for."""
+
+
+def trace_that_keeps(
+    step: StepQuestion, hardware: HardwareProfile, request: SearchRequest, built: nn.Module | None = None
+) -> StepTrace:
+    """The step with the activations with which its plan is fastest at the rates of the machine.
+
+    Args:
+        step: of a model.
+        hardware: the machine.
+        request: what is asked of the plan.
+        built: the model, where it was built before.
+
+    Raises:
+        InputError: the step trains nothing, its layers do not repeat or are compiled, or it has checkpoints that cannot
+            be taken away.
+        TraceError: it cannot be traced.
+    """
+    _check(step, request)
+    model = step.build() if built is None else built
+    own = [UnitActivations(name, None) for module, name in repeated_layers(model).items() if checkpoints_itself(module)]
+    whole = replace(step, activations=tuple(own)).trace(hardware, model)
+    _check_trace(whole)
+    filled = _filling(whole, hardware, replace(request, activations=None))
+    if filled is None and not own:
+        return whole
+    return whole if filled is None else replace(step, activations=filled).trace(hardware, model)
+
+
+def trace_again_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
+    """The step of a trace with the activations with which its plan is fastest: traced again if it follows from a name,
+    and otherwise as it is predicted.
+
+    Raises:
+        InputError: as for `trace_that_keeps`; a trace of a model that was given as an object does not keep everything.
+    """
+    if trace.step.checkpoint is not None:
+        return trace_that_keeps(replace(StepQuestion.again(trace), checkpoint="none"), hardware, request)
+    _check_trace(trace)
+    filled = _filling(trace, hardware, request)
+    return trace if filled is None else kept_trace(trace, filled)
+
+
+def _check(step: StepQuestion, request: SearchRequest) -> None:
+    if isinstance(step.model, StepTrace):
+        raise InputError("activations='auto' makes several traces of a model; give the model, not a trace")
+    if step.forward or step.generate:
+        raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
+    if request.pass_size != 1:
+        raise InputError(
+            f"activations='auto' does not go with pass_size={request.pass_size}, whose layers run again as a whole; "
+            "leave out one of them"
+        )
+
+
+def _check_trace(whole: StepTrace) -> None:
+    if whole.checkpointed_modules:
+        raise InputError(
+            f"activations='auto' decides what runs again in backward, but {whole.checkpointed_modules[0]!r} does "
+            "already by a checkpoint in the model's code; take it out, or leave out activations="
+        )
+    if not whole.forwards:
+        why = "its layers are compiled" if whole.step.compiled else "the model repeats no layer that can run again"
+        raise InputError(f"activations='auto' cannot keep less than everything: {why}; leave it out")
+
+
+def _filling(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> tuple[UnitActivations, ...] | None:
+    """The activations of the fastest plan; None if everything is kept."""
+    ranks = request.world_size, hardware.ranks_per_host(request.world_size)
+    rates = Rates(hardware, main_dtype(whole), *ranks)
+    kept = KeptResults(whole, rates.operations_s(whole))
+    trials = _Trials(kept, hardware, request)
+    count = trials.best(float(rates.accesses_s(kept.filled(0)).sum()))
+    logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
+    return None if count == len(kept.changes) else kept.activations(count)
+
+
+@dataclass
+class _Trials:
+    """Fillings that were planned."""
+
+    kept: KeptResults
+    hardware: HardwareProfile
+    request: SearchRequest
+    step_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of the step with each; infinite if nothing fits."""
+
+    def best(self, compute_s: float) -> int:
+        """The number of changes with which the step is fastest; 0 if nothing fits.
+
+        Args:
+            compute_s: seconds of compute of a step that keeps nothing. No filling is faster than its compute, and
+                compute takes less with each change.
+        """
+        saved_s = self.kept.saved_s
+
+        def least_s(count: int) -> float:
+            return self.request.accumulation * (compute_s - saved_s[count])
+
+        here = self._most()
+        while here and self._seconds(here) == math.inf and len(self.step_s) < MOST_TRIALS:
+            here -= max(1, here // 4)
+        stride = max(1, here // 2)
+        while stride and len(self.step_s) < MOST_TRIALS:
+            around = [count for count in (here - stride, here + stride) if 0 <= count <= self._most()]
+            better = [
+                count
+                for count in around
+                if count not in self.step_s
+                and least_s(count) < self._seconds(here)
+                and self._seconds(count) < self._seconds(here)
+            ]
+            here = min(better, key=self._seconds, default=here)
+            stride = stride if better else stride // 2
+        return here
+
+    def _most(self) -> int:
+        """The most changes with which the least that a plan needs of the device fits."""
+        if not hasattr(self, "_fits"):
+            budget = budgets_of(self.hardware, self.request).device_bytes
+            nothing = self.kept.filled(0)
+            rest = least_device_bytes(Question(nothing, self.hardware, self.request)) - _peak(nothing)
+            self._fits = _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
+        return self._fits
+
+    def _seconds(self, count: int) -> float:
+        if count not in self.step_s:
+            self.step_s[count] = glance_s(Question(self.kept.filled(count), self.hardware, self.request))
+        return self.step_s[count]
+
+
+def _peak(trace: StepTrace) -> int:
+    return max(access.live_bytes for access in trace.accesses)
+
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if all below one that fits do too; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

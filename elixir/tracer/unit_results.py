@@ -1,0 +1,161 @@
+"""The operators of each unit's forward: what they make, what of it is there when the unit returns, and what would run
+again if the unit kept nothing for backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access.placeholders import storage_of
+from elixir.step_trace import Operation, UnitForward, UnitOperator
+from elixir.torch_private import tree_leaves
+from elixir.tracer.ledger import Ledger, StorageRecord
+
+_DROPOUT = "dropout_p"
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """One operator."""
+
+    operator: Any
+    occurrence: int
+    access: int
+    operation: Operation | None
+    storages: list[tuple[int, StorageRecord]]
+    repeats: bool
+    """Whether it gives the same again: it draws no random numbers."""
+    written: bool = False
+    """Whether something wrote to what it made."""
+    saved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    unit: str
+    module: nn.Module
+    first_use: int
+    made: list[_Made] = field(default_factory=list)
+    calls: Counter[Any] = field(default_factory=Counter)
+    writes: bool = False
+    """Whether it writes to what others have made, so that it gives something else when it runs again."""
+    again: int = 0
+    accesses_again: int = 0
+
+
+class UnitResults:
+    """Watches the forwards of units.
+
+    Args:
+        units: the modules and their names.
+        ledger: knows which storages are alive.
+    """
+
+    def __init__(self, units: Mapping[nn.Module, str], ledger: Ledger) -> None:
+        self._units, self._ledger = units, ledger
+        self._runs: dict[str, list[_Run]] = {}
+        self._makers: dict[int, _Made] = {}
+        self.run: _Run | None = None
+        """The forward of a unit that runs now."""
+
+    def entered(self, module: nn.Module, uses: int) -> None:
+        """A module starts in forward, after so many uses of weights."""
+        unit = self._units.get(module)
+        if unit is not None and self.run is None:
+            self.run = _Run(unit, module, uses)
+
+    def left(self, module: nn.Module, output: Any) -> None:
+        """A module returns: of what its operators made, what is alive stays for backward, or is its output."""
+        run = self.run
+        if run is None or run.module is not module:
+            return
+        self.run = None
+        self._runs.setdefault(run.unit, []).append(run)
+        result = {storage_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+        for made in run.made:
+            for storage, record in made.storages:
+                if storage not in result and self._ledger.at(storage) is record:
+                    made.saved_bytes += record.nbytes
+
+    def made(
+        self,
+        operator: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        operation: Operation | None,
+        uses: int,
+    ) -> None:
+        """An operator has run, after so many uses of weights."""
+        run = self.run
+        if run is None:
+            return
+        number = run.calls[operator]
+        run.calls[operator] = number + 1
+        storages = dict[int, StorageRecord]()
+        for tensor in tensors:
+            record = self._ledger.find(tensor)
+            if record is not None and record.index not in self._makers:
+                storages[storage_of(tensor)] = record
+        access = max(uses - run.first_use - 1, 0)
+        found = _Made(operator, number, access, operation, [*storages.items()], _repeats(operator, args, kwargs))
+        run.made.append(found)
+        for record in storages.values():
+            self._makers[record.index] = found
+
+    def wrote(self, records: Sequence[StorageRecord]) -> None:
+        """An operator writes to storages."""
+        for record in records:
+            maker = self._makers.get(record.index)
+            if maker is not None:
+                maker.written = True
+            if self.run is not None and (maker is None or maker not in self.run.made):
+                self.run.writes = True
+
+    def packed(self, uses: int) -> None:
+        """Autograd saves a tensor: all that has run so far would run again, and no more unless it saves another."""
+        run = self.run
+        if run is not None:
+            run.again, run.accesses_again = len(run.made), uses - run.first_use
+
+    def forwards(self, able: Collection[str], numbers: Mapping[int, int]) -> tuple[UnitForward, ...]:
+        """The forwards of the units that can run again: they ran once, and write to nothing that others have made.
+        Those that are alike are one.
+
+        Args:
+            able: names of the units that are asked for.
+            numbers: indices of operations, by the identity of the object.
+        """
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for unit, runs in self._runs.items():
+            run = runs[0]
+            if unit in able and len(runs) == 1 and not run.writes:
+                operators = tuple(_operator(made, numbers) for made in run.made)
+                alike.setdefault((operators, run.again, run.accesses_again), []).append(unit)
+        return tuple(UnitForward(tuple(units), *forward) for forward, units in alike.items())
+
+
+def _operator(made: _Made, numbers: Mapping[int, int]) -> UnitOperator:
+    return UnitOperator(
+        operator=str(made.operator),
+        occurrence=made.occurrence,
+        access=made.access,
+        operation=None if made.operation is None else numbers.get(id(made.operation)),
+        made_bytes=sum(record.nbytes for _, record in made.storages),
+        saved_bytes=made.saved_bytes,
+        keepable=bool(made.storages) and made.operation is not None and made.repeats and not made.written,
+    )
+
+
+def _repeats(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing random is in a result: one that is kept would leave the generator elsewhere for the others."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return True
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return _DROPOUT in names and not given.get(_DROPOUT, 0.0)

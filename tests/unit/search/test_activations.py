@@ -1,0 +1,181 @@
+"""Choices of what units keep of their activations: the step as it is predicted for one, and the choice itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.access.recomputation import recomputing
+from elixir.errors import InputError
+from elixir.hardware.profile import preset
+from elixir.search import optimal_search, search_batches, simple_search
+from elixir.search.advise.activations import trace_that_keeps
+from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.propose.kept_results import KeptResults
+from elixir.search.question import StepQuestion
+from elixir.search.request import SearchRequest
+from elixir.search.simulator.rates import Rates
+from elixir.step_trace import Result, StepTrace, UnitActivations
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import Case, case
+from tests.common.tracing import CPU, cpu_trace, sum_step
+from tests.unit.wrapper.test_compiled_layers import train
+from tests.unit.wrapper.test_units_as_one import INP, Chooses, Layer, RunsAPartAgain, Stack, Writes
+
+
+def wide(checkpoint: str = "none", layers: int = 4) -> Case:
+    """A model whose activations outweigh the rest, as long sequences make them."""
+    it = case("llama", checkpoint, hidden_size=64, intermediate_size=176, num_hidden_layers=layers)
+    ids = torch.arange(4 * 96).reshape(4, 96) % 50
+    return replace(it, inp={"input_ids": ids, "labels": ids})
+
+
+def step_of(it: Case) -> Any:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    return step
+
+
+def kept_of(trace: StepTrace) -> KeptResults:
+    return KeptResults(trace, Rates(CPU, "float32", 1, 1).operations_s(trace))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 1.0])
+def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
+    it = wide()
+    whole = cpu_trace(it.model, it.inp, step_of(it))
+    kept = kept_of(whole)
+    count = int(share * len(kept.changes))
+    mine, traced = kept.filled(count), cpu_trace(it.model, it.inp, step_of(it), activations=kept.activations(count))
+    assert mine.units == traced.units
+    assert mine.flops == traced.flops
+    assert len(mine.accesses) == len(traced.accesses)
+    assert [info.grad_access for info in mine.parameters] == [info.grad_access for info in traced.parameters]
+    peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_each_change_keeps_more_and_takes_less_time() -> None:
+    it = wide()
+    kept = kept_of(cpu_trace(it.model, it.inp, step_of(it)))
+    seconds = Rates(CPU, "float32", 1, 1)
+    peaks = [max(access.live_bytes for access in kept.filled(count).accesses) for count in range(len(kept.changes) + 1)]
+    assert peaks == sorted(peaks)
+    compute = [float(seconds.accesses_s(kept.filled(count)).sum()) for count in range(len(kept.changes) + 1)]
+    assert compute == sorted(compute, reverse=True)
+    saved_s = [compute[0] - each for each in compute]
+    assert saved_s == pytest.approx(kept.saved_s, rel=0.05, abs=1e-6)
+    worth = [change[2] for change in kept.changes]
+    assert min(worth) > 0
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: str) -> None:
+    it = wide(checkpoint)
+    plain = copy.deepcopy(it.model)
+    whole, again = (cpu_trace(wide(form).model, it.inp, step_of(it)) for form in ("none", "non-reentrant"))
+    between = (whole.activation_peak_bytes + again.activation_peak_bytes) // 2 + 2**20
+    options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": between}
+    options |= {"host_memory": "1GiB", "optimizer_type": "AdamW", "assume": "nominal"}
+    plan = optimal_search(it.model, 1, activations="auto", **options).plan
+    assert {each.unit for each in plan.activations} == {f"model.layers.{number}" for number in range(4)}
+    assert plan.predicted.device_peak_bytes <= between
+    every = optimal_search(wide("non-reentrant").model, 1, **options).plan
+    assert plan.predicted.step_s < every.predicted.step_s
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    model.close()
+
+
+def test_the_peak_of_the_chosen_step_is_that_of_a_real_one() -> None:
+    it = wide()
+    whole = cpu_trace(it.model, it.inp, step_of(it))
+    question = StepQuestion(model=it.model, inp=it.inp, step_fn=step_of(it))
+    budget = int(0.6 * whole.activation_peak_bytes) + 2**20
+    request = SearchRequest(world_size=1, device_memory=budget, host_memory="1GiB", activations="auto")
+    trace = trace_that_keeps(question, CPU, request)
+    assert trace.step.activations
+    with recomputing(it.model, trace.step.activations):
+        step_of(it)(it.model, it.inp)
+        it.model.zero_grad()
+        real = observe_step(it.model, it.inp, step_of(it)).peak_bytes
+    assert trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes == pytest.approx(real, rel=0.002)
+
+
+def test_a_model_that_fits_runs_as_it_is() -> None:
+    it = wide()
+    options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": "1GiB"}
+    plans = [optimal_search(it.model, 1, host_memory="1GiB", activations=each, **options) for each in (None, "auto")]
+    assert plans[0].plan == plans[1].plan
+
+
+class Draws(Layer):
+    """Drops elements out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.dropout(self.up(x), 0.5, True))
+
+
+class Normalised(Layer):
+    """Tracks statistics, which a second run would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(super().forward(x))
+        return result
+
+
+def test_units_that_would_give_something_else_do_not_run_again() -> None:
+    assert cpu_trace(Stack(Normalised), INP, sum_step).forwards == ()
+    assert cpu_trace(Stack(Writes), INP, sum_step).forwards == ()
+    (forward,) = cpu_trace(Stack(Draws), INP, sum_step).forwards
+    random = [each for each in forward.operators if "dropout" in each.operator or "bernoulli" in each.operator]
+    assert random
+    assert not any(each.keepable for each in random)
+
+
+def test_units_that_choose_run_again_as_a_whole() -> None:
+    kept = kept_of(cpu_trace(Stack(Chooses), INP, sum_step))
+    assert {keep for _, keep, _ in kept.changes} == {None}
+
+
+def test_what_is_refused() -> None:
+    def search(model: nn.Module, **options: Any) -> object:
+        return optimal_search(model, 1, inp=INP, hardware="cpu", activations="auto", **{"step_fn": sum_step} | options)
+
+    for options, why in (
+        ({"pass_size": 2, "accumulation": 2}, "pass_size"),
+        ({"optimizer_type": None}, "for training"),
+    ):
+        with pytest.raises(InputError, match=why):
+            search(Stack(), **options)
+    with pytest.raises(InputError, match="by a checkpoint in the model's code"):
+        search(Stack(RunsAPartAgain))
+    with pytest.raises(InputError, match="repeats no layer"):
+        search(nn.Linear(4, 4), step_fn=lambda model, inp: model(inp["x"]).sum().backward())
+    compiled = Stack()
+    for layer in compiled.layers:
+        layer.compile()
+    with pytest.raises(InputError, match="layers are compiled"):
+        search(compiled)
+    with pytest.raises(InputError, match="not a trace"):
+        optimal_search(cpu_trace(Stack(), INP, sum_step), 1, hardware="cpu", activations="auto")
+    with pytest.raises(InputError, match="by hand"):
+        simple_search(Stack(), 1, inp=INP, step_fn=sum_step, hardware="cpu", activations="auto")
+    trace = cpu_trace(Stack(), INP, sum_step)
+    with pytest.raises(InputError, match="needs the model"):
+        search_batches(lambda batch, form: trace, preset("cpu"), 1, samples=1, activations="auto")
+    with pytest.raises(InputError, match="trace the model again"):
+        kept_trace(trace, [UnitActivations("begin", (Result("aten.mm.default", 0),))])
