@@ -487,7 +487,8 @@ class Lanes:
     ranks must start their collectives in the same order, and a second communicator would need more buffers."""
     offload: Lane
     """Gradients and activations, device to host. A chunk's gradients leave while backward computes those of the chunk
-    before. Apart from `fetch`, both directions of the link are used at once. A gradient block is reused only after its copy."""
+    before. Apart from `fetch`, both directions of the link are used at once. A gradient block is reused only after its
+    copy."""
     host_adam: Lane
     """Optimizer steps on the host, while the device computes and other lanes move data. One thread takes the chunks in
     order, so that two steps never share the host's cores. The steps touch host memory only, so they need not come after

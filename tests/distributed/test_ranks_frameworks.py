@@ -58,7 +58,6 @@ def of_lightning(folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     from tests.common.lit import fitted
 
     found: list[Any] = []
-    batches = {2: 3, 4: 1}[torch.distributed.get_world_size()]
     for strategy in ("ddp", ElixirStrategy(**options)):
         done, _ = fitted(
             strategy, folder, devices=torch.distributed.get_world_size(), max_epochs=1, enable_checkpointing=False
