@@ -123,14 +123,12 @@ def _last_word(written: str) -> str:
     return next((line for line in reversed(lines) if line and _ADVICE not in line), "")
 
 
-def _twin(function: Step) -> Step:
+def _twin(function: Any) -> Step:
     """The same function with a new code object.
 
     Dynamo keeps what it compiled with the code object, and without guards the first entry there serves every call: a
     second combination of dtypes would run the code of the first.
     """
-    if not isinstance(function, types.FunctionType):
-        raise TypeError(f"only a plain function can be compiled, got {function!r}")
     twin = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,

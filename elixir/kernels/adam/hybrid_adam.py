@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -249,9 +249,7 @@ class HybridAdam(torch.optim.Optimizer):
             _options(group)
 
     def _item(self, parameter: nn.Parameter, group: dict[str, Any]) -> _Item:
-        gradient = parameter.grad
-        if gradient is None:
-            raise InputError("a parameter without a gradient is not stepped")
+        gradient = cast(torch.Tensor, parameter.grad)  # the caller steps those that have one
         if gradient.is_sparse or gradient.layout is not torch.strided:
             raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
         # Checked here and not earlier: another optimizer that steps for this one may keep parameters anywhere.

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from elixir.errors import InputError
 from elixir.kernels.adam.adam_rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
 from elixir.optimizer_states import (
     BLOCK_NUMEL,
@@ -309,10 +308,9 @@ def step_arguments(
 def _rows(moments: Moments, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of the blocks that hold elements `start` to `stop`: codes as ``[blocks, BLOCK_NUMEL]``, and scales."""
     part = moments.cut(start, stop)
-    if part.exp_avg_scale is None or part.exp_avg_sq_scale is None:
-        raise InputError(f"moments in {moments.kind} have no blocks")
     codes, codes_sq = part.exp_avg.view(-1, BLOCK_NUMEL), part.exp_avg_sq.view(-1, BLOCK_NUMEL)
-    return codes, part.exp_avg_scale, codes_sq, part.exp_avg_sq_scale
+    scale, scale_sq = cast("tuple[torch.Tensor, torch.Tensor]", (part.exp_avg_scale, part.exp_avg_sq_scale))
+    return codes, scale, codes_sq, scale_sq
 
 
 def _merge(

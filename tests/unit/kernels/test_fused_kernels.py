@@ -179,6 +179,7 @@ def test_the_way_to_the_loss_needs_no_logits() -> None:
     assert cut.size(-1) == 60
     loss = F.cross_entropy(cut.view(-1, 60), labels[:, 1:].reshape(-1))
     torch.testing.assert_close(loss, F.cross_entropy(plain[:, :-1].reshape(-1, 60), labels[:, 1:].reshape(-1)))
+    assert not hasattr(cut, "__fspath__")  # Python asks for such names; none of them needs a number
     assert logits.computed is None
     assert cut.computed is None
 

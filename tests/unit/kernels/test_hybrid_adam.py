@@ -253,6 +253,8 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
 def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(InputError, match="float64"):
         HybridAdam([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    with pytest.raises(InputError, match="must be strided, got torch.sparse_coo; use SparseAdam"):
+        HybridAdam([nn.Parameter(torch.eye(2).to_sparse())])
     overlapping = nn.Parameter(torch.ones(1).expand(4))
     overlapping.grad = torch.ones(4)
     with pytest.raises(InputError, match="without overlap"):

@@ -364,6 +364,20 @@ def test_a_process_ends_at_once_while_a_child_compiles() -> None:
         os.kill(int(done.stdout), 0)
 
 
+def test_a_child_that_fails_says_why_and_none_begins_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    for command, why in (
+        (["false"], "false ended with 1"),
+        (["sh", "-c", "echo no room >&2; exit 3"], "no room"),
+    ):
+        step = CompiledStep("test", lambda run, command=command: run(command))  # type: ignore[misc]
+        with caplog.at_level(logging.WARNING):
+            step.wait()
+        assert f"test could not be compiled and stays as it is: {why}" in caplog.text
+    step._stop()
+    with pytest.raises(RuntimeError, match="this process ends"):
+        step._run_child(["true"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_leaves_neither_the_child_nor_its_compiler(number: int, tmp_path: Path) -> None:
     """Both hold the writing end of a pipe open, so the pipe ends when both have ended."""
