@@ -26,7 +26,7 @@ class BlockPool:
         self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache")
         self._marked = marked(self._memory)
         self._free = list(range(count - 1, -1, -1))
-        self._storage = self._memory.untyped_storage()._cdata if count else -1
+        self.storage = self._memory.untyped_storage()._cdata if count else -1
 
     @property
     def free(self) -> int:
@@ -58,7 +58,7 @@ class BlockPool:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(block, offset in elements inside it) of a tensor that lies in the pool, else None."""
-        if storage_of(tensor) != self._storage:
+        if storage_of(tensor) != self.storage:
             return None
         block, offset = divmod(int(tensor.storage_offset()) * tensor.itemsize, self.block_bytes)
         return block, offset // tensor.itemsize

@@ -89,6 +89,8 @@ class RCache:
         self._chunks = chunks
         self._schedule = schedule
         self._pool = pool
+        self.storage = pool.storage
+        """Number of the blocks' storage (`storage_of`)."""
         self._lanes = lanes
         self._buffers = buffers
         self._group = group
@@ -241,17 +243,17 @@ class RCache:
         """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back."""
         with self._lock:
             self._advance(indices)
-            for index in indices:
-                # Pinned one by one before the next is fetched: no fetch may evict another of the same use.
-                self._chunks[index].pins += 1
+            self._pin(indices, 1)  # before the next is fetched: no fetch may evict another of the same use
             try:
                 for index in indices:
                     self._ready(self._chunks[index])
             except BaseException:
-                # The caller does not get the pins, so nobody would give them back.
-                for index in indices:
-                    self._chunks[index].pins -= 1
+                self._pin(indices, -1)  # the caller does not get the pins, so nobody would give them back
                 raise
+
+    def _pin(self, indices: Iterable[int], count: int) -> None:
+        for index in indices:
+            self._chunks[index].pins += count
 
     def has_room_for(self, indices: set[int]) -> bool:
         """Whether all of these chunks can be in blocks, next to those that are pinned."""
@@ -261,8 +263,7 @@ class RCache:
     def unpin(self, indices: Iterable[int]) -> None:
         """Gives back one pin of each."""
         with self._lock:
-            for index in indices:
-                self._chunks[index].pins -= 1
+            self._pin(indices, -1)
             if self._evict_always and not self._together:
                 for chunk in [self._chunks[index] for index in self._in_block.values()]:
                     if not chunk.pins:
@@ -331,7 +332,13 @@ class RCache:
         near = not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used)
         position = self._next_with(wanted, self._position + 1, end, _LOOKAHEAD if near else None)
         if position is not None:
-            self._walk_to(position)
+            # On the way through a joined run, its later positions must not evict what the earlier ones have loaded.
+            joined = () if wanted <= self._required[position] else wanted
+            self._pin(joined, 1)
+            try:
+                self._walk_to(position)
+            finally:
+                self._pin(joined, -1)
             return
         self.counts.deviations += 1
         missing = [index for index in used if self._chunks[index].state is ChunkState.HOME]
@@ -344,12 +351,18 @@ class RCache:
                 self._walk_to(position)
 
     def _next_with(self, wanted: frozenset[int], start: int, end: int, most: int | None = None) -> int | None:
-        """The first position from `start` to `end` that requires `wanted`, among the first `most` that require any."""
+        """The first position from `start` to `end` that requires `wanted`, among the first `most` that require any; or
+        the last of a joined run: successive ones that together require `wanted` and nothing else, as those of a layer
+        that was compiled after it was planned."""
         first = bisect_left(self._streaming, start)
+        # The chunks before belong to it as well: what ends one layer may begin the next.
+        met = wanted & self._required[start - 1] if start else frozenset()
         for position in islice(self._streaming, first, None if most is None else first + most):
+            required = self._required[position]
             if position >= end:
                 return None
-            if wanted <= self._required[position]:
+            met = met | required if required <= wanted else frozenset()
+            if wanted <= required or met == wanted:
                 return position
         return None
 

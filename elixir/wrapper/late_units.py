@@ -45,8 +45,8 @@ def follow_compiled(engine: Engine) -> None:
     late = set(units) - set(engine.plan.step.compiled)
     if late:
         logger.warning(
-            "%d modules were compiled after the plan was made, which counts less memory for them and fetches their "
-            "weights later; compile before wrapping (elixir.wrap with compile=True)",
+            "%d modules were compiled after the plan was made, which counts less memory for them: all weights of one "
+            "come at once; compile before wrapping (elixir.wrap with compile=True)",
             len(late),
         )
     engine.listen()

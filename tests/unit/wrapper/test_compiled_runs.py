@@ -61,6 +61,11 @@ def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.L
         losses = pair.train(2)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         assert not torch._dynamo.utils.counters["graph_break"]
+        report = pair.module.last_report
+        assert report is not None
+        assert report.demand_loads == 0, "the accesses of a layer follow one another, and it takes them as one"
+        if mode == "streamed":
+            assert report.observed["loads"] == report.predicted["loads"]
         assert ("compiled after the plan was made" in caplog.text) == (mode != "resident")
         pair.module.rehome(mixed(plan) if mode == "streamed" else plan)
         compiled(it.model, "eager")  # anew, over the unit
