@@ -19,6 +19,7 @@ from elixir.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
     current_graph_task_id,
+    dispatch_mode_count,
     saved_tensors_hooks_are_enabled,
     top_saved_tensors_hooks,
 )
@@ -64,23 +65,29 @@ def hooks_over(
         outer = outer[0].elixir_outer  # type: ignore[attr-defined]
 
     keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
+    claims = listener.pack
 
     def pack(tensor: torch.Tensor) -> Any:
-        with DisableTorchFunctionSubclass():  # questions about a parameter are no use of it
-            handle = _handle(tensor, listener)
-            if handle is None and outer is not None and listener.stays(tensor):
-                return _Kept(tensor)
-        return keep(tensor) if handle is None else _Claimed(handle)
+        if type(tensor) is torch.Tensor:  # has no functions of ours, and the context below takes longer than the rest
+            handle = claims(tensor)
+        else:
+            with DisableTorchFunctionSubclass():  # questions about a parameter are no use of it
+                handle = _handle(tensor, listener)
+        if handle is not None:
+            return handle if outer is None else _Claimed(handle)
+        return keep(tensor) if outer is None or not listener.stays(tensor) else _Kept(tensor)
 
     def unpack(packed: Any) -> Any:
-        if type(packed) is _Claimed:
+        if type(packed) is _Kept:
+            return packed.tensor_if_unchanged()
+        if outer is None or type(packed) is _Claimed:
             # On a device's thread autograd calls this from C++, without a Python frame above.
             caller = sys._getframe().f_back
             if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
                 _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
-                return _given(packed.handle, listener)
-        return packed.tensor_if_unchanged() if type(packed) is _Kept else give(packed)
+                return _given(packed if outer is None else packed.handle, listener)
+        return give(packed)
 
     if around_compiled:
         pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
@@ -151,7 +158,7 @@ class _Held:
 
 
 class _Claimed:
-    """A saved tensor that the listener has claimed."""
+    """A saved tensor that the listener has claimed, where others are packed by foreign hooks."""
 
     __slots__ = ("handle",)
 
@@ -204,5 +211,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.grad_fn is None:
         return tensor
+    if type(tensor) is torch.Tensor and not dispatch_mode_count():
+        return tensor.detach()
     with DisableTorchDispatch():
         return tensor.detach()

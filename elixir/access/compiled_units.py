@@ -131,11 +131,41 @@ def compiled_units(model: nn.Module) -> dict[nn.Module, str]:
     return units
 
 
+class OrdinaryWeights:
+    """The tracked parameters of a unit, which announce nothing while it runs: all of them are used when it begins.
+
+    Args:
+        members: the parameters, each once, and their classes meanwhile.
+        use: announces them.
+    """
+
+    def __init__(self, members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], None]) -> None:
+        self._parameters = [parameter for parameter, _ in members]
+        self._classes = [(parameter, kind, type(parameter)) for parameter, kind in members]
+        self._use = use
+
+    def begin(self) -> unmarked:
+        """Brings the weights in; returns the context in which marks of weights go unnoticed, which `end` leaves."""
+        if self._parameters:
+            self._use(self._parameters)
+        for parameter, kind, _ in self._classes:
+            parameter.__class__ = kind
+        inside = unmarked()
+        inside.__enter__()
+        return inside
+
+    def end(self, inside: unmarked) -> None:
+        """Lets them announce their uses again."""
+        inside.__exit__(None, None, None)
+        for parameter, _, tracked in self._classes:
+            parameter.__class__ = tracked
+
+
 class CompiledUnit:
     """One compiled module under a listener, until `remove`: entered, used and left around its compiled code.
 
     The code is compiled for ordinary parameters: guards and graphs of tracked ones would differ, and break at each
-    read. So parameters are ordinary ones while the code runs, and marks of weights that are elsewhere go unnoticed.
+    read. So parameters are ordinary ones while the code runs.
 
     Args:
         module: compiled, with parameters.
@@ -154,9 +184,9 @@ class CompiledUnit:
         self._original: Any = module._compiled_call_impl
         # Only the frame of `call` is left to Python: what it calls runs compiled.
         self._entry = module._compiled_call_impl = torch.compiler.disable(self._call, recursive=False)
-        self._enter, self._leave, self._use = enter, leave, use
+        self._enter, self._leave = enter, leave
         tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
-        self._tracked = [(parameter, nn.Parameter) for parameter in tracked]
+        self._weights = OrdinaryWeights([(parameter, nn.Parameter) for parameter in tracked], use)
 
     def remove(self) -> None:
         """Gives the module its compiled code back, unless it was compiled anew."""
@@ -167,31 +197,11 @@ class CompiledUnit:
         self._enter(self._module, args)
         output = None
         try:
-            with ordinary(self._tracked, self._use):
+            inside = self._weights.begin()
+            try:
                 output = self._original(*args, **kwargs)
+            finally:
+                self._weights.end(inside)
         finally:
             output = self._leave(self._module, args, output)
         return output
-
-
-@contextmanager
-def ordinary(members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
-    """Brings the weights of a unit in, and gives its parameters other classes meanwhile, which announce nothing.
-
-    Args:
-        members: the tracked parameters, each once, and their classes meanwhile.
-        use: announces them.
-    """
-    if not members:
-        yield
-        return
-    use([parameter for parameter, _ in members])
-    kinds = [type(parameter) for parameter, _ in members]
-    for parameter, kind in members:
-        parameter.__class__ = kind
-    try:
-        with unmarked():
-            yield
-    finally:
-        for (parameter, _), kind in zip(members, kinds, strict=True):
-            parameter.__class__ = kind

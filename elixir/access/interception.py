@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
-from elixir.access.compiled_units import CompiledUnit, is_compiled, ordinary
+from elixir.access.compiled_units import CompiledUnit, OrdinaryWeights, is_compiled
 from elixir.access.differentiate import differentiate
 from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
@@ -160,13 +160,14 @@ def _tracked_class(kind: type) -> type:
     return made
 
 
-class _Open(NamedTuple):
+@dataclass(slots=True)
+class _Open:
     """A module that runs."""
 
     module: nn.Module
     hooks: Any
     """Its saved-tensor hooks; None if those of a module around it serve it."""
-    unit: ExitStack | None
+    end: Callable[[], None] | None = None
     """Ends what holds while a unit runs; None for other modules, and for a unit inside of itself."""
 
 
@@ -224,8 +225,10 @@ class Interception:
             for unit in compiled
         ]
         originals = dict(self._classes)
+        used = partial(listener.used, function="a layer")
         self._plain = {
-            unit: [(each, originals[each]) for each in unit.parameters() if each in originals] for unit in plain
+            unit: OrdinaryWeights([(each, originals[each]) for each in unit.parameters() if each in originals], used)
+            for unit in plain
         }
         ours = {handle.id for handle in self._handles}
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
@@ -285,14 +288,13 @@ class Interception:
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
             hooks.__enter__()
-        members = self._plain.get(module)
+        opened, weights = _Open(module, hooks), self._plain.get(module)
         # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
-        unit = ExitStack() if members and all(each.module is not module for each in self._open) else None
-        self._open.append(_Open(module, hooks, unit))
+        begins = weights is not None and all(each.module is not module for each in self._open)
+        self._open.append(opened)
         self._listener.entered(module)
-        if unit is not None and members:
-            unit.enter_context(ordinary(members, partial(self._listener.used, function="a layer")))
-            unit.enter_context(_unwritten([parameter for parameter, _ in members]))
+        if begins and weights is not None:
+            opened.end = partial(weights.end, weights.begin())
         if isinstance(module, torch.jit.ScriptModule):
             # Modules inside of it call no hooks, and fused kernels of TorchScript are no operators.
             tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
@@ -305,29 +307,14 @@ class Interception:
         if not innermost and all(each.module is not module for each in self._open):
             return output
         while True:
-            entered, hooks, unit = self._open.pop()
-            if hooks is not None:
-                hooks.__exit__(None, None, None)
-            try:
-                if unit is not None:
-                    unit.close()
-            finally:
-                kept = self._listener.left(entered, output if entered is module else None)
-            if entered is module:
+            opened = self._open.pop()
+            if opened.hooks is not None:
+                opened.hooks.__exit__(None, None, None)
+            if opened.end is not None:
+                opened.end()
+            kept = self._listener.left(opened.module, output if opened.module is module else None)
+            if opened.module is module:
                 return kept
-
-
-@contextmanager
-def _unwritten(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Refuses writes to weights meanwhile, which nothing announces: the next fetch would lose them."""
-    before = [parameter._version for parameter in parameters]
-    yield
-    for parameter, version in zip(parameters, before, strict=True):
-        if parameter._version != version:
-            raise InputError(
-                f"a layer writes in place to its parameter of shape {list(parameter.shape)}, and the plan fetches the "
-                "layer as one, since it did not when it was traced; plan with fetch='parameters'"
-            )
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], types: Any) -> Any:

@@ -259,11 +259,11 @@ class Chunk:
             )
         with DisableTorchFunctionSubclass():  # no listener sees that parameters move, and it is faster
             if self.state is ChunkState.CACHED:
-                self._check_unwritten()
+                self.check_unwritten()
             self.state = state
             if memory is not None:
                 self.point_into(memory if self.marked is None else self.marked)
-                self._versions = self._versions_now()
+                self.watch_writes()
             elif state is ChunkState.HOME and self.gathered is None:
                 self.hold_placeholders()
 
@@ -512,15 +512,21 @@ class Chunk:
         """The parameter that lies at this element of the chunk."""
         return self.slots[max(bisect_right(self._offsets, offset) - 1, 0)].parameter
 
-    def _check_unwritten(self) -> None:
-        """Refuses what a forward wrote to a weight: blocks never go back home, so it would be lost."""
+    def watch_writes(self) -> None:
+        """Notes what the weights are, for `check_unwritten`."""
+        self._versions = self._versions_now()
+
+    def check_unwritten(self) -> None:
+        """Refuses what a forward wrote to a weight since and nothing announced: it would be lost, since blocks never go
+        back home, nor do gathered weights to their shard."""
         before, self._versions = self._versions, self._versions_now()  # said once
         for slot, old, new in zip(self.slots, before, self._versions, strict=True):
             if new != old:
                 raise InputError(
                     f"rank {self.rank}: the forward wrote to {slot.name} in place, by a function whose name does not "
-                    "say so, which would be lost when its memory is given to another chunk; write to it inside "
-                    "`with model.gathered(parameters, write=True)`, between steps"
+                    "say so, or in a layer that is fetched as one and did not when it was traced, which would be lost "
+                    "when its memory is given to another chunk; write to it inside `with model.gathered(parameters, "
+                    "write=True)`, between steps"
                 )
 
     def _versions_now(self) -> list[int]:

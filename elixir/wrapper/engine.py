@@ -13,12 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
 from elixir.access.interception import CountedParameter, Interception
@@ -39,7 +37,8 @@ from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
+from elixir.torch_private import call_after_backward
+from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
@@ -126,7 +125,7 @@ class Engine:
         """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
-        self._handles: list[RemovableHandle | Frozen | Recomputation] = []
+        self._handles: list[Frozen | Recomputation] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
@@ -151,18 +150,19 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
-        of_model, backward_runs = (self.chunks, self.places, self.gradients), _weakly(self.backward_runs)
+        of_model, backward_runs = (self.chunks, self.places, self.gradients), weakly(self.backward_runs)
         self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
         self._handles = [Recomputation(self.model, plan.activations, Swapping(self.model, plan.step, self.mover))]
         self.listen()
-        arrived = _weakly(self._arrived)
-        self._handles += [
-            slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
-            for chunk in self.chunks
-            if chunk.index in self.gradients.by_chunk
-            for place, slot in enumerate(chunk.slots)
-            if slot.parameter.requires_grad
-        ] + ([Frozen(self.model)] if plan.step.forward else [])
+        self.arrivals = Arrivals(
+            self.chunks,
+            self.gradients,
+            fetched_as_one(self.model, plan.step) if plan.pass_size == 1 else (),
+            order_compute=weakly(self.uses.order_compute),
+            backward_runs=backward_runs,
+            keeps=weakly(self._kept_by_pass),
+        )
+        self._handles += [Frozen(self.model)] if plan.step.forward else []
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
@@ -171,10 +171,10 @@ class Engine:
         """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
         self.stop_listening()
         units = fetched_as_one(self.model, self.plan.step)
-        self.uses.join(units)
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
         heard = bool(self.tracked) or self.plan.moves_activations  # of which weights must be no part
         self.access = Interception(self.model, self.uses, parameters, units=units) if heard else None
+        self.uses.join(units)
 
     def stop_listening(self) -> None:
         """Takes hooks and classes off the model."""
@@ -225,6 +225,8 @@ class Engine:
             parameter.__class__ = nn.Parameter
             vars(parameter).pop("elixir_lends", None)
         self.stop_listening()
+        if "arrivals" in vars(self):  # `install` may have failed before
+            self.arrivals.remove()
         while self._handles:
             self._handles.pop().remove()
 
@@ -340,7 +342,7 @@ class Engine:
     def watch_output(self, output: Any) -> None:
         """Makes backward known at the model's output, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            begins = _weakly(self.backward_runs)
+            begins = weakly(self.backward_runs)
             output.register_hook(lambda gradient: begins())
 
     def backward_runs(self) -> None:
@@ -354,11 +356,13 @@ class Engine:
                 self.gradients.begin()
             if self._pass is None:
                 call_after_backward(self._backward_over)
+        self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:
         """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch."""
         if self.phase.in_backward and self._pass is None and not backward_is_running():
             try:
+                self.arrivals.take_waiting()
                 self._failed("a backward")
                 if self.group.size == 1:
                     self.gradients.flush()
@@ -374,6 +378,7 @@ class Engine:
 
     def _backward_over(self) -> None:
         try:
+            self.arrivals.take_waiting()
             self.uses.backward_done()
             self.cache.end_backward()
             self.gradients.flush()
@@ -533,8 +538,8 @@ class Engine:
                 places=send_positions(gathering, self.schedule),
                 accumulation=self.plan.passes,
             ),
-            _weakly(self._complete) if self.plan.has_early_updates else None,
-            _weakly(self._wants_norms),
+            weakly(self._complete) if self.plan.has_early_updates else None,
+            weakly(self._wants_norms),
         )
 
     def _complete(self, chunk: Chunk) -> None:
@@ -547,21 +552,8 @@ class Engine:
         """Whether a step will ask for the norm of the gradients that come now."""
         return any(stepper.wants_norm for stepper in self.steppers)
 
-    def _arrived(self, index: int, place: int, parameter: nn.Parameter) -> None:
-        """Sends a gradient home that autograd has accumulated. The hook holds numbers, not the chunk: the garbage
-        collector cannot see through autograd."""
-        chunk = self.chunks[index]
-        slot = chunk.slots[place]
-        self.backward_runs()
-        with DisableTorchFunctionSubclass():  # reading the gradient here is no use by the model
-            if parameter.grad is not None:
-                self.uses.order_compute()
-                try:
-                    if self._pass is not None and self._pass.keeps(slot.parameter, parameter.grad):
-                        return
-                    self.gradients.take(chunk, slot, parameter.grad)
-                finally:  # `step` would take a refused gradient for one that was set by hand
-                    parameter.grad = None
+    def _kept_by_pass(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        return self._pass is not None and self._pass.keeps(parameter, gradient)
 
 
 def _stop(lanes: Lanes, window: StateWindow) -> None:
@@ -581,20 +573,3 @@ def engine_of(module: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise InputTypeError(f"only an ElixirModule has an engine, this is a {type(module).__name__}")
     return engine
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls an engine's method, and does nothing once the engine is gone.
-
-    Autograd and parameters hold this function; it must not keep the engine alive, since the garbage collector cannot
-    see through autograd.
-    """
-    # Not a WeakMethod, which would create the method anew at every call, one per gradient.
-    bound = cast(MethodType, method)
-    weak, function = weakref.ref(bound.__self__), bound.__func__
-
-    def call(*args: Any) -> Any:
-        engine = weak()
-        return None if engine is None else function(engine, *args)
-
-    return call

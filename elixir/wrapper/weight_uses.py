@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +41,7 @@ def ignored(parameters: list[nn.Parameter]) -> None:
     """Outside of a pass, nobody wants to know of uses."""
 
 
-@dataclass(frozen=True)
-class _ChunkView:
+class _ChunkView(NamedTuple):
     """A view of a chunk's weights, which can be restored wherever its chunk is."""
 
     chunk: int
@@ -75,6 +74,16 @@ class Frozen:
             parameter.requires_grad_(True)
 
 
+class _Unit(NamedTuple):
+    """A layer whose weights are fetched as one."""
+
+    chunks: tuple[Chunk, ...]
+    streamed: tuple[int, ...]
+    """The streamed ones among its chunks."""
+    parameters: frozenset[int]
+    """The `id`s of its parameters."""
+
+
 @dataclass
 class _ScopeUses:
     """The uses, so far, of a running module or autograd node."""
@@ -83,6 +92,15 @@ class _ScopeUses:
     """The pinned chunks, one entry per pin."""
     parameters: set[int] = field(default_factory=set)
     """The parameters of streamed chunks, by `id`."""
+    unannounced: list[Chunk] = field(default_factory=list)
+    """The resident chunks of a unit, inside of which nothing announces a write."""
+
+    def watch(self, chunks: Iterable[Chunk]) -> None:
+        """Notes the chunks of a unit that begins."""
+        self.unannounced = [chunk for chunk in chunks if chunk.plan.resident]
+        for chunk in self.unannounced:
+            chunk.watch_writes()
+
     unit: frozenset[int] = frozenset()
     """The parameters of the unit whose backward this is, if it is fetched as one: it lasts over nodes that read these.
     """
@@ -131,12 +149,14 @@ class WeightUses:
         self._compute: torch.cuda.Stream | None = None  # the stream that last used memory here
         self._chunks = chunks
         self._places = places
-        self._together: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
-        """By the `id` of a parameter of a unit that is fetched as one, its streamed chunks and the `id`s of all its
-        parameters."""
+        self._together: dict[int, _Unit] = {}
+        """The unit of a parameter that is fetched as one, by the `id` of the parameter."""
         self.claims_saved = moves or not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident and nobody moves what autograd saves: their weights stay in place until the
         optimizer's step, which autograd notices."""
+        self._latest: dict[int, _ChunkView] = {}
+        """The last view of a parameter, by its `id`. Most are the same in all steps: thousands of objects that live
+        from forward to backward would keep the garbage collector at work."""
         self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
@@ -153,10 +173,11 @@ class WeightUses:
         a weight of another is read."""
         self._together.clear()
         for unit in units:
-            members = [parameter for parameter in unit.parameters() if parameter in self._places]
-            streamed = dict.fromkeys(c.index for c, _ in map(self._places.__getitem__, members) if not c.plan.resident)
-            keys = frozenset(map(id, members))
-            self._together.update(dict.fromkeys(keys, (tuple(streamed), keys)))
+            members = [parameter for parameter in unit.parameters() if type(parameter) in TRACKED_PARAMETERS]
+            chunks = tuple(dict.fromkeys(self._places[parameter][0] for parameter in members))
+            streamed = tuple(chunk.index for chunk in chunks if not chunk.plan.resident)
+            found = _Unit(chunks, streamed, frozenset(map(id, members)))
+            self._together.update(dict.fromkeys(found.parameters, found))
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Fetches the chunks, and pins them until the running module returns."""
@@ -167,28 +188,31 @@ class WeightUses:
         self.order_compute()
         self.used_in_pass(parameters)
         state = self._state()
+        unit = self._together.get(id(parameters[0]))
+        if unit is not None and len(parameters) < len(unit.parameters):
+            unit = None  # only some of its weights, as its backward reads them
+        chunks = unit.chunks if unit else dict.fromkeys(self._places[parameter][0] for parameter in parameters)
         streamed: list[int] = []
-        inside = bool(state.scopes) or backward_is_running()
-        for chunk, slot in (self._places[parameter] for parameter in parameters):
-            if chunk.index in self.gathered or chunk.index in streamed:
+        for chunk in chunks:
+            if chunk.index in self.gathered:
                 continue
             if chunk.plan.resident:
                 self._wait_for_update(chunk)
-                continue
-            if not inside:
-                raise InputError(
-                    f"{function} reads {slot.name} outside of the model's forward, where nothing says how long it is "
-                    "needed; do it inside `with model.gathered(parameters)`"
-                )
-            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
-                raise InputError(
-                    "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
-                    "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
-                    f"{torch.get_autocast_dtype(self._device.type)}, which casts the weights once"
-                )
-            streamed.append(chunk.index)
+            else:
+                self._refuse_unbounded(chunk, parameters[0], function)
+                streamed.append(chunk.index)
+        if unit and state.scopes:
+            state.scopes[-1].watch(chunks)
         if not streamed:
             return
+        self._acquire(streamed)
+        if not state.scopes:
+            self._enter_node(state, id(parameters[0]))
+        scope = state.scopes[-1] if state.scopes else state.at_node
+        scope.pins.extend(streamed)
+        scope.parameters.update(unit.parameters if unit else map(id, parameters))
+
+    def _acquire(self, streamed: list[int]) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
         if torch.is_inference_mode_enabled():
@@ -196,11 +220,20 @@ class WeightUses:
                 self._cache.acquire(streamed)
         else:
             self._cache.acquire(streamed)
-        if not state.scopes:
-            self._enter_node(state, id(parameters[0]))
-        scope = state.scopes[-1] if state.scopes else state.at_node
-        scope.pins.extend(streamed)
-        scope.parameters.update(map(id, parameters))
+
+    def _refuse_unbounded(self, chunk: Chunk, parameter: nn.Parameter, function: str) -> None:
+        """Refuses a use of a streamed chunk that nothing bounds, or of which autograd would keep copies."""
+        if not self._state().scopes and not backward_is_running():
+            raise InputError(
+                f"{function} reads {self._places[parameter][1].name} outside of the model's forward, where nothing "
+                "says how long it is needed; do it inside `with model.gathered(parameters)`"
+            )
+        if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
+            raise InputError(
+                "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
+                "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
+                f"{torch.get_autocast_dtype(self._device.type)}, which casts the weights once"
+            )
 
     def order_compute(self) -> None:
         """Makes the caller's CUDA stream wait for the stream that used weights before, if it is another one.
@@ -217,13 +250,20 @@ class WeightUses:
 
     def view(self, tensor: torch.Tensor) -> _ChunkView | None:
         """The view that a tensor is, if it lies in a block and so must be tracked."""
+        if storage_of(tensor) != self._cache.storage:  # asked here to save Python calls: this runs for every result
+            return None
         found = self._cache.chunk_at(tensor)
         if found is None:
             return None
         index, offset = found
         chunk = self._chunks[index]
         parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
-        return _ChunkView(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+        size, stride, version = tensor.size(), tensor.stride(), parameter._version
+        view = self._latest.get(id(parameter))
+        if view is None or view[1:5] != (offset, tensor.dtype, size, stride) or view.version != version:
+            view = _ChunkView(index, offset, tensor.dtype, size, stride, parameter, version)
+            self._latest[id(parameter)] = view
+        return view
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Counts writes through ``data`` of resident weights; writes to blocks are announced."""
@@ -325,7 +365,10 @@ class WeightUses:
         """Closes a module's scope and unpins its chunks. Outputs that lie in a block are cloned first."""
         kept = _map_tensors(self._outside, output)
         scopes = self._state().scopes
-        self._cache.unpin(scopes.pop().pins)
+        ended = scopes.pop()
+        self._cache.unpin(ended.pins)
+        for chunk in ended.unannounced:
+            chunk.check_unwritten()
         if not scopes and not backward_is_running():
             self._cache.end_call()
         return kept
@@ -381,17 +424,22 @@ class WeightUses:
             finally:
                 self._cache.unpin([part.chunk])
         state, key = self._state(), id(part.parameter)
-        self._enter_node(state, key)
-        if key not in state.at_node.parameters:  # otherwise the node has pinned it, alone or with its unit
-            if key in self._together:
-                chunks, keys = self._together[key]
-                state.at_node.unit = keys
-            else:
-                chunks, keys = (part.chunk,), frozenset((key,))
-            self._cache.acquire(chunks)
-            state.at_node.pins.extend(chunks)
-            state.at_node.parameters.update(keys)
+        # A node of a unit whose weights are pinned goes on with them.
+        if key not in state.at_node.unit or state.node is None or state.node[0] != current_graph_task_id():
+            self._enter_node(state, key)
+            if key not in state.at_node.parameters:  # otherwise the node has pinned it
+                self._acquire_for_node(state.at_node, part)
         return part.of(self._cache.memory(part.chunk))
+
+    def _acquire_for_node(self, uses: _ScopeUses, part: _ChunkView) -> None:
+        """Fetches the weight of a view for the running node, or all weights of its unit."""
+        key = id(part.parameter)
+        unit = self._together.get(key)
+        chunks, keys = ((part.chunk,), frozenset((key,))) if unit is None else (unit.streamed, unit.parameters)
+        uses.unit = frozenset() if unit is None else keys
+        self._cache.acquire(chunks)
+        uses.pins.extend(chunks)
+        uses.parameters.update(keys)
 
     def backward_done(self) -> None:
         """Unpins the chunks of the last node on every thread, once backward is over."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.chunk import Chunk
+from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.lanes import Lane, MemoryUses, settled
 from elixir.chunk.part_norms import PartNorms
 from elixir.errors import StateError
@@ -50,7 +50,16 @@ class OpenChunk:
     """The memory that `block` lies in."""
     number: int
     """Number of the block in the order of opening."""
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Views of `block` in the shape of a parameter, by its name, as far as they have been made."""
     arrived: set[str] = field(default_factory=set)
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """The part of a parameter."""
+        part = self.parts.get(slot.name)
+        if part is None:
+            part = self.parts[slot.name] = slot.part_of(self.block)
+        return part
 
     def fill_gaps(self, chunk: Chunk) -> None:
         """Fills zeros in for the gradients that did not come."""

@@ -37,6 +37,8 @@ class GradientBlocks:
     def __init__(self, arena: Arena, count: int, block_bytes: int) -> None:
         self._arena, self.block_bytes = arena, block_bytes
         self._free = deque(self._made(block_bytes) for _ in range(count))
+        self._parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        """Views of a block as `OpenChunk.parts`, by its `id` and the index of the chunk: each is made once."""
         self._leaving: deque[Leaving] = deque()
         self._numbers = itertools.count()
         self.extra = 0
@@ -49,12 +51,14 @@ class GradientBlocks:
 
     def open(self, chunk: Chunk) -> OpenChunk:
         """Opens a block for a chunk, or separate memory if the chunk is resident and larger than any block."""
+        parts: dict[str, torch.Tensor] = {}
         if chunk.weight_bytes > self.block_bytes:
             self._let_outsized_leave()
             memory = self._made(chunk.weight_bytes)
         else:
             memory = self._free_block()
-        return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory, next(self._numbers))
+            parts = self._parts.setdefault((id(memory), chunk.index), parts)
+        return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory, next(self._numbers), parts)
 
     def adopt(self, chunk: Chunk, gradient: torch.Tensor, *, counted: bool) -> OpenChunk | None:
         """Takes a gradient that is larger than any block as autograd made it; None if it must be copied.

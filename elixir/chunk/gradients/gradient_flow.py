@@ -154,7 +154,7 @@ class GradientFlow:
                 opened = None
             if opened is None:
                 opened = mine.open(self._opened(chunk))
-            part = slot.part_of(opened.block)
+            part = opened.part_of(slot)
             if slot.name in opened.arrived:
                 part.add_(gradient)  # another part of the graph used it too
             else:

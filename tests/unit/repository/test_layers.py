@@ -46,7 +46,16 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "wrapper": (
         frozenset(
-            {"loss_scale", "phase", "run_errors", "run_options", "state_reader", "views_of_engine", "weight_uses"}
+            {
+                "arrivals",
+                "loss_scale",
+                "phase",
+                "run_errors",
+                "run_options",
+                "state_reader",
+                "views_of_engine",
+                "weight_uses",
+            }
         ),
         frozenset({"engine"}),
         frozenset({"account", "address_errors", "assemble", "late_units", "one_pass", "passes", "step", "weights_io"}),
