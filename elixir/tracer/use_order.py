@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
 from elixir.step_trace import Direction, Operation, Phase, Transfer, enclosing, is_inside, unit_runs
 from elixir.torch_private import (
+    DisableTorchDispatch,
     OpOverload,
     current_autograd_node,
     current_graph_task_id,
@@ -66,6 +68,8 @@ class _Scope:
     module: str
     uses: list[int] = field(default_factory=list)
     parameters: set[int] = field(default_factory=set)
+    views: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Views of weights that were made in it, and may be alive."""
 
 
 class _Place(NamedTuple):
@@ -99,6 +103,7 @@ class UseOrder:
         self._outside: set[int] = set()  # used in forward while no module was running
         self._written: set[int] = set()
         self._choosing: set[str] = set()  # modules that have chosen by values which no trace has
+        self._keeping: set[str] = set()  # modules that have kept a view of a weight, beyond what they returned
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
@@ -210,6 +215,8 @@ class UseOrder:
     def view(self, tensor: torch.Tensor) -> _Place | None:
         """Views are recognised by their storage."""
         index = self._storages.get(storage_of(tensor))
+        if index is not None and self._scopes:
+            self._scopes[-1].views.append(weakref.ref(tensor))
         return None if index is None else _Place(self._parameters[index])
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
@@ -273,6 +280,13 @@ class UseOrder:
         scope = self._scopes.pop()
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
+        views = [view for view in scope.views if view() is not None]
+        if views and self._scopes:
+            self._scopes[-1].views += views
+        if views and self.phase() == "forward":  # what stops a recompute keeps the frames that it ends
+            returned = set(map(id, tree_leaves(output)))
+            if any(id(view()) not in returned for view in views):
+                self._keeping.add(scope.module)
         self._mark(self._scopes[-1].module if self._scopes else "")
         if type(output) is not torch.Tensor:
             untrack(tree_leaves(output))  # at run time a module returns copies of what lies in a block
@@ -284,7 +298,10 @@ class UseOrder:
         if index is None:
             self.results.packed(len(self.uses))
             return None
-        return index, detached(tensor)
+        if type(tensor) is not TrackedView:
+            return index, detached(tensor)
+        with DisableTorchDispatch():  # another tensor, since a node may keep a view, and a module may not
+            return index, tensor.detach()
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """False: all weights are claimed."""
@@ -389,7 +406,7 @@ class UseOrder:
         Args:
             units: names of all units.
         """
-        found = {enclosing(module, units) for module in self._choosing}
+        found = {enclosing(module, units) for module in self._choosing} | (self._keeping & {*units})
         # A checkpoint of a part of a unit runs that part again, without what a unit does when it runs.
         found.update(
             unit for names in self._recomputed.values() for name in names if (unit := enclosing(name, units)) != name

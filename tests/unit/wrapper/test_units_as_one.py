@@ -115,6 +115,7 @@ def test_a_unit_is_announced_once_and_pinned_through_its_backward() -> None:
     seen: list[tuple[str, int]] = []
     uses, used = engine_of(model).uses, engine_of(model).uses.used
     uses.used = lambda parameters, function: (seen.append((function, len(parameters))), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
+    engine_of(model).listen()
     loss = it.loss(model, it.inp)
     layers = [count for function, count in seen if function == "a layer"]
     assert layers == [len(list(layer.parameters())) for layer in fetched_as_one(it.model, plan.step)]
@@ -201,19 +202,41 @@ def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
         trace.fetching_as_one(["layers.0"])
 
 
-def test_a_write_that_the_trace_did_not_see_is_refused() -> None:
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Case(Stack(), INP, square_loss)
-    model = ElixirModule(it.model, plan_of(it, "units"), device="cpu")
-    Layer.forward, forward = Writes.forward, Layer.forward  # type: ignore[method-assign, assignment]
-    try:
-        Writes.__bases__[0].forward = lambda self, x: (  # type: ignore[method-assign]
-            torch.no_grad()(lambda: self.up.weight.clamp_(-0.1, 0.1))(), forward(self, x)
-        )[1]  # fmt: skip
-        with pytest.raises(InputError, match="writes in place to its parameter"):
-            model(**INP)
-    finally:
-        Layer.forward = forward  # type: ignore[method-assign]
+    plan = plan_of(it, "units")
+    model = ElixirModule(it.model, mixed(plan) if mode == "mixed" else plan, device="cpu", debug=Debug(poison=True))
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    train(it, model, optimizer, 1)
+    forward = Layer.forward
+
+    def writes(self: Layer, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return forward(self, x)
+
+    monkeypatch.setattr(Layer, "forward", writes)
+    with pytest.raises(InputError, match=r"the forward wrote to layers.\d.up.weight in place.* fetched as one and did"):
+        train(it, model, optimizer, 1)
     model.close()
+
+
+class KeepsAView(Layer):
+    """Transposes a weight once, and uses that in all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.up.weight.t()
+        return x + self.down(torch.tanh(x @ self.kept))
+
+
+def test_a_layer_that_keeps_a_view_of_a_weight_is_fetched_by_parameter() -> None:
+    assert fetches(Stack(KeepsAView)) == {"parameters"}
 
 
 def test_the_joined_step_has_the_same_costs() -> None:
