@@ -25,7 +25,7 @@ from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.best import FIRST_LOOK, Outcome, find_best
@@ -151,14 +151,14 @@ def glance_s(question: Question) -> float:
     return math.inf if found is None else found
 
 
-def least_device_bytes(question: Question) -> int:
-    """Device bytes with everything on the host, chunks as small as is sensible and as few blocks as can be."""
+def everything_on_host(question: Question) -> MemoryNeed:
+    """The need with everything on the host, chunks as small as is sensible and as few blocks as can be."""
     setting = setting_for(*question)
     space = SearchSpace(question.trace, question.hardware, setting)
     model = space.model(space.sizes(outsized=False)[0])
     placement = _everything(model, "cpu").placement()
     blocks = model.work.schedule(placement.residents, PREFETCH_DEPTH if setting.overlap else 0).min_blocks
-    return model.need(placement, blocks).device_bytes
+    return model.need(placement, blocks)
 
 
 def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:

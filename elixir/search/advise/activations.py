@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -13,9 +14,12 @@ from elixir.access.recomputation import checkpoints_itself
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
-from elixir.search.planner import budgets_of, glance_s, least_device_bytes
+from elixir.plan.prediction import NOTICEABLE_SHARE
+from elixir.search.planner import budgets_of, everything_on_host, glance_s
 from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
+from elixir.search.propose.swapped_units import SwappedUnits, Swaps
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
+MOST_WAYS = 2
+"""Ways to move activations for which they are looked for."""
 
 
 def trace_that_keeps(
@@ -65,7 +71,7 @@ def trace_again_that_keeps(trace: StepTrace, hardware: HardwareProfile, request:
         return trace_that_keeps(replace(StepQuestion.again(trace), checkpoint="none"), hardware, request)
     _check_trace(trace)
     filled = _filling(trace, hardware, request)
-    return trace if filled is None else kept_trace(trace, filled)
+    return trace if filled is None else swapped_trace(kept_trace(trace, filled), SwappableStep(trace))
 
 
 def _check(step: StepQuestion, request: SearchRequest) -> None:
@@ -97,8 +103,14 @@ def _filling(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest
     rates = Rates(hardware, main_dtype(whole), *ranks)
     kept = KeptResults(whole, rates.operations_s(whole))
     trials = _Trials(kept, hardware, request)
-    count = trials.best(float(rates.accesses_s(kept.filled(0)).sum()))
+    compute_s = float(rates.accesses_s(kept.filled(0)).sum())
+    count = trials.best(compute_s)
+    step_s = trials.step_s.get(count, math.inf)
+    units = SwappedUnits(kept, rates)
+    swaps = None if count == len(kept.changes) and step_s < math.inf else trials.swapped(units, compute_s, step_s)
     logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
+    if swaps is not None:
+        return units.activations(swaps)
     return None if count == len(kept.changes) else kept.activations(count)
 
 
@@ -141,12 +153,33 @@ class _Trials:
             stride = stride if better else stride // 2
         return here
 
+    def swapped(self, units: SwappedUnits, compute_s: float, step_s: float) -> Swaps | None:
+        """The way to move activations with which the step is fastest; None if none is faster than `step_s`."""
+        (device, host), (device_need, host_need) = self._room
+        ways = sorted(
+            units.ways(device - device_need, host - host_need, compute_s),
+            key=lambda way: (way.step_s, way.whole, way.inputs),
+        )
+        best = None
+        for way in ways[:MOST_WAYS]:
+            if self.request.accumulation * way.step_s < step_s * (1 - NOTICEABLE_SHARE):
+                found = glance_s(Question(units.trace(way), self.hardware, self.request))
+                if found < step_s * (1 - NOTICEABLE_SHARE):
+                    best, step_s = way, found
+        return best
+
+    @cached_property
+    def _room(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Budgets of device and host, and the need of both if nothing is kept and everything is on the host."""
+        budgets = budgets_of(self.hardware, self.request)
+        need = everything_on_host(Question(self.kept.filled(0), self.hardware, self.request))
+        return (budgets.device_bytes, budgets.host_bytes), (need.device_bytes, need.host_bytes)
+
     def _most(self) -> int:
         """The most changes with which the least that a plan needs of the device fits."""
         if not hasattr(self, "_fits"):
-            budget = budgets_of(self.hardware, self.request).device_bytes
-            nothing = self.kept.filled(0)
-            rest = least_device_bytes(Question(nothing, self.hardware, self.request)) - _peak(nothing)
+            (budget, _), (least, _) = self._room
+            rest = least - _peak(self.kept.filled(0))
             self._fits = _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
         return self._fits
 
