@@ -4,6 +4,9 @@
     python benchmark/transformers_classes.py [--only bert opt] [--resume]
                                                          judges those on the list, and appends a row for each
 
+    python benchmark/transformers_classes.py --host-peaks    compares the runtime's host memory with the plan's, which it
+                                                         appends to host_peaks_of_classes.csv
+
 Both go on where they were stopped: the list with ``--list``, the rows with ``--resume``. Rows name the processor, and the
 instruction set if ``ONEDNN_MAX_CPU_ISA`` limits oneDNN to one.
 
@@ -50,6 +53,7 @@ from elixir.search import simple_search
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account.step_report import StepReport
 
 LIST = Path(__file__).parent / "results" / "transformers_classes.json"
 ROWS = LIST.with_suffix(".csv")
@@ -267,8 +271,10 @@ def trained(model: nn.Module, inp: dict[str, Any]) -> tuple[list[float], dict[st
     return losses, model.state_dict()
 
 
-def trained_under_a_plan(model: nn.Module, inp: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same under a plan that streams most weights."""
+def trained_under_a_plan(
+    model: nn.Module, inp: dict[str, Any]
+) -> tuple[tuple[list[float], dict[str, torch.Tensor]], StepReport]:
+    """The same under a plan that streams most weights, and the report of the last step."""
     plan = simple_search(
         model, 1, split_number=6, allocate_factor=0.6, shard_device="cpu", inp=inp, step_fn=step, optimizer_type="AdamW",
         hardware="cpu",
@@ -282,9 +288,10 @@ def trained_under_a_plan(model: nn.Module, inp: dict[str, Any]) -> tuple[list[fl
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    state = module.state_dict()
+    state, report = module.state_dict(), module.last_report
+    assert report is not None
     module.close()
-    return losses, state
+    return (losses, state), report
 
 
 def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
@@ -323,11 +330,23 @@ def judge(task: str, kind: str, name: str) -> Row:
             "difference_percent": round(100 * (predicted / observed - 1), 4),
             "notes": "; ".join(trace.assumptions),
         }
-        row["identical"] = same(trained(model, inp), trained_under_a_plan(twin, inp))
+        row["identical"] = same(trained(model, inp), trained_under_a_plan(twin, inp)[0])
     except ElixirError as error:
         row["refused"] = str(error).split("\n")[0]
     row |= _in_bf16(task, kind, name)
     return row
+
+
+def host_peak(task: str, kind: str, name: str) -> Row:
+    """The host memory of the runtime under a plan, as predicted and as observed."""
+    report = trained_under_a_plan(*build(task, kind, name))[1]
+    predicted, observed = report.predicted["host_peak"], report.observed["host_peak"]
+    return {
+        "predicted_host_bytes": predicted,
+        "observed_host_bytes": observed,
+        "above_percent": round(100 * (observed / max(predicted, 1) - 1), 3),
+        "error": "",
+    }
 
 
 def _in_bf16(task: str, kind: str, name: str) -> Row:
@@ -455,6 +474,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS, PEFT], choices=[*TASKS, PEFT])
     parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--host-peaks", action="store_true", help="compare host peaks, see above")
     args = parser.parse_args()
     prepare()
     if args.list:
@@ -467,6 +487,12 @@ def main() -> int:
             continue
         if time.monotonic() - started > args.limit:
             break
+        if args.host_peaks:
+            row = {"class": name, "task": task, **conditions(), "transformers": transformers.__version__}
+            row |= dict.fromkeys(("predicted_host_bytes", "observed_host_bytes", "above_percent", "cpu_s"))
+            rows.append(row | apart(host_peak, task, kind, name))
+            print(f"{name}: {rows[-1]['error'] or rows[-1]['above_percent']}", flush=True)
+            continue
         row = dict.fromkeys(COLUMNS) | {"class": name, "task": task, **conditions()} | apart(judge, task, kind, name)
         row["transformers"] = transformers.__version__
         rows.append(row)
@@ -474,6 +500,12 @@ def main() -> int:
         print(f"{name}: {said}; H200 bf16: {row['traced_h200_bf16']} {row['refused_h200_bf16'] or ''}", flush=True)
         if not args.no_record:
             append_rows("transformers_classes", [row])
+    if args.host_peaks:
+        above = sum((row["above_percent"] or 0) > 0 for row in rows)
+        print(f"observed above predicted: {above} of {len(rows)}")
+        if not args.no_record:
+            append_rows("host_peaks_of_classes", rows)
+        return 0
     for what in ("traced", "identical"):
         print(f"{what}: {sum(bool(row[what]) for row in rows)} of {len(rows)}")
     half = [row for row in rows if row["plain_bf16"]]
