@@ -257,7 +257,7 @@ class _Question:
         clipping = asked.pop("clipping", None)
         max_norm = options.get("max_norm")
         clips = bool(max_norm) if clipping is None else clipping
-        needless = [name for name, value in asked.items() if value != _OPTIONS[name].default]
+        needless = [name for name, value in asked.items() if value != _OPTIONS[name].default and name != "reserve"]
         needless += [name for name in ("inp", "step_fn") if how[name] is not None]
         if plan is not None and needless:
             raise InputError(

@@ -33,6 +33,10 @@ class Arena:
         self.device = device
         self._live: dict[Kept, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
         self.peak_bytes: dict[Kept, int] = {"device": 0, "host": 0, "disk": 0}
+        self.most_bytes: Counter[str] = Counter()
+        """The most bytes of each kind on the host."""
+        self.given_bytes: Counter[str] = Counter()
+        """Bytes of the largest state dicts that callers got, which are theirs, by what they are of."""
         self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
     def make(
@@ -74,6 +78,8 @@ class Arena:
             if live[kind] < 0:
                 raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
             self.peak_bytes[home] = max(self.peak_bytes[home], sum(live.values()))
+            if home == "host":
+                self.most_bytes[kind] = max(self.most_bytes[kind], live[kind])
 
     def live_bytes(self, home: Kept) -> int:
         """Bytes in use now."""

@@ -21,7 +21,6 @@ from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
-from elixir.search.budgets import whole_host_bytes
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
@@ -121,7 +120,7 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
     _print_plan(plan, brief=args.brief)
-    _say_whole_host(answer)
+    _say_need(answer)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
     if not (args.brief or args.no_levers):
@@ -130,18 +129,12 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     return 0
 
 
-def _say_whole_host(answer: Answer) -> None:
-    """Says which machine a plan needs that fills a budget that was given, of which nothing is kept back."""
-
-    plan, hardware = answer.plan, answer.question.hardware
-    if plan.host_reserve_bytes or "host" in plan.read_budgets or hardware.device_kind == "cpu":
-        return
-    whole = whole_host_bytes(plan.predicted.host_peak_bytes, hardware.ranks_per_host(plan.world_size))
-    if whole > plan.host_budget_bytes:
-        output.say(
-            f"  needs         a machine with {format_bytes(whole)} of host memory: a budget that is given is used in "
-            "full, and the system takes the rest"
-        )
+def _say_need(answer: Answer) -> None:
+    """Says how much memory the processes of a plan take of their machine, and for what."""
+    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
+    of_each = f"; each of {ranks} processes" if ranks > 1 else ""
+    output.say(f"  must be free  {format_bytes(need.machine_bytes(ranks))} of each machine's memory{of_each}: {parts}")
 
 
 def _with_allowed(args: argparse.Namespace, question: Question) -> Question:

@@ -181,9 +181,10 @@ FLAGS: dict[str, Flag] = {
         "later (default: about 6 %% of it)"
     ),
     "--host-reserve": _bytes(
-        "without --host-memory: of each machine, kept back likewise (default: 5 %% of it, at least 2 GiB and as much "
-        "again for each rank)"
+        "without --host-memory: of each machine, kept back likewise (default: 5 %% of it, at least what the system and "
+        "the processes take)"
     ),
+    "--reserve": _bytes("host memory that your program takes in each process later, such as for data workers"),
     "--disk-memory": _bytes(
         "of the disk of each machine, such as 500GiB, for states that neither devices nor host hold (default: none; "
         "the run names it with disk_folder)"
@@ -342,7 +343,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 """Every argument by its name, or by name and command where commands differ."""
 
-_BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
+_BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --reserve --disk-memory"
 _SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
 _ADAPTED = "--lora --quantised"
 _ASKED = (

@@ -20,12 +20,7 @@ def control_groups(controller: str, root: Path = ROOT, membership: Path = MEMBER
         root: where the hierarchies are mounted.
         membership: file that says which groups this process is in.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        controllers, _, group = line.partition(":")[2].partition(":")
+    for controllers, group in _memberships(membership):
         if controllers == "":
             bases = [root, root / "unified"]
         elif controller in controllers.split(","):
@@ -38,3 +33,19 @@ def control_groups(controller: str, root: Path = ROOT, membership: Path = MEMBER
                 if not folder.is_relative_to(base):
                     break
                 yield folder, controllers == ""
+
+
+def own_group(controller: str, membership: Path = MEMBERSHIP) -> str:
+    """The names of the groups that `controller` may limit, in one text; processes of one group have the same."""
+    return " ".join(group for names, group in _memberships(membership) if not names or controller in names.split(","))
+
+
+def _memberships(membership: Path) -> Iterator[tuple[str, str]]:
+    """(controllers, group) of this process in each hierarchy; version 2 names no controllers."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        controllers, _, group = line.partition(":")[2].partition(":")
+        yield controllers, group

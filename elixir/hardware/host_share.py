@@ -12,11 +12,11 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elixir.errors import InputError, unknown_name
-from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
+from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups, own_group
 
 BIND_VARIABLE = "ELIXIR_BIND"
 """``1`` (default) binds the host's Adam where several ranks share a machine, ``0`` does not."""
@@ -78,6 +78,8 @@ class HostView:
     """Numbers of those that it may use; hyperthreads of one core are neighbours."""
     quota_cores: float
     """How many the control groups above it allow at a time."""
+    memory_group: str = ""
+    """Its control group of memory, as the operating system names it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class HostShare:
     all_cores: int
     """Number of cores that it shares with `ranks`, itself included, as far as control groups allow."""
     ranks: int
+    on_machine: int = field(default=1, compare=False)
+    """Ranks of the group on its machine, whichever cores they have."""
+    in_memory_group: int = field(default=1, compare=False)
+    """The ranks of the machine that are in its control group of memory."""
 
 
 def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
@@ -99,7 +105,9 @@ def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path =
         boot = ""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = tuple(sorted(allowed, key=lambda core: _place(core, topology)))
-    return HostView(f"{socket.gethostname()} {boot}", cores, quota_cores(root, membership))
+    return HostView(
+        f"{socket.gethostname()} {boot}", cores, quota_cores(root, membership), own_group("memory", membership)
+    )
 
 
 def quota_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
@@ -145,7 +153,8 @@ def host_share(views: Sequence[HostView], rank: int, environment: Mapping[str, s
     cores = mine.cores[first : max((place + 1) * count // sharing, first + 1)]
     # A quota is what all ranks of the machine have together, however their cores are divided.
     allowed = max(1, int(min(count, mine.quota_cores * sharing / ranks)))
-    return HostShare(cores, allowed, sharing)
+    in_group = sum(views[other].memory_group == mine.memory_group for other in here)
+    return HostShare(cores, allowed, sharing, len(here), in_group)
 
 
 def check_host_threads(value: object) -> int | None:

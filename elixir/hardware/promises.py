@@ -7,7 +7,6 @@ states in its first step, long after a second search has read what is free.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,39 +86,30 @@ def outstanding(device: str) -> Outstanding:
     return Outstanding(len(plans), on_device, on_host)
 
 
-def refuse_exceeded(
-    needed: Memory, free: Memory, device: str, ranks: int, *, name: str, own: Iterable[tuple[str, int]] = ()
-) -> None:
-    """Refuses a plan that takes memory which other plans at work in this process were promised.
-
-    A plan alone is not refused: what is free now may be more by then.
+def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str) -> None:
+    """Refuses a plan that takes more memory than is free and not promised to other plans at work in this process.
 
     Args:
-        needed: peaks of the plan.
-        free: what is free now; of a ``cpu`` the host's counts.
-        device: on which the plan computes.
-        ranks: of the plan, on this machine.
+        needed: what the plan still takes: of the device, and of the host for all ranks that share its memory.
+        free: what is free now.
+        device: on which the plan computes; a ``cpu`` has the host's memory.
         name: of the model, for the error.
-        own: (type of device, bytes) of the model's weights as they are now, which the plan replaces.
 
     Raises:
-        InputError: what is needed exceeds what is free, less what other plans may still take.
+        InputError: says how much is missing, and what to do.
     """
     others = outstanding(device)
-    if not others.plans:
-        return
-    held = {"cpu": 0, "cuda": 0}
-    for kind, nbytes in own:
-        held[kind] = held.get(kind, 0) + nbytes
-    on_host = needed.host_bytes + (needed.device_bytes * ranks if device == "cpu" else 0)
-    wanted = [("host", on_host, free.host_bytes + held["cpu"] * ranks - others.host_bytes)]
+    wanted = [("host", needed.host_bytes, free.host_bytes - others.host_bytes)]
     if device != "cpu":
-        wanted.append(("device", needed.device_bytes, free.device_bytes + held["cuda"] - others.device_bytes))
+        wanted.append(("device", needed.device_bytes, free.device_bytes - others.device_bytes))
     for memory, bytes_needed, available in wanted:
         if bytes_needed > max(available, 0):
+            missing = bytes_needed - max(available, 0)
+            left = f"are free and not promised ({others})" if others.plans else "are free"
             raise InputError(
-                f"the plan of {name} takes {readable_bytes(bytes_needed, up=True)} of {memory} memory, but only "
-                f"{readable_bytes(max(available, 0))} are free and not promised: {others}; give this plan less with "
-                "device_memory= and host_memory=, close() a model that is done, or put the models under one plan with "
+                f"the plan of {name} takes {readable_bytes(bytes_needed, up=True)} more of {memory} memory, but only "
+                f"{readable_bytes(max(available, 0))} {left}: {readable_bytes(missing, up=True)} more suffice. "
+                "Free them or raise the limit of the control group; give this plan less with device_memory= and "
+                "host_memory=; close() a model that is done, or put several models under one plan with "
                 "elixir.together()"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from elixir.errors import InputError
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
+from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import Outstanding, outstanding
 from elixir.search.propose.sizes import Budgets
@@ -19,20 +19,26 @@ from elixir.units import MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-CUDA_CONTEXT_BYTES = 1343 * MIB
-"""Device memory that a process holds in addition to its tensors: the CUDA context and loaded kernels.
+CONTEXT_AND_KERNELS_BYTES = 1343 * MIB
+"""Device memory that a process holds in addition to its tensors: the CUDA context and all kernels of PyTorch.
 
 Source: Hugging Face, "Model training anatomy" (transformers documentation), which reads it off a data-center GPU right
-after the first tensor. Subtracted from a profile's memory only; free memory of a real machine is measured.
+after the first tensor, with a CUDA that loaded all kernels at once.
 """
 
 # Reserves: what is kept back of memory whose size nobody gave. A plan fills its budget, and all of this comes on top.
 LATE_KERNELS_BYTES = 640 * MIB
-"""Bytes of one device: modules that CUDA loads in the first real step (cuBLAS, attention, Triton), and their
-workspaces.
+"""Bytes of one device: modules that CUDA loads in the first real step (PyTorch's, cuBLAS, attention, Triton). Traces
+count cuBLAS's workspaces.
 
-Source: an estimate. CUDA loads modules when they are first used (``CUDA_MODULE_LOADING=LAZY``, the default since 11.7),
-so free memory that is read before the first step does not know of them."""
+Source: an estimate. CUDA loads modules when they are first used (``CUDA_MODULE_LOADING=LAZY``, which PyTorch sets since
+1.13), so free memory that is read before the first step does not know of them. All of PyTorch's are 362 MiB (666.6 less
+287.0 MB: pytorch/pytorch#86509); the rest is for other libraries."""
+CUDA_CONTEXT_BYTES = CONTEXT_AND_KERNELS_BYTES - LATE_KERNELS_BYTES
+"""Bytes of one device that a process holds before its first step. Subtracted from a profile's memory only; free memory
+of a real machine is measured.
+
+Source: arithmetic; about 400 MB are usual with lazy loading (pytorch/pytorch#109888)."""
 SEGMENT_SLACK_BYTES = 5 * (20 + 2) * MIB
 """Bytes of one device: the unused rest of a large and a small segment for each of five streams: compute, fetches,
 gathers, gradients that leave, and new weights that return.
@@ -41,7 +47,7 @@ Source: PyTorch's caching allocator, which keeps a pool for each stream and asks
 (``kLargeBuffer``) or 2 MiB (``kSmallBuffer``) at a time."""
 FRAGMENTATION_SHARE = 0.05
 """Share of one device's memory that the caching allocator reserves above what is allocated, which is all that a plan
-counts.
+counts. If nothing fits without it, a plan may have it: the allocator gives cached segments back before it fails.
 
 Source: an estimate; ``benchmark/gpu_proof.py`` plans with the same share."""
 NCCL_BYTES = 512 * MIB
@@ -53,9 +59,8 @@ PAGE_TABLE_SHARE = 2 * 8 / 4096
 """Share of one device's memory: page table entries through which it reaches registered host memory of twice its size.
 
 Source: arithmetic, 8 bytes for each page of 4 KiB."""
-HOST_PROCESS_BYTES = 2048 * MIB
-"""Bytes of the host, for each rank and once for the operating system: Python, PyTorch's and CUDA's libraries,
-DataLoader workers.
+SYSTEM_BYTES = 2048 * MIB
+"""Bytes of a host that is not here: the operating system and its services.
 
 Source: an estimate."""
 PAGE_CACHE_SHARE = 0.05
@@ -106,7 +111,7 @@ def resolve_budgets(
         read += ("device",)
     if host is None and host_here:
         read += ("host",)
-    left = 0  # of the host's memory, without its reserve
+    left = slack = 0  # of the host's memory, without its reserve
     if host is None or (on_cpu and device is None):
         if host_here:
             others = outstanding("cpu" if on_cpu else _device_here())
@@ -117,7 +122,8 @@ def resolve_budgets(
         else:
             whole = _profile_host(hardware)
         if host_reserve is None:
-            kept_of_host = default_host_reserve(whole, ranks)
+            kept_of_host = default_host_reserve(whole, ranks, hardware.device_kind, here=host_here)
+        kept_of_host += ranks * parse_bytes(request.reserve or 0)
         left = max(whole - kept_of_host, 0)
     if on_cpu:
         device, host = _shared(left, ranks, device, host, kept_of_device)
@@ -132,8 +138,9 @@ def resolve_budgets(
             whole = max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
         if device_reserve is None:
             kept_of_device = default_device_reserve(whole, world_size)
+            slack = min(int(FRAGMENTATION_SHARE * whole), kept_of_device)
         device = max(whole - kept_of_device, 0)
-    return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host, read=read)
+    return Budgets(device, host, 0, kept_of_device, kept_of_host, slack, read)
 
 
 def default_device_reserve(device_bytes: int, world_size: int) -> int:
@@ -148,26 +155,17 @@ def default_device_reserve(device_bytes: int, world_size: int) -> int:
     return min(kept, int(MOST_RESERVED_SHARE * device_bytes))
 
 
-def default_host_reserve(host_bytes: int, ranks: int) -> int:
+def default_host_reserve(host_bytes: int, ranks: int, kind: str = "cuda", *, here: bool = False) -> int:
     """Bytes that are kept back of one host unless the user says otherwise.
 
     Args:
         host_bytes: free there, before anything is kept back.
         ranks: that share it.
+        kind: of the devices.
+        here: the processes are at work, so that what they hold now is not among the bytes that are free.
     """
-    kept = max((ranks + 1) * HOST_PROCESS_BYTES, int(PAGE_CACHE_SHARE * host_bytes))
-    return min(kept, int(MOST_RESERVED_SHARE * host_bytes))
-
-
-def whole_host_bytes(used_bytes: int, ranks: int) -> int:
-    """Bytes of a host on which so many are free for a plan, once the default reserve is kept back.
-
-    Args:
-        used_bytes: of the plan.
-        ranks: that share the host.
-    """
-    kept = max(used_bytes + (ranks + 1) * HOST_PROCESS_BYTES, math.ceil(used_bytes / (1 - PAGE_CACHE_SHARE)))
-    return min(kept, math.ceil(used_bytes / (1 - MOST_RESERVED_SHARE)))
+    processes = estimated_bytes(kind, ranks, running=here) + (0 if here else SYSTEM_BYTES)
+    return min(max(processes, int(PAGE_CACHE_SHARE * host_bytes)), int(MOST_RESERVED_SHARE * host_bytes))
 
 
 def disk_budget(hardware: HardwareProfile, disk_memory: Size) -> int:

@@ -64,6 +64,14 @@ def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: Searc
             format_bytes(budgets.host_reserve_bytes),
         )
     plan, tried, searched = _planned(question, setting, budgets)
+    if plan is None and budgets.device_slack_bytes:
+        plan, *_ = _planned(question, setting, budgets.with_slack())
+        if plan is not None:
+            logger.warning(
+                "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
+                format_bytes(budgets.device_slack_bytes),
+            )
     if plan is None:
         unmet = Unmet(question, tried)
         raise shortage(
@@ -81,7 +89,10 @@ def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: Searc
 def planned(question: Question, *, briefly: bool = False) -> Plan | None:
     """The plan; None where nothing fits. `briefly`, without the sizes that are tried when nothing else fits."""
     setting, budgets = setting_for(*question), budgets_of(question.hardware, question.request)
-    return _planned(question, setting, budgets, briefly=briefly)[0]
+    found = _planned(question, setting, budgets, briefly=briefly)[0]
+    if found is None and budgets.device_slack_bytes:
+        found = _planned(question, setting, budgets.with_slack(), briefly=briefly)[0]
+    return found
 
 
 def _planned(

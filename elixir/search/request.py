@@ -82,6 +82,9 @@ class SearchRequest:
     count."""
     host_reserve: Size = None
     """The same of one machine, if `host_memory` is None."""
+    reserve: Size = None
+    """Host memory that the user's program takes in each process after its model is wrapped, such as for the workers of
+    a data loader. It is kept back where `host_memory` is None; what a process holds before is measured."""
     assume: Assumption = "scenarios"
     """``scenarios``: the plan loses least in all that the hardware profile thinks possible, such as a host slower than
     it says, or steps that are all clipped. ``nominal``: the fastest plan at the profile's rates."""
@@ -127,7 +130,7 @@ class SearchRequest:
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
         state_size(self.optimizer_type, self.moments)
-        for name in ("device_memory", "host_memory", "disk_memory", "device_reserve", "host_reserve"):
+        for name in ("device_memory", "host_memory", "disk_memory", "device_reserve", "host_reserve", "reserve"):
             size = getattr(self, name)
             if size is not None and not (name == "host_memory" and size == FREE_HERE):
                 parse_bytes(size)

@@ -193,7 +193,15 @@ def minimum_waste_search(*given: Any, **options: Any) -> Answer:
         _own("split_number", 10, "int"),
         _own("allocate_factor", 0.6, "float"),
         _own("shard_device", "cuda", "Literal['cuda', 'cpu']"),
-        without=("accumulation", "pass_size", "chunks_of", "disk_memory", "device_reserve", "host_reserve"),
+        without=(
+            "accumulation",
+            "pass_size",
+            "chunks_of",
+            "disk_memory",
+            "device_reserve",
+            "host_reserve",
+            "reserve",
+        ),
     )
 )
 def simple_search(*given: Any, **options: Any) -> Answer:

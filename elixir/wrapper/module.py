@@ -30,8 +30,8 @@ from elixir.torch_private import (
     tree_map,
     tree_unflatten,
 )
-from elixir.units import parse_dtype
-from elixir.wrapper.account.plan_promise import PlanPromise, refuse_exceeded
+from elixir.units import parse_bytes, parse_dtype
+from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
@@ -91,6 +91,8 @@ class ElixirModule(nn.Module):
         device: the device of compute; by default the current CUDA device, or the CPU without one.
         disk_folder: a folder on the disk for optimizer states, if the plan puts some on a disk. Several folders stripe
             states over several disks. Nothing stays there when the process ends.
+        reserve: host memory that the program takes later in each process, such as ``"2GiB"`` for the workers of a data
+            loader. What the process holds now is measured.
         debug: switches for tests of the runtime.
 
     Raises:
@@ -118,6 +120,7 @@ class ElixirModule(nn.Module):
         strict: bool = True,
         device: torch.device | str | None = None,
         disk_folder: PathLike | Sequence[PathLike] | None = None,
+        reserve: str | int | None = None,
         debug: Debug | None = None,
     ) -> None:
         super().__init__()
@@ -155,8 +158,9 @@ class ElixirModule(nn.Module):
             undone.callback(self._fused.remove)
             self._engine = engine = Engine(module, ranks, where, options)
             undone.push(partial(_undo, self._origins, engine))
-            with ranks.together("take memory that no other plan was promised"):
-                refuse_exceeded(made, module, engine)
+            self._promise = PlanPromise(module, engine, parse_bytes(reserve or 0))
+            with ranks.together("have the memory that the plan takes"):
+                self._promise.refuse_exceeded(made)
             kept = self._cast if follow else None
             self._frozen = frozen = open_frozen(ranks, module, made, weights, debug.files)
             undone.callback(lambda: None if frozen is None else frozen.files.close())
@@ -167,10 +171,10 @@ class ElixirModule(nn.Module):
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
-            self._account = StepAccount(engine)
+            self._account = StepAccount(engine, self._promise)
             engine.stepped = self._account.step_over
             self._shared_weights.attach(engine)
-            self._promise = PlanPromise(engine)
+            promises.enter(self._promise)
             self._passes = self._passes_of(module)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]

@@ -165,6 +165,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine.settle_together("state_dict() of an optimizer")
         wanted = not rank0_only or engine.group.rank == 0
         found = whole_states(engine, self._stepper, self.param_groups, wanted=wanted)
+        values = (value for state in found.get("state", {}).values() for value in state.values())
+        nbytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        engine.arena.given_bytes["states"] = max(engine.arena.given_bytes["states"], nbytes)
         for hook in hooks_of(self, "state_dict_post") if wanted else ():
             changed = hook(self, found)
             found = found if changed is None else changed

@@ -287,7 +287,7 @@ class TrainingStates:
     @property
     def pool_bytes(self) -> int:
         """The host memory that the plan gives this rank for copies while a checkpoint is written."""
-        return self.plan.predicted.checkpoint_bytes // max(1, self._engine.host_share.ranks)
+        return self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
 
     def make_pool(self, nbytes: int) -> torch.Tensor:
         """Allocates host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""

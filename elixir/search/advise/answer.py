@@ -9,13 +9,14 @@ from typing import Any
 from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.plan.process_need import ProcessNeed, process_need
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import format_seconds
+from elixir.units import format_seconds, parse_bytes
 
 ALLOWED: tuple[Kind, ...] = ("moments", "kernels", "accumulation", "checkpointing")
 """Kinds of changes that a user may allow: they change numerics, or what a step is."""
@@ -93,6 +94,17 @@ class Answer:
     def trace(self) -> StepTrace:
         """The step that was planned."""
         return self.question.trace
+
+    @property
+    def process_need(self) -> ProcessNeed:
+        """The host memory of one process at its peak; `ProcessNeed.machine_bytes` is that of a machine."""
+        hardware, predicted = self.question.hardware, self.plan.predicted
+        return process_need(
+            self.plan,
+            hardware.device_kind,
+            host_bytes=predicted.host_peak_bytes // hardware.ranks_per_host(self.plan.world_size),
+            reserve_bytes=parse_bytes(self.question.request.reserve or 0),
+        )
 
     @property
     def samples_per_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -42,8 +42,20 @@ class Budgets:
     """Bytes of one device, kept back for what no plan counts; not in `device_bytes`."""
     host_reserve_bytes: int = 0
     """Bytes of one machine, likewise."""
+    device_slack_bytes: int = 0
+    """The part of `device_reserve_bytes` that a plan may have before it is refused."""
     read: tuple[Literal["device", "host"], ...] = ()
     """The budgets that nobody gave; they are what is free on this machine."""
+
+    def with_slack(self) -> Budgets:
+        """The budgets without a reserve that a plan may have, too."""
+        slack = self.device_slack_bytes
+        return replace(
+            self,
+            device_bytes=self.device_bytes + slack,
+            device_reserve_bytes=self.device_reserve_bytes - slack,
+            device_slack_bytes=0,
+        )
 
 
 class SearchSpace:

@@ -153,6 +153,11 @@ def try_out(
         plan = plan_or_shortage(trace, hardware, found)
         step = simulate_step(plan, trace, hardware)
     except ElixirError as error:
+        if isinstance(error, PlanError) and budgets.device_slack_bytes:
+            full = replace(request, device_memory=budgets.with_slack().device_bytes, device_reserve=None)
+            row, problem = try_out(traces, full, model, batch, hardware)
+            if problem is None:
+                return row, None
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
     return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"])), None
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 
 from torch import nn
 
+from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_kind, window_kind
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
+from elixir.hardware.process_memory import MAPS_VARIABLE, resident
 from elixir.hardware.promises import Memory
+from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
+from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
+from elixir.plan.process_need import ProcessNeed, process_need
+from elixir.units import dtype_bytes
 from elixir.wrapper.engine import Engine
 
 
@@ -18,14 +25,22 @@ class PlanPromise:
     """The promise to one model, whichever plan it runs under; on the ledger while the plan is at work.
 
     Args:
+        model: as it is before it is wrapped.
         engine: of the model.
+        reserve_bytes: host memory of this rank that the user's program takes later.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.ranks = engine.host_share.ranks
+    def __init__(self, model: nn.Module, engine: Engine, reserve_bytes: int = 0) -> None:
+        self._engine, self._reserve_bytes = engine, reserve_bytes
+        self.ranks = engine.host_share.in_memory_group
         self.device = str(engine.device)
-        promises.enter(self)
+        self.held = resident()
+        """This process before the model was wrapped; None where the operating system does not tell."""
+        self._most_bytes = 0
+        self._replaced = {"cpu": 0, engine.device.type: 0}
+        for each in (*model.parameters(), *model.buffers()):
+            if not each.is_meta:
+                self._replaced[each.device.type] = self._replaced.get(each.device.type, 0) + each.nbytes
 
     @property
     def promised(self) -> Memory:
@@ -35,31 +50,80 @@ class PlanPromise:
 
     @property
     def taken(self) -> Memory:
-        """Buffers of the runtime and of the model; those of the host for all ranks of the machine."""
+        """Buffers of the runtime and of the model; those of the host for all ranks that share its memory."""
         engine = self._engine
         buffers = sum(each.nbytes for each in engine.model.buffers() if each.device.type == engine.device.type)
         held = engine.arena.live_bytes
         return Memory(held("device") + buffers, held("host") * self.ranks)
 
+    def need(self, plan: Plan, host_bytes: int) -> ProcessNeed:
+        """The peak of this process under a plan, of which so many bytes are on the host."""
+        given = self._engine.arena.given_bytes if self._engine.has_plan else {}
+        return process_need(
+            plan,
+            self._engine.device.type,
+            host_bytes=host_bytes,
+            held=self.held,
+            replaced_bytes=self._replaced["cpu"],
+            given_bytes=sum(given.values()),
+            reserve_bytes=self._reserve_bytes,
+            in_heap=MAPS_VARIABLE not in os.environ,
+        )
 
-def refuse_exceeded(plan: Plan, model: nn.Module, engine: Engine) -> None:
-    """Refuses a plan for which the promises to other models of this process leave too little memory.
+    def peaks(self, need: ProcessNeed) -> tuple[int, int] | None:
+        """The observed peak of this process and the predicted one, both of its whole life; None where it is not known,
+        or belongs to several plans."""
+        now = resident()
+        if now is None or self.held is None or promises.outstanding(self.device).plans > 1:
+            return None
+        self._most_bytes = max(self._most_bytes, need.peak_bytes, self.held.peak_bytes)
+        return now.peak_bytes, self._most_bytes
 
-    Raises:
-        InputError: says what is needed, what is left, and what to do.
-    """
-    predicted = plan.predicted
-    try:
-        on_host = free_host_bytes()
-    except InputError:  # this operating system does not tell it
-        return
-    on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
-    own = [(each.device.type, each.nbytes) for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
-    promises.refuse_exceeded(
-        Memory(predicted.device_peak_bytes, predicted.host_peak_bytes),
-        Memory(int(min(on_device, 2**62)), on_host),
-        str(engine.device),
-        engine.host_share.ranks,
-        name=type(model).__name__,
-        own=own,
-    )
+    def refuse_exceeded(self, plan: Plan) -> None:
+        """Refuses a plan for which this machine has too little memory left, the limits of control groups included.
+
+        Raises:
+            InputError: says what is needed, what is left, and what to do.
+        """
+        engine, name = self._engine, type(self._engine.model).__name__
+        try:
+            on_host = free_host_bytes()
+        except InputError:  # this operating system does not tell it
+            return
+        now = resident()
+        if now is None:
+            return
+        on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
+        copies = plan.predicted.checkpoint_bytes // engine.host_share.on_machine
+        need = self.need(plan, rank_host_bytes(plan, engine.device.type, plan.passes) + copies)
+        later = need.own_bytes - now.own_bytes
+        on_its_device = plan.predicted.device_peak_bytes - self._replaced[engine.device.type]
+        promises.refuse_exceeded(
+            Memory(on_its_device, later * self.ranks),
+            Memory(int(min(on_device, 2**62)), on_host),
+            self.device,
+            name=name,
+        )
+
+
+def rank_host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
+    """Bytes of one rank in host memory: weights, gradients, masters and states, and the buffers for new weights, states
+    on a disk, and, with a device, gradients that are added to others."""
+    summands = summands_kind(plan, device_type, backwards=max(plan.passes, micro_batches))
+    kinds = (staging_kind(plan), window_kind(plan), file_window_kind(plan))
+    total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
+    ranks, hosted = plan.shards, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
+    staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
+    total += stages(ranks) * DIRECTION_BYTES * staged + plan.step.swap_bytes
+    for chunk in plan.chunks:
+        numel, itemsize = chunk.numel // plan.shards, dtype_bytes(chunk.dtype)
+        if chunk.weight_home == "host":
+            total += numel * itemsize
+        if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None:
+            total += numel * itemsize
+        if chunk.trainable and chunk.state_home == "host":
+            kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
+            total += numel * master_bytes(itemsize) * kept + plan.states_of(chunk).nbytes(numel, itemsize)
+        if chunk.home.early:
+            total += second_set_bytes(numel, itemsize, plan.state_size)
+    return total

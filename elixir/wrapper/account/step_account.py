@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir.plan.step_traffic import Backwards
+from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.account.step_clock import StepClock
 from elixir.wrapper.account.step_report import (
     Course,
@@ -31,10 +32,11 @@ class StepAccount:
 
     Args:
         engine: of the module.
+        promise: what its plan may take.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, promise: PlanPromise) -> None:
+        self._engine, self._promise = engine, promise
         self._clock = StepClock(engine.device)
         self._warned = self._said_slow = False
         self._known: dict[Course, Expected] = {}  # the prediction per course of a step; most steps have the same
@@ -135,7 +137,7 @@ class StepAccount:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
         before = self.last_report
         report = make_report(
-            engine, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
+            engine, self._promise, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
         )
         self._early += report.early
         self.last_report = replace(report, early_so_far=self._early)
@@ -144,7 +146,9 @@ class StepAccount:
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
-            causes = self._causes(self.last_report.micro_batches, untraced)
+            causes = [*self._causes(self.last_report.micro_batches, untraced)]
+            if "process_peak" in surprises:
+                causes.append("the program has grown since its model was wrapped: say by how much with reserve=")
             logger.warning("this step differs from its plan: %s", "; ".join([differences(surprises), *causes]))
 
     def _say_if_slow(self, *reports: StepReport | None) -> None:

@@ -9,16 +9,14 @@ from functools import cached_property
 
 import torch
 
-from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
 from elixir.hardware.profile import preset_names
-from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
-from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
 from elixir.plan.step_traffic import Backwards, step_traffic
 from elixir.schedule import Schedule
-from elixir.units import dtype_bytes, format_bytes, format_seconds
+from elixir.units import format_bytes, format_seconds
+from elixir.wrapper.account.plan_promise import PlanPromise, rank_host_bytes
 from elixir.wrapper.account.step_clock import Span
 from elixir.wrapper.engine import Engine
 
@@ -33,8 +31,8 @@ SHORT_S = 0.02
 """In shorter steps Python's work is noticeable: about 20 us for each of some hundred operators."""
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
 """The remark on a step whose plan has early updates, but which began none."""
-_PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
-_COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
+_PEAKS = ("device_peak", "device_buffers", "host_peak", "process_peak", "disk_peak")
+_COME_LATER = ("device_peak", "host_peak", "process_peak", "disk_peak", *DISK_LINKS)
 """Figures that may be lower than predicted: states come with the first step."""
 
 
@@ -95,8 +93,9 @@ class StepReport:
     ``device_peak``, ``device_buffers`` and ``host_peak`` (bytes). ``device_peak`` is the whole peak, as in the plan;
     torch's allocator observes it on CUDA, and `observed` lacks it elsewhere. ``device_buffers`` and ``host_peak`` are
     bytes of the runtime's buffers so far, and of the plan's share for them, without activations and gradients that
-    autograd holds; on the host, this rank's part. With states on a disk also ``disk_read`` and ``disk_write`` (bytes of
-    updates) and ``disk_peak`` (this rank's part).
+    autograd holds; on the host, this rank's part. ``process_peak`` is the resident memory of the process so far, its
+    program and libraries included, if Linux tells it (``VmHWM``) and the process has no other plan. With states on a
+    disk also ``disk_read`` and ``disk_write`` (bytes of updates) and ``disk_peak`` (this rank's part).
     """
 
     observed: dict[str, int]
@@ -136,6 +135,8 @@ class StepReport:
     host_forms: dict[str, int] = field(default_factory=dict)
     """The number of shards by form of CPU Adam's step since the last report. Steps in place are ``compiled``, ``in
     pieces``, ``plain`` or ``by its class``; early updates are ``one pass`` or ``copied``."""
+    process_parts: dict[str, int] = field(default_factory=dict)
+    """The predicted ``process_peak`` by what holds it; less than that if the process once held more."""
     not_compared: str = ""
     """The reason why this step's loads and bytes have no prediction; empty for most steps.
 
@@ -304,6 +305,7 @@ def expected_of(plan: Plan, schedule: Schedule, course: Course) -> Expected:
 
 def make_report(
     engine: Engine,
+    promise: PlanPromise,
     expected: Expected,
     counts: CacheCounts,
     span: Span | None,
@@ -315,6 +317,7 @@ def make_report(
 
     Args:
         engine: the engine that ran the step.
+        promise: the memory that the plan may take.
         expected: the prediction for the step.
         counts: the counts of the cache.
         span: the time span of the step.
@@ -332,6 +335,10 @@ def make_report(
     has_disk = plan.uses_disk or plan.reads_files
     as_planned = expected.micro_batches == plan.passes
     cuda = engine.device.type == "cuda"
+    host_bytes = rank_host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.passes))
+    host_bytes += arena.most_bytes[CHECKPOINT_PART]  # once a checkpoint was saved
+    need = promise.need(plan, host_bytes)
+    process = promise.peaks(need)
     report = StepReport(
         observed={
             "loads": counts.loads,
@@ -347,14 +354,15 @@ def make_report(
             **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
+            **({} if process is None else {"process_peak": process[0]}),
             **(seen_on_disk if has_disk else {}),
         },
         predicted={
             **expected.counts,
             "device_peak": predicted.device_peak_bytes,
             "device_buffers": sum(parts.get(name, 0) for name in ours),
-            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.passes))
-            + arena.parts("host").get(CHECKPOINT_PART, 0),  # once a checkpoint was saved
+            "host_peak": host_bytes,
+            **({} if process is None else {"process_peak": process[1]}),
             **(on_disk if has_disk else {}),
         },
         demand_loads=counts.demand_loads,
@@ -378,6 +386,7 @@ def make_report(
         tokens=tokens,
         grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,
         world_size=plan.world_size,
+        process_parts=need.parts,
     )
     engine.early_chunks = engine.kept_chunks = 0
     engine.gradients.forget_counts()
@@ -392,26 +401,3 @@ def make_report(
 def _planned_early(plan: Plan, rank: int) -> int:
     """The number of chunks that a rank updates early under the plan."""
     return sum(chunk.home.early and chunk.has_parameters_on(rank % plan.shards, plan.shards) for chunk in plan.chunks)
-
-
-def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
-    """Bytes of one rank in host memory: weights, gradients, masters and states, and the buffers for new weights, states
-    on a disk, and, with a device, gradients that are added to others."""
-    summands = summands_kind(plan, device_type, backwards=max(plan.passes, micro_batches))
-    kinds = (staging_kind(plan), window_kind(plan), file_window_kind(plan))
-    total = sum(kind.nbytes for kind in kinds) + (summands.nbytes if summands.at_once else 0)
-    ranks, hosted = plan.shards, [chunk for chunk in plan.chunks if chunk.update_home == "host"]
-    staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
-    total += stages(ranks) * DIRECTION_BYTES * staged + plan.step.swap_bytes
-    for chunk in plan.chunks:
-        numel, itemsize = chunk.numel // plan.shards, dtype_bytes(chunk.dtype)
-        if chunk.weight_home == "host":
-            total += numel * itemsize
-        if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None:
-            total += numel * itemsize
-        if chunk.trainable and chunk.state_home == "host":
-            kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
-            total += numel * master_bytes(itemsize) * kept + plan.states_of(chunk).nbytes(numel, itemsize)
-        if chunk.home.early:
-            total += second_set_bytes(numel, itemsize, plan.state_size)
-    return total

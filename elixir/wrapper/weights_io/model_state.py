@@ -143,6 +143,9 @@ class ModelState:
             return original(*args, **kwargs)
         finally:
             self._uses.saving = False
+            in_memory = (value for key, value in self._given.items() if self._places[key][0].filed is None)
+            given = self._engine.arena.given_bytes
+            given["weights"] = max(given["weights"], sum(value.nbytes for value in in_memory))
             self._gathered = None
             self._given.clear()
             self._shared = {}

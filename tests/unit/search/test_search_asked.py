@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
+from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.search import minimum_waste_search, optimal_search, simple_search
 from elixir.search.budgets import (
     CUDA_CONTEXT_BYTES,
-    HOST_PROCESS_BYTES,
     NCCL_BYTES,
     PAGE_CACHE_SHARE,
+    SYSTEM_BYTES,
     default_device_reserve,
     default_host_reserve,
     resolve_budgets,
-    whole_host_bytes,
 )
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import GIB, MIB
@@ -36,8 +36,8 @@ _GIVEN: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
 
 def test_a_cpu_shares_its_memory_between_devices_and_host() -> None:
     shared = replace(preset("cpu"), host_memory_bytes=64 * GIB, measured_at=None)
-    kept = default_host_reserve(64 * GIB, 4)
-    assert kept == 5 * HOST_PROCESS_BYTES
+    kept = default_host_reserve(64 * GIB, 4, "cpu")
+    assert kept == SYSTEM_BYTES + estimated_bytes("cpu", 4)
     budgets = resolve_budgets(shared, SearchRequest(world_size=4))
     assert (budgets.device_bytes, budgets.host_bytes) == ((64 * GIB - kept) // 8, (64 * GIB - kept) // 2)
     assert resolve_budgets(shared, SearchRequest(world_size=4, device_memory=10 * GIB)).host_bytes == 24 * GIB - kept
@@ -202,6 +202,9 @@ def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:
     given_sizes = resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_memory=5))
     assert (given_sizes.device_bytes, given_sizes.host_bytes) == (2 * GIB, 5)
     assert (given_sizes.device_reserve_bytes, given_sizes.host_reserve_bytes) == (0, 0)
+    more = resolve_budgets(elsewhere, SearchRequest(world_size=2, reserve="1GiB"))
+    kept = default_host_reserve(elsewhere.host_memory_bytes or 0, 2)
+    assert more.host_reserve_bytes == kept + 2 * GIB  # each of two processes takes it
     for size in ({"device_reserve": GIB}, {"host_reserve": GIB}):
         with pytest.raises(InputError, match="taken as given"):
             resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_memory="2GiB", **size))
@@ -225,8 +228,7 @@ def test_reserves_suit_every_size_of_machine(gib: int) -> None:
     for ranks in (1, 8):
         assert 0 < default_host_reserve(gib * GIB, ranks) <= gib * GIB // 4
         assert 0 < default_device_reserve(gib * GIB, ranks) <= gib * GIB // 4
-        whole = whole_host_bytes(gib * GIB, ranks)
-        assert 0 <= whole - default_host_reserve(whole, ranks) - gib * GIB <= 1
+        assert default_host_reserve(gib * GIB, ranks, here=True) <= default_host_reserve(gib * GIB, ranks)
     if gib >= 8:
         assert default_device_reserve(gib * GIB, 8) == default_device_reserve(gib * GIB, 1) + NCCL_BYTES
         assert default_device_reserve(gib * GIB, 1) > GIB

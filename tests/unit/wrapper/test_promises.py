@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -79,16 +80,52 @@ def test_sizes_that_are_given_are_obeyed_and_a_model_that_is_gone_was_promised_n
 def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, _ = wrapped()
     needed = first.plan.predicted.device_peak_bytes + first.plan.predicted.host_peak_bytes
-    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: needed)
+    free = {"bytes": needed}
+    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: free["bytes"])
     it = case("gpt2")
     kept = copy.deepcopy(it.model.state_dict())
     plan = first.plan
-    with pytest.raises(InputError, match=r"takes .* of host memory, but only .* not promised: .*\(1\).*together\(\)"):
+    with pytest.raises(InputError, match=r"takes .* of host memory, but only .* not promised .*\(1\).*together\(\)"):
         elixir.ElixirModule(it.model, plan)
     assert all(torch.equal(value, it.model.state_dict()[name]) for name, value in kept.items())
     first.close()
-    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: 0)
-    elixir.ElixirModule(it.model, plan).close()  # alone it is not refused: what is free may be more by then
+    with pytest.raises(
+        InputError, match=r"takes (.*) MiB more of host memory, but only .*: (.*) MiB more suffice"
+    ) as said:
+        elixir.ElixirModule(it.model, plan)  # alone: the libraries take more than the plan here
+    found = re.search(r"takes (.*) MiB more .*: (.*) MiB more suffice", str(said.value))
+    assert found is not None
+    assert float(found[1]) - float(found[2]) == pytest.approx(needed / MIB, abs=0.02)
+    free["bytes"] += int(float(found[2]) * MIB) + 1  # the size that it names suffices
+    elixir.ElixirModule(it.model, plan).close()
+    with pytest.raises(InputError, match="more suffice"):
+        elixir.ElixirModule(it.model, plan, reserve="1MiB")
+
+
+def test_a_report_tells_the_process_from_what_it_was_predicted(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, inp = wrapped(reserve="3MiB")
+
+    def reported() -> Any:
+        hf_loss(model, inp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model.last_report
+
+    report = reported()
+    if "process_peak" not in report.observed:
+        pytest.skip("this operating system does not tell")
+    assert report.process_parts["reserve"] == 3 * MIB
+    assert report.process_parts["host"] == report.predicted["host_peak"]
+    assert sum(report.process_parts.values()) <= report.predicted["process_peak"]
+    assert "process_peak" not in report.surprises()
+    grown = torch.ones(report.predicted["process_peak"] // 5, dtype=torch.uint8)  # such as a data set that comes later
+    assert "process_peak" in reported().surprises()
+    assert "process_peak" in caplog.text
+    assert "reserve=" in caplog.text
+    del grown
+    other, _, _ = wrapped()
+    assert "process_peak" not in reported().observed  # whose memory is it?
+    other.close()
 
 
 def test_a_search_is_refused_where_all_free_memory_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""`ProcessNeed`: the peak of resident memory of one process that runs a plan, by what holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elixir.hardware.process_memory import FIRST_USE, HEAP_SHARE, HELD, Resident
+from elixir.plan.plan import Plan
+
+LIBRARIES_PART = "libraries"
+"""Its name in `ProcessNeed.parts`: pages of files, most of them code."""
+_LASTING = (
+    "buffers",
+    "rcache",
+    "resident_weights",
+    "weight_shards",
+    "optimizer_states",
+    "gradient_blocks",
+    "matrix_room",
+)
+"""Parts of device memory that are there between steps, too."""
+
+
+@dataclass(frozen=True)
+class ProcessNeed:
+    """The peak of one process."""
+
+    parts: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that no other process shares."""
+        return self.peak_bytes - self.parts.get(LIBRARIES_PART, 0)
+
+    def machine_bytes(self, ranks: int) -> int:
+        """Bytes of so many processes on one machine."""
+        return ranks * self.own_bytes + self.parts.get(LIBRARIES_PART, 0)
+
+
+def process_need(
+    plan: Plan,
+    kind: str,
+    *,
+    host_bytes: int,
+    held: Resident | None = None,
+    replaced_bytes: int = 0,
+    given_bytes: int = 0,
+    reserve_bytes: int = 0,
+    in_heap: bool = True,
+) -> ProcessNeed:
+    """The peak of one process of a run.
+
+    Args:
+        plan: at work in it.
+        kind: of the device, ``cuda`` or ``cpu``. The memory of a CPU is the process's.
+        host_bytes: that the plan keeps on the host for one rank.
+        held: by this process before its model is wrapped; None: an estimate.
+        replaced_bytes: of `held`, the model's own weights and buffers, which give way to those of the plan.
+        given_bytes: of state dicts that the user's program takes between steps.
+        reserve_bytes: that the user's program takes later.
+        in_heap: the C library keeps freed tensors in its heap (`MAPS_VARIABLE`).
+    """
+    found, more, predicted = held or HELD[kind], FIRST_USE[kind], plan.predicted
+    on_cpu = kind == "cpu"
+    passing = predicted.device_peak_bytes - sum(predicted.device_parts.get(name, 0) for name in _LASTING)
+    passing = passing if on_cpu else 0
+    exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
+    parts = {
+        LIBRARIES_PART: found.file_bytes + more.file_bytes,
+        "program": max(found.own_bytes - replaced_bytes, 0),
+        "first_use": more.own_bytes,
+        "host": host_bytes,
+        "device": predicted.device_peak_bytes if on_cpu else 0,
+        "heap": int(HEAP_SHARE * passing) if in_heap else 0,
+        "collectives": exchanged if on_cpu else 0,
+        "state_dicts": max(given_bytes - passing, 0),
+        "reserve": reserve_bytes,
+    }
+    return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})

@@ -1,0 +1,65 @@
+"""Host memory of a process apart from what a plan counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir.hardware.control_groups import own_group
+from elixir.hardware.host_share import HostView, host_share
+from elixir.hardware.process_memory import Resident, estimated_bytes, resident
+from elixir.plan.process_need import LIBRARIES_PART, process_need
+from elixir.search import optimal_search
+from elixir.units import MIB
+from tests.common.searching import HARDWARE, PLENTY, SMALL
+from tests.common.synthetic_trace import stack_trace
+
+
+def test_resident_memory_is_read_as_linux_tells_it(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\nRssAnon:\t 300 kB\nRssFile:\t 100 kB\nRssShmem:\t 20 kB\n")
+    assert resident(status) == Resident(320 * 1024, 100 * 1024, 500 * 1024)
+    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\n")
+    assert resident(status) is None
+    assert resident(tmp_path / "none") is None
+
+
+def test_memory_that_this_process_takes_is_its_own() -> None:
+    before = resident()
+    if before is None:
+        pytest.skip("this operating system does not tell")
+    taken = torch.ones(48 * MIB, dtype=torch.uint8)
+    after = resident()
+    assert after is not None
+    assert after.own_bytes - before.own_bytes == pytest.approx(taken.nbytes, rel=0.05)
+    assert after.peak_bytes >= after.own_bytes + after.file_bytes - MIB
+
+
+def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -> None:
+    held = Resident(own_bytes=300 * MIB, file_bytes=200 * MIB, peak_bytes=600 * MIB)
+    made = optimal_search(stack_trace(SMALL), 2, hardware=HARDWARE, device_memory=PLENTY, host_memory=PLENTY).plan
+    parts = {"host_bytes": 70 * MIB, "replaced_bytes": 50 * MIB, "reserve_bytes": 5 * MIB, "given_bytes": MIB}
+    need = process_need(made, "cuda", held=held, **parts)
+    assert need.own_bytes == (300 - 50 + 70 + 5 + 1) * MIB + need.parts["first_use"]
+    assert need.peak_bytes == need.own_bytes + need.parts[LIBRARIES_PART] == sum(need.parts.values())
+    assert need.machine_bytes(4) == 4 * need.own_bytes + need.parts[LIBRARIES_PART]
+    # A CPU's memory is the host's: activations leave gaps in it, and are not there while a state dict is made.
+    on_cpu, mapped = (process_need(made, "cpu", held=held, in_heap=heap, **parts).parts for heap in (True, False))
+    assert on_cpu["device"] == made.predicted.device_peak_bytes
+    assert on_cpu["heap"] > 0
+    assert "heap" not in mapped
+    assert "state_dicts" not in on_cpu
+    assert on_cpu["collectives"] == max(chunk.weight_bytes for chunk in made.chunks)
+    assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
+
+
+def test_ranks_that_share_a_machine_need_not_share_its_limits(tmp_path: Path) -> None:
+    names = tmp_path / "cgroup"
+    names.write_text("4:memory:/job/0\n3:cpu,cpuacct:/cores\n0::/user\n")
+    assert own_group("memory", names) == "/job/0 /user"
+    assert own_group("memory", tmp_path / "none") == ""
+    views = [HostView(host, (0,), 1.0, group) for host, group in (("a", "x"), ("a", "y"), ("a", "x"), ("b", "x"))]
+    shares = [host_share(views, rank, {}) for rank in range(4)]
+    assert [(share.on_machine, share.in_memory_group) for share in shares] == [(3, 2), (3, 1), (3, 2), (1, 1)]
