@@ -6,12 +6,14 @@ unpacks them hangs on the parameter (`quant_state`), where neither `named_parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from elixir.errors import InputError, few
 from elixir.models.inner_tensors import InnerTensor, take_apart
 
 PACKED_CLASSES = frozenset({"Params4bit"})
@@ -22,7 +24,7 @@ class Companion(NamedTuple):
     """A tensor that hangs on a packed weight and is needed to unpack it."""
 
     name: str
-    """Its name in bitsandbytes' own checkpoints, such as ``absmax``; that of the table has the kind as well."""
+    """Its name in bitsandbytes' own files, such as ``absmax``; that of the table has the kind as well."""
     holder: Any
     """The object that has it as the attribute `key`."""
     key: str
@@ -52,6 +54,81 @@ def companions(parameter: torch.Tensor) -> Iterator[Companion]:
         tensor = getattr(holder, key, None)
         if isinstance(tensor, torch.Tensor):
             yield Companion(name, holder, key, tensor)
+
+
+_SAVED_STATE = ".quant_state.bitsandbytes__"
+"""In the names of bitsandbytes' files it comes between a weight and the kind; the tensor is JSON."""
+
+
+class SavedByBitsandbytes(Mapping[str, torch.Tensor]):
+    """The tensors of bitsandbytes' files, by the names of `companions`. Values are read on access, but for small ones.
+
+    Args:
+        saved: by their own names.
+    """
+
+    def __init__(self, saved: Mapping[str, torch.Tensor]) -> None:
+        self._saved = saved
+        self._names = {name: name for name in saved}
+        self._offsets: dict[str, torch.Tensor] = {}
+        self.forms: dict[str, dict[str, Any]] = {}
+        """Name of each packed weight -> what its file says of it: kind, shape, sizes of blocks."""
+        for name in saved:
+            weight, mark, kind = name.partition(_SAVED_STATE)
+            if not mark:
+                continue
+            del self._names[name]
+            self.forms[weight] = form = json.loads(bytes(saved[name].tolist()))
+            if f"{weight}.quant_map" in self._names:
+                self._names[f"{weight}.quant_map.{kind}"] = self._names.pop(f"{weight}.quant_map")
+            if "nested_offset" in form:
+                self._offsets[f"{weight}.nested_offset"] = torch.tensor(float(form["nested_offset"]), device="cpu")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._offsets[name] if name in self._offsets else self._saved[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._names
+        yield from self._offsets
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._offsets)
+
+
+def by_companions(saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The tensors of files by the names of `companions`; itself if bitsandbytes has not written them."""
+    return SavedByBitsandbytes(saved) if any(_SAVED_STATE in name for name in saved) else saved
+
+
+def refuse_other_form(name: str, weight: torch.Tensor, saved_as: str, saved: Mapping[str, torch.Tensor]) -> None:
+    """Refuses to load a weight that is packed otherwise than that of the model, or without what unpacks it.
+
+    Args:
+        name: the weight's in the model.
+        weight: the model's.
+        saved_as: the name of its new values.
+        saved: the new values.
+
+    Raises:
+        InputError: the forms differ.
+    """
+    form = saved.forms.get(saved_as, {}) if isinstance(saved, SavedByBitsandbytes) else {}
+    state = vars(weight).get("quant_state")
+    own = {} if state is None else {"quant_type": state.quant_type, "blocksize": state.blocksize}
+    if state is not None and form:
+        inner = getattr(state, "state2", None)
+        own |= {"shape": list(state.shape), "nested_blocksize": getattr(inner, "blocksize", None)}
+    if form and {key: form.get(key) for key in own or form} != own:
+        raise InputError(
+            f"{saved_as} was packed by bitsandbytes as {form}, and {name} of the model is {own or 'not packed'}; load "
+            "the model with the quantization_config of the files"
+        )
+    lacking = [f"{saved_as}.{each.name}" for each in companions(weight) if f"{saved_as}.{each.name}" not in saved]
+    if lacking:
+        raise InputError(
+            f"the weights given have packed numbers of {name} without what unpacks them ({few(lacking)}); give all of "
+            "them, or leave the weight out"
+        )
 
 
 def packed_for_cpu(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
 from elixir.models.buffer_place import buffer_places
-from elixir.models.inner_tensors import flat
+from elixir.models.inner_tensors import InnerTensor, flat
+from elixir.models.quantised import by_companions, is_packed, refuse_other_form
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,13 @@ class WeightSource:
         given = self._given or {}
         alias = next((alias for alias in self._names[parameter] if alias in given), None)
         if alias is not None:
-            return _shaped(given[alias], parameter, alias)
+            value = _shaped(given[alias], parameter, alias)
+            if is_packed(parameter) and value.dtype != parameter.dtype:
+                raise InputError(
+                    f"{alias} is of {value.dtype} in the weights given and packed into {parameter.dtype} in the model; "
+                    "quantise the model as the weights were"
+                )
+            return value
         return self._own.parameter(name) if parameter.is_meta else parameter.data
 
     def replaces(self, name: str) -> bool:
@@ -89,7 +96,13 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
         InputError, InputTypeError: see `WeightSource`.
     """
     values = _ordinary(given) if isinstance(given, Mapping) else _of_files(given)
-    own = weight_names(model).values()
+    values = by_companions(values)
+    names_of = weight_names(model)
+    for parameter, names in names_of.items():
+        alias = next((name for name in names if name in values), None)
+        if alias is not None:
+            refuse_other_form(names[0], parameter, alias, values)
+    own = names_of.values()
     persistent = [_aliases(place.name) for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
     missing = [names[0] for names in own if not any(name in values for name in names)]
     missing += [names[0] for names in persistent if not any(name in values for name in names)]
@@ -177,10 +190,17 @@ def _opened(path: Path) -> Any:
 
 
 def weight_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names, the first one first, those of the model without its adapters included."""
+    """Each parameter's names, the first one first.
+
+    Those of the model without its adapters are included, and those of torchao's files: ``fc._weight_qdata``.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).extend(_aliases(name))
+        found = _aliases(name)
+        if isinstance(parameter, InnerTensor):
+            parts = [each.rsplit(".", 2) for each in found]
+            found += [f"{'.'.join((*path, ''))}_{whole}_{own}" for *path, whole, own in parts]
+        names.setdefault(parameter, []).extend(found)
     return names
 
 

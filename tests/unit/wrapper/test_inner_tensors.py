@@ -168,3 +168,29 @@ def test_a_model_without_them_is_left_alone() -> None:
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.dequantised() if isinstance(value, ScaledTensor) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_files_of_torchao_may_be_given(dtype: torch.dtype, tmp_path: Any) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    it, other = scaled_case(), scaled_case()
+    values: dict[str, torch.Tensor] = {}
+    for name, value in it.model.state_dict().items():
+        if isinstance(value, ScaledTensor):
+            path = name.replace("weight", "_weight")
+            values[f"{path}_numbers"] = value.numbers.to(dtype)
+            # torchao's own tensors hold ordinary ones alone, so the names of others' inner ones are ours
+            values |= {f"{name}.inner.{own}": getattr(value.inner, own) for own in ("scale", "shift")}
+        else:
+            values[name] = value
+    save_file(values, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        other.model[0].weight.numbers.zero_()
+    plan = make_plan(other, "streamed")
+    if dtype is torch.uint8:
+        with pytest.raises(InputError, match=r"0\._weight_numbers is of torch\.uint8.*torch\.int8 in the model"):
+            elixir.ElixirModule(other.model, plan, weights=tmp_path)
+        return
+    module = elixir.ElixirModule(other.model, plan, weights=tmp_path)
+    assert torch.equal(module(**it.inp), it.model(**it.inp))
+    module.close()

@@ -17,6 +17,7 @@ from elixir.hardware.profile import preset
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import flat
 from elixir.tracer.trace import trace_step
+from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from tests.common.parity import MODES, Case, Pair, make_plan
 from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
@@ -207,3 +208,69 @@ def test_numbers_of_another_kind_are_not_loaded(tmp_path: Any) -> None:
         save_checkpoint(tmp_path / "saved", {"model": one.module}, wait=True)
         with pytest.raises(elixir.ElixirError, match="quant_map"):
             load_checkpoint(tmp_path / "saved", {"model": two.module})
+
+
+def _saved(model: nn.Module, folder: Any) -> Any:
+    """The model without its adapters in a file, as `save_pretrained` of transformers writes it."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    named = model.get_base_model().state_dict()
+    values = {name.replace(".base_layer.", "."): value.clone() for name, value in named.items() if "lora_" not in name}
+    folder.mkdir()
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("frozen", ["host", "files"])
+@pytest.mark.parametrize("form", ["nf4", "nf4 double"])
+def test_files_of_bitsandbytes_may_be_given(form: str, frozen: str, tmp_path: Any) -> None:
+    expected, it = quantised_case(form), quantised_case(form)
+    folder = _saved(expected.model, tmp_path / "saved")
+    names = {place.name for place in buffer_places(expected.model) if ".weight." in place.name}
+    with torch.no_grad():
+        for name, parameter in it.model.named_parameters():
+            if type(parameter).__name__ == "Params4bit":
+                parameter.zero_()
+                assert f"{name}.absmax" in names
+        for place in buffer_places(it.model):
+            if place.name in names:
+                place.buffer.zero_()
+    options = {"frozen_weights": frozen, "device_memory": "1MiB", "host_memory": "1GiB", "hardware": "cpu"}
+    optimizer = torch.optim.AdamW([each for each in it.model.parameters() if each.requires_grad], lr=1e-3)
+    module, optimizer = elixir.wrap(
+        it.model, optimizer, inp=it.inp, weights=folder, strict=False, disk_folder=str(tmp_path), **options
+    )
+    assert module.plan.frozen_weights == frozen
+    for _ in range(2):
+        loss, plain = module(**it.inp).loss, expected.model(**it.inp).loss
+        assert torch.equal(loss, plain)
+        optimizer.backward(loss)
+        plain.backward()
+        optimizer.zero_grad()
+    module.close()
+    assert torch.equal(it.model(**it.inp).loss, expected.model(**it.inp).loss)
+
+
+def test_files_of_bitsandbytes_are_complete(tmp_path: Any) -> None:
+    """All of a model without adapters: strict as well."""
+    it, other = quantised_case("nf4 double"), quantised_case("nf4 double")
+    folder = _saved(it.model, tmp_path / "saved")
+    base = other.model.unload()
+    base.model.norm.weight.requires_grad_(True)
+    plan = make_plan(Case(base, other.inp, other.loss), "streamed")
+    module = elixir.ElixirModule(base, plan, weights=folder)
+    with torch.no_grad():
+        assert torch.equal(module(**it.inp).loss, it.model.unload()(**it.inp).loss)
+    module.close()
+
+
+def test_weights_of_another_form_are_refused(tmp_path: Any) -> None:
+    it = quantised_case("nf4")
+    folder = _saved(it.model, tmp_path / "saved")
+    lacking = {name: value for name, value in SafetensorsFiles(folder).items() if not name.endswith("absmax")}
+    for other, given, said in (
+        (quantised_case("nf4 double"), folder, "packed by bitsandbytes as .*'nested_blocksize': 256"),
+        (quantised_case("fp4 in float32"), folder, "packed by bitsandbytes as .*nf4.* the model is .*fp4"),
+        (it, lacking, "without what unpacks them"),
+    ):
+        with pytest.raises(InputError, match=said):
+            elixir.ElixirModule(other.model, make_plan(other, "streamed"), weights=given, strict=False)
