@@ -19,6 +19,7 @@ from elixir.models.loading import config_of
 from elixir.models.model_shape import describe, model_names
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
 from elixir.plan.plan import Plan
+from elixir.plan.weight_file import WeightFile
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
 from elixir.search.question import Question
@@ -56,6 +57,7 @@ def run_profile(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """Traces (or reads a trace), searches, and says what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
+    kept = _weight_files(args)
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace, model = files.trace_in(args.model), None
     if args.search_batch:
@@ -96,7 +98,20 @@ def run_plan(args: argparse.Namespace) -> int:
         from elixir.models.plannable import refuse_compiled
 
         refuse_compiled(model, answer.plan)
+    if kept:
+        answer = replace(answer, plan=replace(answer.plan, weight_files=kept))
     return _say_plan(args, answer, choice)
+
+
+def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
+    """The files in which the plan leaves frozen weights, as they are now."""
+    if args.weights is None:
+        return ()
+    if args.frozen_weights != "files":
+        raise InputError("--weights names the files of --frozen-weights files; give that, too, or leave it out")
+    from elixir.wrapper.assemble.frozen_weights import weight_records
+
+    return weight_records(args.weights)
 
 
 def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:

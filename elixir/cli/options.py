@@ -253,6 +253,9 @@ FLAGS: dict[str, Flag] = {
         choices=("host", "files"),
         default="host",
     ),
+    "--weights": _flag(
+        "with --frozen-weights files: their safetensors, or the folder; the plan then says if one has changed", "PATH"
+    ),
     "--assume": _flag(
         "what to plan for: scenarios (the plan that loses least in all that the hardware profile thinks possible) or "
         "nominal (the fastest at its rates) (default: scenarios)",
@@ -373,8 +376,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "plan": (
         "What goes where, and when, so that the step fits the machine.",
         {
-            "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --placement "
-            "--no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
+            "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --weights "
+            "--placement --no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import weakref
@@ -25,6 +26,8 @@ from elixir.files import FILES, File, Files
 from elixir.plan.weight_file import WeightFile
 from elixir.units import MIB, format_bytes
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -35,8 +38,14 @@ _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, a little-endian number of so many bytes."""
 _MOST_HEADER_BYTES = 100 * MIB
 """The limit of the safetensors library."""
+WRITTEN = (
+    "was written or copied since the plan was made; a sample of each tensor is the same, but other values of it may "
+    "differ"
+)
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Pages of a file, at even distances, that are read to see whether it has changed."""
+"""Pages of a file, at even distances, that are read to see whether it has changed, next to one of each tensor."""
+_GOLDEN_RATIO = 0.618033988749895
+"""Its multiples without their whole parts are spread evenly: the places of samples in one tensor after the other."""
 READ_BYTES = 8 * MIB
 """Bytes of one request; larger reads are cut into several, which run at once."""
 READ_THREADS = 4
@@ -95,7 +104,7 @@ class WeightFiles:
         try:
             start, header = _header(file)
             stamp = _stamp(file)
-            record = WeightFile(path.name, stamp[0], _digest(file, stamp[0]))
+            record = WeightFile(path.name, stamp[0], _digest(file, stamp[0]), stamp[1] // 1000)
             for name, entry in header.items():
                 dtype = _DTYPES.get(entry["dtype"])
                 first, end = (start + int(at) for at in entry["data_offsets"])
@@ -115,12 +124,16 @@ class WeightFiles:
         """The files as they are now, for a plan."""
         return tuple(opened.record for opened in self._opened)
 
-    def check(self, planned: Iterable[WeightFile]) -> None:
+    def check(self, planned: Iterable[WeightFile]) -> list[str]:
         """Compares the files with those that a plan was made with.
+
+        Returns:
+            The paths of files that were written or copied since, and whose samples are the same.
 
         Raises:
             InputError: one of those is missing, or has changed since.
         """
+        written: list[str] = []
         folders = ", ".join(dict.fromkeys(str(opened.path.parent) for opened in self._opened))
         for record in planned:
             same_name = [opened for opened in self._opened if opened.record.name == record.name]
@@ -139,6 +152,10 @@ class WeightFiles:
                 raise InputError(
                     f"{found.path} has changed since the plan was made ({sizes}); restore it, or plan again"
                 )
+            times = {opened.record.modified_us for opened in same_name}
+            if record.modified_us is not None and record.modified_us not in times:
+                written.append(str(same_name[0].path))
+        return written
 
     def place(self, names: Iterable[str]) -> tuple[str, torch.dtype, tuple[int, ...]] | None:
         """The first of some names that a file has, with dtype and shape; None if no file has any."""
@@ -153,10 +170,17 @@ class WeightFiles:
         return self._opened[self._places[name].file].path
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A whole tensor as a private mapping of its file, which takes memory only as far as it is written to."""
+        """A whole tensor as a private mapping of its file, which takes memory only as far as it is written to.
+
+        Raises:
+            FileError: the file was replaced since it was opened.
+        """
         from safetensors import safe_open
 
-        opened: Any = safe_open(self.file_of(name), framework="pt", device="cpu")
+        read = self._opened[self._places[name].file]
+        if not os.path.samestat(os.stat(read.path), os.fstat(read.file.handle)):
+            raise FileError(ESTALE, "another file took its place since the run began", str(read.path), "map")
+        opened: Any = safe_open(read.path, framework="pt", device="cpu")
         found: torch.Tensor = opened.get_tensor(name)
         return found
 
@@ -261,9 +285,13 @@ def _close(opened: list[_Opened]) -> None:
 def _header(file: File) -> tuple[int, Mapping[str, dict[str, Any]]]:
     """The first byte of the values, and what the header says of each tensor."""
     text = _header_text(file)
-    header = json.loads(text)
-    header.pop("__metadata__", None)
-    return _LENGTH_BYTES + len(text), header
+    return _LENGTH_BYTES + len(text), _entries(text)
+
+
+def _entries(header: bytearray) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = json.loads(header)
+    entries.pop("__metadata__", None)
+    return entries
 
 
 def _header_text(file: File) -> bytearray:
@@ -280,12 +308,17 @@ def _header_text(file: File) -> bytearray:
 
 
 def _digest(file: File, nbytes: int) -> str:
-    """Returns the digest of size, header and samples."""
-    found = hashlib.sha256(str(nbytes).encode() + _header_text(file))
-    for number in range(SAMPLES + 1):
-        memory = bytearray(SAMPLE_BYTES)
-        read = file.read_into(memory, max(nbytes - SAMPLE_BYTES, 0) * number // SAMPLES)
-        found.update(memory[:read])
+    """Returns the digest of size, header and samples: of the file, and of each tensor at another place of it."""
+    text = _header_text(file)
+    found = hashlib.sha256(str(nbytes).encode() + text)
+    samples = [(max(nbytes - SAMPLE_BYTES, 0) * number // SAMPLES, SAMPLE_BYTES) for number in range(SAMPLES + 1)]
+    for number, entry in enumerate(_entries(text).values()):
+        first, end = (_LENGTH_BYTES + len(text) + int(at) for at in entry["data_offsets"])
+        taken = min(SAMPLE_BYTES, end - first)
+        samples.append((first + int((end - first - taken) * (number * _GOLDEN_RATIO % 1)), taken))
+    for at, nbytes in samples:
+        memory = bytearray(nbytes)
+        found.update(memory[: file.read_into(memory, at)])
     return found.hexdigest()[:16]
 
 
@@ -306,9 +339,10 @@ def _refuse_changed(opened: _Opened) -> None:
         return
     try:
         is_same = stamp[0] == opened.record.nbytes and _digest(opened.file, stamp[0]) == opened.record.digest
-    except ValueError:  # it has another header
+    except (ValueError, KeyError, TypeError):  # it has another header
         is_same = False
     if not is_same:
         text = "the file has changed since the run began, so steps would mix two sets of weights"
         raise FileError(ESTALE, text, str(opened.path), "read")
+    logger.warning("%s %s", opened.path, WRITTEN)
     opened.stamp = stamp

@@ -27,6 +27,9 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     """
     later: dict[str, Any] = {"frozen_weights": "host", "weight_files": [], "replicas": 1}
     data = later | {"pass_size": 1} | data
+    if isinstance(data["weight_files"], list):
+        files = [{"modified_us": None} | each if isinstance(each, dict) else each for each in data["weight_files"]]
+        data["weight_files"] = files
     if "step" in data:
         data = data | {"step": renewed_step(data["step"])}
     if "may_speculate" in data:

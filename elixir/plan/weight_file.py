@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elixir.plan.chunk_plan import check_at_least
 
@@ -16,7 +16,9 @@ class WeightFile:
     nbytes: int
     """Its size."""
     digest: str
-    """Digest of its size, its header and samples of its values (`elixir.extents.weight_files`)."""
+    """Digest of its size, its header and a sample of each tensor (`elixir.extents.weight_files`)."""
+    modified_us: int | None = field(default=None, compare=False)
+    """Time of its last change, in microseconds; a copy on another machine may have another. None if not known."""
 
     def __post_init__(self) -> None:
         check_at_least(0, "nbytes", self.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,12 +12,14 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
 from elixir.errors import InputError, few
-from elixir.extents.weight_files import FilePart, FileShard, WeightFiles
+from elixir.extents.weight_files import WRITTEN, FilePart, FileShard, WeightFiles
 from elixir.files import FILES, Files
 from elixir.plan.plan import Plan
 from elixir.plan.weight_file import WeightFile
 from elixir.units import dtype_name
 from elixir.wrapper.assemble.weight_source import Weights, paths_of, weight_names
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ def open_frozen(
     with group.together("have the files of its frozen weights"):
         opened = WeightFiles(safetensors_in(weights), files)
         try:
-            opened.check(plan.weight_files)
+            written = opened.check(plan.weight_files)
+            if written and group.rank == 0:
+                logger.warning("%s %s", few(written), WRITTEN)
             found = FrozenWeights(opened, _names_in(opened, model, plan))
         except BaseException:
             opened.close()

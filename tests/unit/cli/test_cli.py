@@ -119,6 +119,25 @@ def test_profile_defaults(stub: Stub, capsys: pytest.CaptureFixture[str]) -> Non
     assert stub.calls["trace_step"]["optimizer_kernel"] is None
 
 
+def test_a_plan_remembers_the_files_of_frozen_weights(
+    stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    out = tmp_path / "plan.json"
+    stub.results["load_hardware"] = dataclasses.replace(
+        stub.results["load_hardware"], disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9
+    )
+    asked = ("plan", "x", "--hardware", "a100", "--weights", str(tmp_path), "--out", str(out))
+    assert run(capsys, *asked, "--frozen-weights", "files")[0] == 0
+    assert [(each.name, each.nbytes) for each in Plan.load(out).weight_files] == [
+        ("model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
+    ]
+    assert run(capsys, *asked)[0] != 0
+
+
 def test_profile_writes_trace_and_picture(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, plot = tmp_path / "trace.json", tmp_path / "mem.svg"
     status, text, _ = run(capsys, "profile", "x", "--out", str(out), "--plot", str(plot))
