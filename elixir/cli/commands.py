@@ -98,9 +98,7 @@ def run_plan(args: argparse.Namespace) -> int:
         from elixir.models.plannable import refuse_compiled
 
         refuse_compiled(model, answer.plan)
-    if kept:
-        answer = replace(answer, plan=replace(answer.plan, weight_files=kept))
-    return _say_plan(args, answer, choice)
+    return _say_plan(args, answer, choice, kept)
 
 
 def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
@@ -122,9 +120,11 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 
-def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None) -> int:
+def _say_plan(
+    args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, kept: tuple[WeightFile, ...]
+) -> int:
     """Saves, draws and prints a plan, and what would make it better."""
-    plan = answer.plan
+    plan = replace(answer.plan, weight_files=kept)
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
         plot_plan(plan, args.plot)

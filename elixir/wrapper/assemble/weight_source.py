@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 logger = logging.getLogger(__name__)
 
+_COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
+"""In the names of weights of whole modules that peft trains: they begin as copies of those that it leaves frozen."""
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A state dict; safetensors: a file, several, or a folder as Hugging Face writes it; or the folder of a checkpoint."""
 
@@ -72,6 +75,9 @@ class WeightSource:
                     "quantise the model as the weights were"
                 )
             return value
+        copied = _COPY.sub(".original_module.", name)
+        if parameter.is_meta and copied in self._parameters and copied != name:
+            return self.parameter(copied)
         return self._own.parameter(name) if parameter.is_meta else parameter.data
 
     def replaces(self, name: str) -> bool:

@@ -131,7 +131,7 @@ def test_a_plan_remembers_the_files_of_frozen_weights(
         stub.results["load_hardware"], disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9
     )
     asked = ("plan", "x", "--hardware", "a100", "--weights", str(tmp_path), "--out", str(out))
-    assert run(capsys, *asked, "--frozen-weights", "files")[0] == 0
+    assert run(capsys, *asked, "--host-memory", "8GiB", "--frozen-weights", "files")[0] == 0
     assert [(each.name, each.nbytes) for each in Plan.load(out).weight_files] == [
         ("model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
     ]

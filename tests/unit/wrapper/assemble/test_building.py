@@ -16,6 +16,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
+from elixir.wrapper.assemble.weight_source import WeightSource
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES, tiny
@@ -347,3 +348,22 @@ def test_adapters_on_meta_begin_as_peft_makes_them() -> None:
         OwnInitialisation(model, 0).parameter(
             "base_model.model.model.decoder.layers.0.self_attn.k_proj.lora_A.other.weight"
         )
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_whole_modules_that_peft_trains_begin_as_the_frozen_ones(given: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    values = {name: value + 1 for name, value in tiny("opt").state_dict().items()}
+    with torch.device("meta"):
+        base = tiny("opt")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["fc1"]))
+    source = WeightSource(model, values if given else None, strict=False)
+    names = [name for name, each in model.named_parameters() if "modules_to_save" in name and each.requires_grad]
+    assert len(names) == 4
+    for name in names:
+        frozen = name.replace("modules_to_save.default", "original_module")
+        value = source.parameter(name)
+        assert torch.equal(value, source.parameter(frozen)), name
+        own = frozen.removeprefix("base_model.model.").replace(".original_module", "")
+        assert torch.equal(value, values[own]) == given
