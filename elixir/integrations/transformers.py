@@ -138,7 +138,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             ),
             "use_vllm would generate with a second copy of the weights, which no plan counts; leave it out, so that "
             "transformers generates under the plan": getattr(args, "use_vllm", False),
-            f"optim={optim!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': '8bit'}}": any(
+            f"optim={optim!r} keeps states by itself; use optim='adamw_torch', whose states the plan places, with "
+            "elixir={'moments': '8bit'} for moments in 8 bits, which round to other bits than bitsandbytes'": any(
                 word in optim for word in ("8bit", "paged")
             ),
         }

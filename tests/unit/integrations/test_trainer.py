@@ -297,6 +297,8 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
         ({}, {"auto_find_batch_size": True}, "elixir fit"),
         ({}, {"bf16_full_eval": True}, "the plan's dtype"),
         ({}, {"optim": "adamw_bnb_8bit"}, "'8bit'"),
+        ({}, {"optim": "paged_adamw_8bit"}, "'8bit'} for moments in 8 bits, which round to other bits"),
+        ({}, {"optim": "paged_adamw_32bit"}, "use optim='adamw_torch', whose states the plan places"),
     ],
     ids=str,
 )

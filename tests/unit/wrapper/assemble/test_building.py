@@ -355,9 +355,9 @@ def test_whole_modules_that_peft_trains_begin_as_the_frozen_ones(given: bool) ->
     from peft import LoraConfig, get_peft_model
 
     values = {name: value + 1 for name, value in tiny("opt").state_dict().items()}
-    with torch.device("meta"):
-        base = tiny("opt")
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["fc1"]))
+    model = get_peft_model(
+        tiny("opt", device="meta"), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["fc1"])
+    )
     source = WeightSource(model, values if given else None, strict=False)
     names = [name for name, each in model.named_parameters() if "modules_to_save" in name and each.requires_grad]
     assert len(names) == 4
