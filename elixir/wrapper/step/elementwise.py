@@ -101,10 +101,13 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
 def _refusal(
     cls: type, why: str = "its update of one weight depends on others, which live in other shards"
 ) -> InputError:
-    return InputError(
-        f"{cls.__name__} is not elementwise: {why}; use an elementwise optimizer such as AdamW, SGD, RMSprop or "
-        "Adagrad, and for matrices torch.optim.Muon, or a class with an elixir_rule (elixir.kernels.muon)"
+    way = (
+        "use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad, and for matrices torch.optim.Muon, or a "
+        "class with an elixir_rule (elixir.kernels.muon)"
     )
+    if "8bit" in cls.__name__.lower():  # as bitsandbytes and torchao call theirs
+        way = "use torch.optim.Adam or AdamW with moments='8bit', which rounds to other bits"
+    return InputError(f"{cls.__name__} is not elementwise: {why}; {way}")
 
 
 class _Trial:

@@ -274,3 +274,12 @@ def test_weights_of_another_form_are_refused(tmp_path: Any) -> None:
     ):
         with pytest.raises(InputError, match=said):
             elixir.ElixirModule(other.model, make_plan(other, "streamed"), weights=given, strict=False)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
+def test_optimizers_of_bitsandbytes_in_8_bits_are_refused_with_a_way_out(name: str) -> None:
+    it = quantised_case("nf4")
+    kind = getattr(pytest.importorskip("bitsandbytes").optim, name)
+    optimizer = kind([each for each in it.model.parameters() if each.requires_grad])
+    with pytest.raises(InputError, match=rf"{name} .*AdamW with moments='8bit', which rounds to other bits"):
+        elixir.wrap(it.model, optimizer, inp=it.inp, hardware="cpu")
