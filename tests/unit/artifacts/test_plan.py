@@ -15,6 +15,7 @@ from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Judgement
 from elixir.schedule import Schedule
+from elixir.step_trace import Unit, UnitActivations
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
@@ -134,7 +135,19 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             plan, STREAMED, matrices=tuple((1, slot.numel) for slot in plan.chunks[STREAMED].parameters)
         ),
     ),
-    ("'pass_size' above 1", lambda plan: dataclasses.replace(plan, pass_size=2)),
+    ("'pass_size' above 1 takes checkpointed units", lambda plan: dataclasses.replace(plan, pass_size=2)),
+    (
+        "'pass_size' above 1 takes units that are made again",
+        lambda plan: dataclasses.replace(
+            plan,
+            pass_size=2,
+            step=dataclasses.replace(
+                plan.step,
+                units=(Unit("layers.0", "checkpointed", "Layer", "one"),),
+                activations=(UnitActivations("layers.0", ()),),
+            ),
+        ),
+    ),
     (
         "'may_update_early' must be true",
         lambda plan: dataclasses.replace(
