@@ -23,7 +23,7 @@ def of_trainer(folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     from elixir.integrations.transformers import ElixirTrainer
     from tests.common.trainers import PLAIN, logged, make
 
-    more = {"samples": 14, "num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
+    more = {"samples": 14 * options["replicas"], "num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
     more["load_best_model_at_end"] = False
     plain = make(PLAIN, folder / "plain", **more)
     plain.train()
@@ -45,7 +45,7 @@ def of_accelerate(folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     found = []
     for kind, more in ((Accelerator, {}), (ElixirAccelerator, {"elixir": options})):
         AcceleratorState._reset_state(True)
-        loop = Loop(kind(cpu=True, gradient_accumulation_steps=2, **more), samples=12)
+        loop = Loop(kind(cpu=True, gradient_accumulation_steps=2, **more), samples=12 * options["replicas"])
         found.append([{"value": value} for value in loop.epoch()])
     assert loop.accelerator.elixir.module.plan.replicas == options["replicas"]
     loop.accelerator.elixir.module.close()
@@ -58,10 +58,10 @@ def of_lightning(folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     from tests.common.lit import fitted
 
     found: list[Any] = []
+    ranks = torch.distributed.get_world_size()
+    more = {"devices": ranks, "max_epochs": 1, "enable_checkpointing": False, "val_check_interval": 6 // ranks}
     for strategy in ("ddp", ElixirStrategy(**options)):
-        done, _ = fitted(
-            strategy, folder, devices=torch.distributed.get_world_size(), max_epochs=1, enable_checkpointing=False
-        )
+        done, _ = fitted(strategy, folder, **more)
         found.append(done.logger.plain())
     assert strategy.elixir.module.plan.replicas == options["replicas"]
     strategy.elixir.module.close()

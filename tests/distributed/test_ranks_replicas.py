@@ -106,7 +106,8 @@ def _as_ddp(
         assert summed.bytes == expected
         assert report.observed["replicas"] == all_reduce_bytes(expected, 2)
         predicted = plan.prediction_for(accumulation).moved_bytes
-        assert {n: report.predicted[n] for n in COUNTED[1:]} == {n: predicted[n] for n in COUNTED[1:]}
+        if not group.shard:  # others may have shards without parameters, which are not stepped
+            assert {n: report.predicted[n] for n in COUNTED[1:]} == {n: predicted[n] for n in COUNTED[1:]}
     if dtype == torch.float64:
         state = twins.module.state_dict()
         for name, value in twins.plain.module.named_parameters():  # buffers are those of a rank's last rows
