@@ -106,6 +106,9 @@ def for_memory(question: Question) -> Iterator[Change]:
     if request.placement != "auto":
         action = f"let weights and states live on host and device (instead of placement '{request.placement}')"
         yield Change(("placement",), action, (("placement", "auto"),), (("placement", "auto"),))
+    if request.replicas not in (1, "auto"):
+        action = f"shard over all {request.world_size} ranks (instead of {request.replicas} replicas)"
+        yield Change(("placement",), action, (("replicas", "1"),), (("replicas", 1),))
 
 
 def more_machine(question: Question, which: Literal["device", "host"], size: str, size_bytes: int) -> Iterator[Change]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import elixir
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.plan.replicas import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.request import OPTIONS, SearchRequest
@@ -57,6 +57,15 @@ def test_auto_takes_the_fastest_number_of_replicas() -> None:
     answer = plan_from_trace(trace, machines, 4, replicas="auto", **plenty)
     assert answer.plan == plans[2]
     assert answer.question.request.replicas == 2
+
+
+def test_fewer_replicas_are_a_way_to_fit() -> None:
+    trace, little = stack_trace(SMALL, batch=2), {"device_memory": "700MiB", "host_memory": "1GiB"}
+    options = {"search": "minimum_waste", "assume": "nominal", **little}
+    assert plan_from_trace(trace, HARDWARE, 4, replicas="auto", **options).plan.replicas == 1
+    with pytest.raises(PlanError, match="shard over all 4 ranks") as raised:
+        plan_from_trace(trace, HARDWARE, 4, replicas=2, **options)
+    assert any(lever.argument == "replicas" and lever.enough for lever in raised.value.levers)
 
 
 @pytest.mark.parametrize(
