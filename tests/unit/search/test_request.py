@@ -96,7 +96,10 @@ def test_users_see_all_options_of_all_functions() -> None:
     for function, settled in (
         (optimal_search, {"search"}),
         (minimum_waste_search, {"search", "accumulation"}),
-        (simple_search, {"search", "accumulation", "chunks_of", "disk_memory", "device_reserve", "host_reserve"}),
+        (
+            simple_search,
+            {"search", "accumulation", "pass_size", "chunks_of", "disk_memory", "device_reserve", "host_reserve"},
+        ),
         (elixir.wrap, {"world_size", "optimizer_type", "matrices"}),
     ):
         shown = inspect.signature(function).parameters
