@@ -125,13 +125,16 @@ def test_replicas_train_as_ddp_and_stay_equal(family: str, kind: str, accumulati
 
 
 IN_FLOAT32 = tuple(family for family in FAMILIES if family != "vit")
-"""Without ViT: its key biases get rounding errors alone for gradients, which Adam makes a tenth of the learning rate."""
+"""All but ViT, whose key biases get rounding errors alone for gradients, which Adam makes a tenth of the learning rate."""
+
+IN_FLOAT64 = tuple(family for family in ALL if family != "mixtral")
+"""All but Mixtral, whose grouped products torch does not have in float64."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(
-    ("family", "dtype"), [(each, torch.float32) for each in IN_FLOAT32] + [(each, torch.float64) for each in ALL]
+    ("family", "dtype"), [(each, torch.float32) for each in IN_FLOAT32] + [(each, torch.float64) for each in IN_FLOAT64]
 )
 def test_replicas_of_every_family(family: str, dtype: torch.dtype, kind: str) -> None:
     run_ranks(4, _as_ddp, family, kind, 1 if kind != "host" else 2, dtype)
