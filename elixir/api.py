@@ -33,6 +33,7 @@ from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.weight_file import WeightFile
+from elixir.search.budgets import is_this_machine
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
 from elixir.search.request import FREE_HERE, Function, SearchRequest, bound, check_options, options_of, takes
@@ -326,8 +327,9 @@ class _Question:
 
     def _views(self, planning: Group) -> list[MachineView]:
         """Every rank's view of its machine, if the plan is for what is free there."""
-        given = self.asked.get("device_memory"), self.asked.get("host_memory")
-        if planning.size == 1 or self.plan is not None or not {None, FREE_HERE}.intersection(given):
+        given = {self.asked.get("device_memory"), self.asked.get("host_memory")}
+        reads = FREE_HERE in given or (None in given and (self.read_host or is_this_machine(self.profile)))
+        if planning.size == 1 or self.plan is not None or not reads:
             return []
         with planning.together("read free memory"):
             mine = MachineView.here(compute_device(self.for_module.get("device")))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,11 @@ import elixir
 from elixir import api
 from elixir.chunk.group import Group
 from elixir.errors import InputError, PlanError, RankError
+from elixir.hardware import machines
+from elixir.hardware.host_share import HostView
+from elixir.hardware.profile import preset
 from elixir.search.replan import Correction
+from elixir.units import GIB
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import LR, batch_of
 from tests.common.parity import hf_loss, mixed
@@ -52,6 +58,28 @@ def training(rank: int, world_size: int, move: bool) -> list[str]:
         assert bool(((state[name] - value).abs() <= limits).all()), name
     module.close()
     return [module.plan.fingerprint]
+
+
+def _on_a_smaller_machine(rank: int, world_size: int) -> tuple[int, list[str]]:
+    said: list[str] = []
+    api.logger.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
+    if rank == 1:
+        machines.free_host_bytes = lambda: GIB
+        machines.free_device_bytes = lambda device: GIB
+        machines.host_view = lambda: HostView("the other one", (0,), float("inf"))
+        machines.socket = SimpleNamespace(gethostname=lambda: "smaller")
+    model = tiny("gpt2", layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    here = replace(preset("cpu"), host_memory_bytes=None)  # so that what is free counts
+    inp = batch_of(model, rank, world_size)
+    plan = elixir.api.dry_run(model, optimizer, inp=inp, device="cpu", hardware=here)
+    return plan.device_budget_bytes * world_size + plan.host_budget_bytes, said
+
+
+def test_a_plan_for_free_memory_is_for_the_least_of_all_machines() -> None:
+    (budget, said), (same, _) = run_ranks(2, _on_a_smaller_machine)
+    assert budget == same <= GIB
+    assert any("smaller has 1.00 GiB of host memory free, others up to" in line for line in said), said
 
 
 @pytest.mark.parametrize("move", [False, True])
