@@ -299,7 +299,7 @@ class UnitActivations:
     """The results that move to host memory after forward, and come back before the unit's backward: inputs of a unit
     with a checkpoint, or all that one without saves."""
     swap_bytes: int = 0
-    """Bytes of these, in a micro-batch; 0 until the step is traced."""
+    """Bytes of these in a backward, of a micro-batch or of all in a pass; 0 until the step is traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +332,7 @@ class StepShape:
 
     @property
     def swap_bytes(self) -> int:
-        """Bytes of activations that the plan moves to the host in a micro-batch, and back."""
+        """Bytes of activations that the plan moves to the host before a backward, and back."""
         return sum(each.swap_bytes for each in self.activations)
 
     @property

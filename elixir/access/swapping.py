@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.autograd import Hooks, backward_is_running, innermost_saved_tensors_hooks, listener_of
 from elixir.access.placeholders import storage_of
 from elixir.errors import InputError
-from elixir.step_trace import INPUT, SAVED, StepShape
+from elixir.step_trace import INPUT, SAVED, Result, StepShape
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
 SMALLEST_BYTES = 2**16
@@ -103,7 +103,7 @@ class _Moved:
 _Weak = weakref.ref[_Moved]
 
 
-class _View:
+class MovedTensor:
     """A saved tensor in a storage that moves."""
 
     __slots__ = ("_geometry", "_moved")
@@ -114,7 +114,16 @@ class _View:
         moved.waiting += 1
 
     def tensor(self) -> torch.Tensor:
+        """The tensor on the device; compute waits until it is there."""
         return self._moved.taken().as_strided(*self._geometry)
+
+    def arrived(self) -> None:
+        """Frees the device memory, when the host has the values."""
+        self._moved.arrived()
+
+    def fetch(self) -> None:
+        """Begins to bring it back."""
+        self._moved.fetch()
 
 
 class _Call:
@@ -147,12 +156,12 @@ class _Call:
         if not weight:
             self._count += 1
             if self._wanted(self._count - 1) and _can_move(tensor):
-                return _View(self._of(tensor), tensor)
+                return MovedTensor(self._of(tensor), tensor)
         return tensor if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The saved tensor."""
-        if type(packed) is _View:
+        if type(packed) is MovedTensor:
             return packed.tensor()
         unpacked: torch.Tensor = packed if self._outer is None else self._outer[1](packed)
         return unpacked
@@ -200,6 +209,8 @@ class Swapping:
         self._watched: list[RemovableHandle] = []
         self.moved_bytes = Counter[str]()
         """Bytes that each unit has moved to the host so far."""
+        self.paused = False
+        """Whether micro-batches pass a unit together, and what calls it moves its inputs by `input_of`."""
         names = [unit.name for unit in step.units]
         self._last = names[-1] if names else ""
         for name in self._wanted:
@@ -222,7 +233,7 @@ class Swapping:
     def moving(self, unit: str) -> Iterator[None]:
         """Moves what a unit saves, inside of it; it is put around the unit's forward, or around its checkpoint."""
         each = self._wanted.get(unit)
-        if each is None or not torch.is_grad_enabled() or backward_is_running():
+        if each is None or self.paused or not torch.is_grad_enabled() or backward_is_running():
             yield
             return
         everything = any(result.operator == SAVED for result in each.swap)
@@ -240,6 +251,21 @@ class Swapping:
                 for moved in call.moved:
                     moved.arrived()
             self._latest[unit] = [weakref.ref(moved) for moved in call.moved]
+
+    def input_of(self, unit: str, number: int, tensor: torch.Tensor) -> MovedTensor | None:
+        """Begins to move an input of a unit to the host; None if it stays.
+
+        Args:
+            unit: its name.
+            number: of the tensor among those that the unit is called with by position, weights left out.
+            tensor: what must not be written to before `MovedTensor.arrived`.
+        """
+        each = self._wanted.get(unit)
+        if each is None or Result(INPUT, number) not in each.swap or not _can_move(tensor):
+            return None
+        moved = _Moved(self._mover, tensor)
+        self.moved_bytes[unit] += tensor.untyped_storage().nbytes()
+        return MovedTensor(moved, tensor)
 
     def _next_is_over(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
         """The unit after `unit` has run in forward."""

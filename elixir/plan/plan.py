@@ -250,10 +250,10 @@ class Plan(Artifact):
         if self.pass_size > 1 and not self.step.checkpointed:
             raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_activations(self.activations, (unit.name for unit in self.step.units if unit.form != "compiled"))
-        if self.pass_size > 1 and self.activations:
+        if self.pass_size > 1 and any(each.keep != () for each in self.activations):
             raise InputError(
                 f"field 'pass_size' above 1 takes units that are made again as a whole, found {self.pass_size} and "
-                f"{len(self.activations)} units in 'activations'"
+                f"{activations_text(self.activations)}"
             )
         check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:

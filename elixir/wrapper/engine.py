@@ -152,7 +152,8 @@ class Engine:
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
         of_model, backward_runs = (self.chunks, self.places, self.gradients), weakly(self.backward_runs)
         self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
-        self._handles = [Recomputation(self.model, plan.activations, Swapping(self.model, plan.step, self.mover))]
+        self.swapping = Swapping(self.model, plan.step, self.mover)
+        self._handles = [Recomputation(self.model, plan.activations, self.swapping)]
         self.listen()
         self.arrivals = Arrivals(
             self.chunks,

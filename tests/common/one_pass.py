@@ -14,6 +14,7 @@ from elixir.plan.plan import Plan
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
+from elixir.step_trace import INPUT, Result, StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
@@ -65,11 +66,21 @@ def plan_for(
     accumulation: int,
     pass_size: int | None = None,
     home: str = "cpu",
+    on_host: bool = False,
     **options: Any,
 ) -> Plan:
-    """A plan by hand, all of it on the host or on the device, for passes of all micro-batches unless said otherwise."""
+    """A plan by hand, all of it on the host or on the device, for passes of all micro-batches unless said otherwise.
+
+    With `on_host`, what each layer is called with waits on the host.
+    """
     profile = profile_for("cpu")
-    trace = trace_step(model, batch, lambda m, b: loss(m, b).backward(), hardware=profile)
+
+    def traced(*activations: UnitActivations) -> StepTrace:
+        return trace_step(model, batch, lambda m, b: loss(m, b).backward(), hardware=profile, activations=activations)
+
+    trace = traced()
+    if on_host:
+        trace = traced(*(UnitActivations(name, (), (Result(INPUT, 0),)) for name in trace.step.checkpointed))
     size = accumulation if pass_size is None else pass_size
     options = {"world_size": 1, "host_memory": "64GiB"} | options
     request = SearchRequest(accumulation=accumulation, pass_size=size, **options)

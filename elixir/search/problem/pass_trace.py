@@ -47,15 +47,21 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
     stage_of = [number for number, stage in enumerate(stages) for _ in stage.accesses]
     parameters = [{index for access in stage.accesses for index in access.parameters} for stage in stages]
     turn = next((number for number, stage in enumerate(stages) if not stage.forward), len(stages))
+    firsts = [stage_of.index(number) for number in range(len(stages))]
+    kept = [
+        max(trace.accesses[first].kept_bytes - trace.workspace_bytes - _fetched_bytes(trace, first), trace.input_bytes)
+        for first in firsts
+    ]
+    kept.append(trace.input_bytes)
+    before, after = kept[:-1], kept[1:]  # of each stage
     if 0 < turn < len(stages) and stages[turn - 1].layer is None and stages[turn].layer is None:
         # Micro-batch by micro-batch, forward and backward alternate here.
         parameters[turn - 1] = parameters[turn] = parameters[turn - 1] | parameters[turn]
-    kept = [max(stage.accesses[0].kept_bytes - trace.workspace_bytes, trace.input_bytes) for stage in stages]
-    kept.append(trace.input_bytes)
+        after[turn - 1], before[turn] = after[turn], before[turn - 1]
     accesses = []
     for number, stage in enumerate(stages):
         pin = stage_of[max(access.pin_until for access in stage.accesses)] if stage.forward else number
-        waiting = (size - 1) * max(kept[number], kept[number + 1])
+        waiting = (size - 1) * max(before[number], after[number])
         accesses.append(
             Access(
                 phase="forward" if stage.forward else "backward",
@@ -83,7 +89,18 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
             for each in trace.transfers
         ),
         host_peak_bytes=size * trace.host_peak_bytes,
+        step=replace(
+            trace.step,
+            activations=tuple(replace(each, swap_bytes=size * each.swap_bytes) for each in trace.step.activations),
+        ),
     )
+
+
+def _fetched_bytes(trace: StepTrace, position: int) -> int:
+    """Bytes that the plan has begun to bring back from the host for `position` or later. Micro-batches that wait for
+    their turn have theirs brought back one micro-batch ahead."""
+    back = (each for each in trace.transfers if each.planned and each.direction == "host_to_device")
+    return sum(each.nbytes for each in back if each.begins < position <= each.ends)
 
 
 def _stages(trace: StepTrace, layers: tuple[str, ...]) -> list[_Stage]:

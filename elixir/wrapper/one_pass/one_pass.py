@@ -126,6 +126,7 @@ class OnePass:
             if module._parameters and module not in inside and module._compiled_call_impl is None
         ]
         self._engine.uses.used_in_pass = self._stages.use
+        self._engine.swapping.paused = True
         try:
             for number, layer in enumerate(self._layers):
                 layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
@@ -136,6 +137,7 @@ class OnePass:
             for handle in handles:
                 handle.remove()
             self._engine.uses.used_in_pass = ignored
+            self._engine.swapping.paused = False
             self._stages.close()
 
     def _called(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +149,7 @@ class OnePass:
         times = course.times[number] = course.times.get(number, 0) + 1
         here.park((times, number))
         self._stages.use(self._layers[number].parameters())
-        region = Region(self._names[number], call, course.trail, self._device)
+        region = Region(self._names[number], call, course.trail, self._device, self._engine.swapping)
         output = region.forward(args, kwargs)
         course.regions[self._turns - 1] = region
         del region, args, kwargs
@@ -186,11 +188,20 @@ class OnePass:
     def _sweep(self) -> None:
         """The backward of everything before the tail."""
         self._stages.swept(2 * self._turns)
+        left = [
+            (course, turn)
+            for turn in reversed(range(self._turns))
+            for course in self._courses
+            if turn in course.regions
+        ]
         for turn in reversed(range(self._turns)):
             self._stages.now = 2 * turn + 1
             for course in self._courses:
                 region = course.regions.pop(turn, None)
                 if region is not None:
+                    left.pop(0)
+                    for following, its_turn in left[:1]:  # while this one computes
+                        following.regions[its_turn].fetch()
                     self._stages.micro_batch = course.call.index
                     region.backward(self._differentiate)
             self._stages.swept(2 * turn + 1)

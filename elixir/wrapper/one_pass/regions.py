@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from elixir.access.swapping import MovedTensor, Swapping
 from elixir.errors import InputError
 from elixir.torch_private import sequence_number, tree_flatten, tree_unflatten
 from elixir.wrapper.one_pass.settings import Autocast, RandomState
@@ -165,17 +167,27 @@ class Trail:
 class _Input:
     """One tensor among a region's inputs."""
 
-    __slots__ = ("requires_grad", "slot", "value")
+    __slots__ = ("_version", "requires_grad", "sent", "slot", "value")
 
-    def __init__(self, value: torch.Tensor, trail: Trail) -> None:
+    def __init__(self, value: torch.Tensor, version: int, sent: MovedTensor | None, trail: Trail) -> None:
         self.requires_grad = value.requires_grad
         self.slot = trail.slot_of(value) if value.requires_grad else None
+        self.sent, self._version = sent, version
+        if sent is not None:
+            sent.arrived()
         # A parameter, or a leaf of the user's, gets its gradient itself.
-        self.value = value if self.requires_grad and self.slot is None else value.detach()
+        kept = value if self.requires_grad and self.slot is None else value.detach()
+        self.value = kept if sent is None else None
 
-    def again(self) -> torch.Tensor:
+    def again(self, layer: str) -> torch.Tensor:
         """The input for another run, without the graph that made it."""
-        return self.value if self.slot is None else self.slot.leaf(self.value)
+        value = self.value if self.sent is None else self.sent.tensor()
+        if value is None or (self.sent is None and value._version != self._version):
+            raise InputError(
+                f"an input of the layer {layer} was written to in place after the layer, which could not run again in "
+                "backward; leave the operation out"
+            )
+        return value if self.slot is None else self.slot.leaf(value)
 
 
 class Region:
@@ -186,10 +198,14 @@ class Region:
         call: runs it.
         trail: of the micro-batch.
         device: the device of compute.
+        swapping: moves its inputs to the host meanwhile, if the plan says so.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], trail: Trail, device: torch.device) -> None:
+    def __init__(
+        self, name: str, call: Callable[..., Any], trail: Trail, device: torch.device, swapping: Swapping
+    ) -> None:
         self._name, self._call, self._trail, self._device = name, call, trail, device
+        self._swapping = swapping
         self._outputs: list[tuple[int, Slot]] = []
         self._caught: list[tuple[Any, int, Slot]] = []
 
@@ -197,6 +213,8 @@ class Region:
         """Runs the layer; its floating outputs become leaves."""
         flat, self._spec = tree_flatten((args, kwargs))
         versions = [(item, item._version) for item in flat if isinstance(item, torch.Tensor)]
+        given = [item for item in args if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
+        sent = {id(item): self._swapping.input_of(self._name, number, item) for number, item in enumerate(given)}
         self._random, self._autocast = RandomState(self._device), Autocast(self._device)
         collector = _collector()
         before = {key: len(items) for key, items in collector.items() if isinstance(items, list)}
@@ -209,7 +227,7 @@ class Region:
                 f"the layer {self._name} writes to its input in place, with which it could not run again in backward; "
                 "plan with pass_size=1"
             )
-        inputs = {id(item): _Input(item, self._trail) for item, _ in versions}
+        inputs = {id(item): _Input(item, version, sent.get(id(item)), self._trail) for item, version in versions}
         self._inputs = [inputs[id(item)] if isinstance(item, torch.Tensor) else item for item in flat]
         Autocast.forget_casts()  # one set for each micro-batch would wait for the end of its forward
         self._trail.region_over()
@@ -229,6 +247,12 @@ class Region:
                     self._caught.append((key, place, slot))
         return tree_unflatten(results, spec)
 
+    def fetch(self) -> None:
+        """Begins to bring back inputs that are on the host."""
+        for kept in self._inputs:
+            if isinstance(kept, _Input) and kept.sent is not None:
+                kept.sent.fetch()
+
     def backward(self, differentiate: Callable[[Roots], None]) -> None:
         """Runs the layer again, and its backward, if any of its outputs has a gradient."""
         wanted = [(place, gradient) for place, slot in self._outputs if (gradient := slot.take()) is not None]
@@ -237,7 +261,7 @@ class Region:
             return
         roots: Roots = []
         with torch.enable_grad():
-            given = {id(kept): kept.again() for kept in self._inputs if isinstance(kept, _Input)}
+            given = {id(kept): kept.again(self._name) for kept in self._inputs if isinstance(kept, _Input)}
             for kept in self._inputs:
                 had = kept.slot.take() if isinstance(kept, _Input) and kept.slot is not None else None
                 if had is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.access import swapping
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
@@ -156,3 +157,19 @@ def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
     assert in_passes(make, steps, plan).same_as(plainly(make, steps))
     with pytest.raises(InputError, match="must divide accumulation"):
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
+    make, steps = family(name), batches(name, 3)
+    plans = [plan_for(make(), steps[0][0], accumulation=3, on_host=on_host) for on_host in (False, True)]
+    stays, moves = (in_passes(make, steps, plan, max_norm=0.5) for plan in plans)
+    assert moves.same_as(stays)
+    assert moves.same_as(plainly(make, steps, max_norm=0.5))
+    moved, (before, after) = plans[1].step.swap_bytes, (run.reports[-1] for run in (stays, moves))
+    assert moved == plans[1].predicted.host_parts["swapped_activations"] > 0
+    for way in ("host_to_device", "device_to_host", "host_peak"):
+        assert after.observed[way] - before.observed[way] == after.predicted[way] - before.predicted[way] == moved
+    assert after.observed["loads"] == after.predicted["loads"] == before.observed["loads"]
+    assert plans[1].predicted.device_parts["activations"] < plans[0].predicted.device_parts["activations"]
