@@ -86,15 +86,18 @@ class Transport:
             what = f"gradients of chunk {chunk.index}"
             after = written
             then: list[Then] = []
+            more_bytes = 0  # that the same lane moves
             if gradient.ends_partial(over_replicas):
                 self.moved.returned += moved_bytes
                 then.append(self._joining(gradient))
+                more_bytes += moved_bytes
                 after = [*written, *used]  # `used` writes what is at home, which is added
             if over_replicas:
                 then.append(self._over_replicas(mine.nbytes, what))
+                more_bytes += all_reduce_bytes(mine.nbytes, self._group.replicas)
             if norms is not None and not adds:
                 then.append(_measuring(norms))
-            mine, reduced = self._reduce(block, mine, what, after, then)
+            mine, reduced = self._reduce(block, mine, what, after, then, more_bytes)
             written, kept_alive = [reduced], (mine, *kept_alive)
             if self._group.replicas > 1:
                 gradient.is_partial = not over_replicas
@@ -153,7 +156,8 @@ class Transport:
                 home.copy_(here, non_blocking=True)
 
         # The last gradients may still be on their way home.
-        done = self._lanes.network.submit(add_up, after=gradient.uses.to_write(), nbytes=moved_bytes)
+        nbytes = 2 * moved_bytes + all_reduce_bytes(home.nbytes, self._group.replicas)
+        done = self._lanes.network.submit(add_up, after=gradient.uses.to_write(), nbytes=nbytes)
         gradient.uses.written_by(done)
 
     def _over_replicas(self, nbytes: int, what: str) -> Then:
@@ -204,6 +208,7 @@ class Transport:
         what: str,
         written: list[Ticket],
         then: Sequence[Then],
+        more_bytes: int,
     ) -> tuple[torch.Tensor, Ticket]:
         """Averages `block` over the ranks; returns this rank's part of the mean, and its ticket.
 
@@ -213,6 +218,7 @@ class Transport:
             what: is reduced; for messages.
             written: tickets of what writes `block`, or what `then` reads.
             then: done next with this rank's part, and with the block.
+            more_bytes: moved by `then`.
         """
         # In place where the dtype allows: the block has room for the result.
         reduced = torch.empty_like(mine, dtype=torch.float32) if self._reduce_fp32 else mine
@@ -226,7 +232,7 @@ class Transport:
         sent_bytes = block.nbytes - mine.nbytes
         self.moved.network += sent_bytes
         # Overlaps with backward. What was kept must be in the block before it is averaged.
-        return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes)
+        return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes + more_bytes)
 
     def _add(
         self,
