@@ -1,6 +1,6 @@
 """How long a step takes under a plan, compared with plain PyTorch, with itself without overlap, and with FSDP2.
 
-    python benchmark/runtime_speed.py [--only resident streamed compiled link ranks access units] [--rounds 15] [--no-record]
+    python benchmark/runtime_speed.py [--only resident streamed compiled link ranks replicas access units] [--rounds 15] [--no-record]
 
 Each part runs in a separate process and compares runs that take turns, so that a slow minute of the machine meets all
 of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 256 tokens in float32 and
@@ -16,6 +16,8 @@ of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 
   than it;
 * ``ranks``: two ranks over gloo, weights sharded, over FSDP2 with `fully_shard` on every layer; once keeping gathered
   weights from forward to backward (`reshard_after_forward=False` there), once gathering them again;
+* ``replicas``: four ranks over gloo, two replicas of two, over FSDP2 on the same mesh of ranks, with four layers, the
+  vocabulary of bytes, and 1 x 256 tokens on each rank;
 * ``access``: what one access to a parameter costs apart from its use: forward and backward of a chain of tiny layers
   whose chunks are all in blocks, less plain PyTorch's, over the number of parameters that functions read in forward and
   nodes in backward. Gradients, which are no access, are sent home in that time, too;
@@ -49,6 +51,8 @@ sys.path.insert(0, str(ROOT))
 MODEL, BATCH, SEQUENCE = "opt-125m", 4, 256
 BYTES = 256
 """Vocabulary in `link`."""
+FEW_LAYERS = 4
+"""Layers in `replicas`, of which a machine holds eight models."""
 TRANSFER_SHARE = 0.8
 """Share of compute time that all transfers of a step take together in `link`."""
 WARM_UP = 2
@@ -60,6 +64,8 @@ BARS = {
     "link: overlapped over not": 0.65,
     "ranks: sharded over FSDP2, gathered once": 1.0,
     "ranks: sharded over FSDP2, gathered twice": 1.0,
+    "replicas: two of two over FSDP2, gathered once": 1.0,
+    "replicas: two of two over FSDP2, gathered twice": 1.0,
     "access, us": 20.0,
     "units: fetched as one over by parameter": 0.4,
 }
@@ -71,7 +77,7 @@ Step = Callable[[], float]
 # Workers: each runs in a separate process and prints one JSON object as its last line ---------------------------
 
 
-def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
+def _case(batch: int = BATCH, vocabulary: int | None = None, layers: int | None = None) -> tuple[Any, Any]:
 
     import torch
 
@@ -83,6 +89,8 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
     shape = describe(MODEL)
     if vocabulary is not None:
         shape = shape.changed(vocabulary=vocabulary)
+    if layers is not None:
+        shape = shape.changed(layers=layers)
     model = build(shape, dtype=torch.float32, device="cpu")
     return model, default_input(model, batch=batch, seq=SEQUENCE)
 
@@ -301,9 +309,19 @@ def _accesses(model: Any, fetches: Sequence[str], rounds: int) -> tuple[list[lis
 
 def work_ranks(rounds: int) -> Result:
     """Two processes of `_rank`."""
+    return _of_ranks(2, 1, rounds)
+
+
+def work_replicas(rounds: int) -> Result:
+    """Four processes of `_rank`."""
+    return _of_ranks(4, 2, rounds)
+
+
+def _of_ranks(world_size: int, replicas: int, rounds: int) -> Result:
     context = __import__("multiprocessing").get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, folder, rounds)) for rank in range(2)]
+        given = (world_size, replicas, folder, rounds)
+        ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(world_size)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -312,28 +330,32 @@ def work_ranks(rounds: int) -> Result:
     return found
 
 
-def _rank(rank: int, folder: str, rounds: int) -> None:
+def _rank(rank: int, world_size: int, replicas: int, folder: str, rounds: int) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from elixir.plan.plan import Plan
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model, inp = _case(BATCH // 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    mesh = None
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    model, inp = _case(BATCH // world_size, *((BYTES, FEW_LAYERS) if replicas > 1 else ()))
     inp = {name: value.roll(rank, -1) for name, value in inp.items()}
     seconds: Result = {}
     for name, once in (("once", True), ("twice", False)):
-        texts = [_sharded_plan(model, inp, once).to_json() if rank == 0 else ""]
+        texts = [_sharded_plan(model, inp, once, world_size, replicas).to_json() if rank == 0 else ""]
         dist.broadcast_object_list(texts)
         mine, module = _planned(copy.deepcopy(model), inp, Plan.from_json(texts[0]))
         peer = copy.deepcopy(model)
         for layer in peer.model.decoder.layers:
-            fully_shard(layer, reshard_after_forward=not once)
-        fully_shard(peer, reshard_after_forward=not once)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=not once)
+        fully_shard(peer, mesh=mesh, reshard_after_forward=not once)
         steps = [mine, _plain(peer, inp)]
-        # Both ranks begin a step together, and the slower of them counts.
+        # All ranks begin a step together, and the slowest of them counts.
         ours, theirs = _take_turns([lambda step=step: _slowest(step) for step in steps], rounds)
         seconds |= {f"{name}, sharded": ours, f"{name}, FSDP2": theirs}
         module.close()
@@ -353,12 +375,12 @@ def _slowest(step: Step) -> float:
     return seconds.item()
 
 
-def _sharded_plan(model: Any, inp: Any, once: bool) -> Any:
+def _sharded_plan(model: Any, inp: Any, once: bool, world_size: int, replicas: int) -> Any:
     from elixir.models.step import default_step
     from elixir.search import simple_search
 
-    common = {"inp": inp, "step_fn": default_step, "hardware": "cpu"}
-    return simple_search(model, 2, 16, 1.0 if once else 0.2, shard_device="cuda", **common).plan
+    common = {"inp": inp, "step_fn": default_step, "hardware": "cpu", "replicas": replicas}
+    return simple_search(model, world_size, 16, 1.0 if once else 0.2, shard_device="cuda", **common).plan
 
 
 WORKERS: dict[str, Callable[[int], Result]] = {
@@ -367,6 +389,7 @@ WORKERS: dict[str, Callable[[int], Result]] = {
     "compiled": work_compiled,
     "link": work_link,
     "ranks": work_ranks,
+    "replicas": work_replicas,
     "access": work_access,
     "units": work_units,
 }
@@ -403,9 +426,10 @@ def figures(part: str, seconds: Result) -> dict[str, list[float]]:
             "link: streamed over resident": over("overlapped", "resident"),
             "link: overlapped over not": over("overlapped", "waiting"),
         }
-    if part == "ranks":
+    if part in ("ranks", "replicas"):
+        what = "ranks: sharded" if part == "ranks" else "replicas: two of two"
         names = ("once", "twice")
-        return {f"ranks: sharded over FSDP2, gathered {n}": over(f"{n}, sharded", f"{n}, FSDP2") for n in names}
+        return {f"{what} over FSDP2, gathered {n}": over(f"{n}, sharded", f"{n}, FSDP2") for n in names}
     if part == "units":
         return {"units: fetched as one over by parameter": over("as one", "by parameter")}
     return {"access, us": seconds["extra_us"]}
