@@ -108,6 +108,34 @@ def test_each_replica_makes_its_matrices_orthogonal(kinds: tuple[str, ...], tmp_
     run_ranks(4, training, kinds, str(tmp_path), 2)
 
 
+def clipped(rank: int, world_size: int) -> None:
+    model = tiny("llama")
+    torch.manual_seed(0)
+    plain, inp = copy.deepcopy(model), default_input(model, batch=2, seq=24)
+    names = [name for name, each in model.named_parameters() if each.ndim == 2 and "layers" in name]
+    theirs = optimizers(plain, names)
+    module, mine = elixir.wrap(
+        model, optimizers(model, names), inp=inp, device_memory="1.3MiB", host_memory="1GiB", max_norm=0.1
+    )
+    for _ in range(3):
+        hf_loss(plain, inp).backward()
+        mine[0].backward(hf_loss(module, inp))
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        for each in (*theirs, *mine):
+            each.step()
+            each.zero_grad()
+        assert mine[0].grad_norm == mine[1].grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    found = module.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+    module.close()
+
+
+@pytest.mark.slow
+def test_ranks_clip_two_optimizers_by_one_norm() -> None:
+    run_ranks(2, clipped)
+
+
 def resumed(rank: int, world_size: int, folder: str, done: int, steps: int) -> None:
     """Goes on from the checkpoint after `done` steps, and saves another `steps` steps later."""
     model = tiny("llama")
