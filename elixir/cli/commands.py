@@ -297,7 +297,8 @@ def _print_plan(plan: Plan, *, brief: bool = False) -> None:
     output.say(str(plan))
     if not brief:
         judged = [tables.scenarios_table(plan)] if plan.predicted.judgements else []
-        output.say_tables(tables.parts_table(plan), tables.homes_table(plan), *judged)
+        kept = [tables.activations_table(plan)] if plan.activations else []
+        output.say_tables(tables.parts_table(plan), tables.homes_table(plan), *kept, *judged)
 
 
 def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:

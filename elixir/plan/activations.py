@@ -17,27 +17,26 @@ def activations_text(activations: Iterable[UnitActivations]) -> str:
     '8 units keep mm and make the rest again, 1 unit keeps everything'
     """
     alike = Counter((each.keep, each.swap) for each in activations)
-    return ", ".join(
-        f"{count} {'unit' if count == 1 else 'units'} {_text(keep, swap, plural='' if count > 1 else 's')}"
-        for (keep, swap), count in alike.items()
-    )
+    texts = []
+    for (keep, swap), count in alike.items():
+        s, units = ("s", "unit") if count == 1 else ("", "units")
+        text = f"{count} {units} keep{s} {kept_text(keep)}" + (f" and make{s} the rest again" if keep else "")
+        texts.append(text + (f", with {result_names(swap)} on the host meanwhile" if swap else ""))
+    return ", ".join(texts)
 
 
-def _text(keep: tuple[Result, ...] | None, swap: tuple[Result, ...], *, plural: str) -> str:
-    text = (
-        f"keep{plural} everything" if keep is None else f"keep{plural} {_names(keep)} and make{plural} the rest again"
-    )
-    if keep == ():
-        text = f"keep{plural} nothing"
-    return text + (f", with {_names(swap)} on the host meanwhile" if swap else "")
+def kept_text(keep: tuple[Result, ...] | None) -> str:
+    """The results that a unit keeps, in words."""
+    return "everything" if keep is None else result_names(keep) or "nothing"
 
 
-def _names(results: Iterable[Result]) -> str:
+def result_names(results: Iterable[Result]) -> str:
     """The operators, with how many of their results: ``mm x 3, silu``."""
     results = list(results)
     if any(result.operator == SAVED for result in results):
         return "all that is saved"
-    counts = Counter(result.operator.removeprefix("aten.").partition(".")[0].strip("_") for result in results)
+    names = (result.operator.removeprefix("aten.").partition(".")[0].strip("_") for result in results)
+    counts = Counter("attention" if "attention" in name else name for name in names)
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
 

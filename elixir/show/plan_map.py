@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
+from elixir.plan.activations import kept_text, result_names
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.show import style
@@ -60,7 +62,9 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
     for _, parts, _, _ in bars:
         lines = -(-sum(size > 0 for size in parts.values()) // _LEGEND_COLUMNS)
         heights.append(bar_in + 0.46 + 0.155 * lines)
-    height = 0.3 + sum(heights) + 0.12 + map_in + 0.55
+    ways = list(dict.fromkeys((each.keep, each.swap) for each in plan.activations))
+    strip_in = 0.5 + 0.155 * len(ways) if ways else 0.0
+    height = 0.3 + sum(heights) + 0.12 + map_in + 0.55 + strip_in
     figure = style.new_figure(height)
     top = height - 0.3
     for (label, parts, peak_bytes, budget_bytes), used_in in zip(bars, heights, strict=True):
@@ -70,6 +74,9 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
     top -= 0.12
     axes = figure.add_axes((0.13, (top - map_in) / height, 0.85, map_in / height))
     _draw_chunks(axes, plan, below=0.36 / map_in)
+    if ways:
+        strip = figure.add_axes((0.13, (strip_in - 0.2) / height, 0.85, 0.16 / height))
+        _draw_units(strip, plan, ways, below=0.06 / 0.16)
     ranks = f"{plan.world_size} x " if plan.world_size > 1 else ""
     figure.axes[0].set_title(
         f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **style.title_style()
@@ -154,6 +161,24 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
     if not all(chunk.trainable for chunk in chunks):
         handles.append(style.swatch(style.PALE, "frozen: no states"))
     style.legend(axes, handles, columns=4, below=below)
+
+
+def _draw_units(axes: Axes, plan: Plan, ways: Sequence[tuple[Any, Any]], *, below: float) -> None:
+    """A cell for each unit whose activations the plan decides on, in order; its colour says what it keeps."""
+    colours = (style.PALE, style.ORANGE, style.SKY, style.GREEN, style.PURPLE, style.RED, style.GREY)
+    colour_of = {way: colours[number % len(colours)] for number, way in enumerate(ways)}
+    for number, each in enumerate(plan.activations):
+        axes.bar([number], [1], width=[1], align="edge", color=colour_of[each.keep, each.swap], edgecolor="white")
+    axes.set_xlim(0, len(plan.activations))
+    axes.set_ylim(0, 1)
+    axes.set_xticks([])
+    axes.set_yticks([0.5], ["units"])
+    axes.tick_params(axis="y", length=0)
+    handles = [
+        style.swatch(colour, f"keep {kept_text(keep)}" + (f", {result_names(swap)} on the host" if swap else ""))
+        for (keep, swap), colour in colour_of.items()
+    ]
+    style.legend(axes, handles, columns=1, below=below)
 
 
 def _state_colour(chunk: ChunkPlan) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import fit_unit
+from elixir.plan.activations import kept_text, result_names
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
@@ -381,6 +383,18 @@ def homes_table(plan: Plan) -> Table:
         numel = sum(chunk.used_numel for chunk in chunks)
         size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
         table.add_row(weights, states, str(len(chunks)), f"{numel:,}", size)
+    return table
+
+
+def activations_table(plan: Plan) -> Table:
+    """The activations that each unit keeps for backward, successive units that do the same in one row (rich)."""
+    table = _table("activations of the units")
+    for heading in ("units", "kept", "swapped"):
+        table.add_column(heading)
+    for (keep, swap), group in groupby(plan.activations, key=lambda each: (each.keep, each.swap)):
+        names = [each.unit for each in group]
+        units = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]} ({len(names)})"
+        table.add_row(units, kept_text(keep), result_names(swap) or "nothing")
     return table
 
 

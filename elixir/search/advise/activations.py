@@ -60,15 +60,14 @@ def trace_that_keeps(
     return whole if filled is None else replace(step, activations=filled).trace(hardware, model)
 
 
-def trace_again_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
-    """The step of a trace with the activations with which its plan is fastest: traced again if it follows from a name,
-    and otherwise as it is predicted.
+def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
+    """The step of a trace with the activations with which its plan is fastest, as it is predicted.
 
     Raises:
-        InputError: as for `trace_that_keeps`; a trace of a model that was given as an object does not keep everything.
+        InputError: some of it runs again already and it cannot be traced without, or its layers cannot run again.
     """
-    if trace.step.checkpoint is not None:
-        return trace_that_keeps(replace(StepQuestion.again(trace), checkpoint="none"), hardware, request)
+    if trace.checkpointed_modules:
+        trace = replace(StepQuestion.again(trace), checkpoint="none").trace(hardware)
     _check_trace(trace)
     filled = _filling(trace, hardware, request)
     return trace if filled is None else swapped_trace(kept_trace(trace, filled), SwappableStep(trace))

@@ -178,7 +178,7 @@ def evaluate(change: Change, question: Question, *, briefly: bool = False) -> An
         briefly: without the sizes that are tried when nothing else fits.
     """
     try:
-        if lacks_memory(Change(change.kinds, change.action, request=change.request).applied(question)):
+        if lacks_memory(Change((), change.action, request=change.request).applied(question)):
             return None  # nothing that another trace shows could change that
         asked = change.applied(question)
         plan = planned(asked, briefly=briefly)

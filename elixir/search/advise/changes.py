@@ -10,11 +10,12 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.plan import Plan
+from elixir.search.advise.activations import predicted_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.question import Question, StepQuestion
 from elixir.units import format_bytes
 
-Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement", "machine"]
+Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "activations", "placement", "machine"]
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
 FACTOR = 2
@@ -57,7 +58,15 @@ class Change:
         trace, hardware = question.trace, self.hardware or question.hardware
         if self.step:
             trace = replace(StepQuestion.again(trace), **dict(self.step)).trace(hardware)
-        return Question(trace, hardware, replace(question.request, **dict(self.request)))
+        request = replace(question.request, **dict(self.request))
+        if "activations" in self.kinds:
+            trace = predicted_that_keeps(trace, hardware, request)
+        return Question(trace, hardware, request)
+
+
+CHOOSE_ACTIVATIONS = Change(
+    ("activations",), "choose for each layer which activations are kept", (("activations", "auto"),)
+)
 
 
 def of_the_training(question: Question) -> Iterator[Change]:
@@ -76,6 +85,8 @@ def of_the_training(question: Question) -> Iterator[Change]:
     forms = ["none", "non-reentrant"]
     if len(trace.checkpointed_modules) > 1:
         forms.append(f"non-reentrant:{len(trace.checkpointed_modules) // 2}")
+    if trace.checkpointed_modules and request.pass_size == 1 and not trace.step.activations:
+        yield CHOOSE_ACTIVATIONS
     for form in forms:
         if form != trace.step.checkpoint:
             action = "checkpoint no activations" if form == "none" else "checkpoint activations"
@@ -97,6 +108,8 @@ def for_memory(question: Question) -> Iterator[Change]:
     """Changes of the training that may take less memory, and leave its samples a step."""
     yield from (change for change in of_the_training(question) if ("checkpoint", "none") not in change.step)
     trace, request = question.trace, question.request
+    if trace.forwards and request.pass_size == 1:
+        yield CHOOSE_ACTIVATIONS
     samples = trace.step.samples
     if samples and samples % 2 == 0 and trace.step.checkpoint is not None and not trace.step.forward:
         twice, half = 2 * request.accumulation, samples // 2

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
-from elixir.errors import InputError
+from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
-from elixir.search import optimal_search, search_batches, simple_search
+from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
+from elixir.show import tables
+from elixir.show.plan_map import plot_plan
 from elixir.step_trace import Result, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case, case
@@ -116,6 +120,35 @@ def test_a_model_that_fits_runs_as_it_is() -> None:
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": "1GiB"}
     plans = [optimal_search(it.model, 1, host_memory="1GiB", activations=each, **options) for each in (None, "auto")]
     assert plans[0].plan == plans[1].plan
+
+
+def test_levers_choose_activations() -> None:
+    it = wide()
+    whole = cpu_trace(it.model, it.inp, step_of(it))
+    budget = int(0.6 * whole.activation_peak_bytes) + 2**20
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(whole, CPU, 1, device_memory=budget, host_memory="1GiB")
+    (lever,) = (lever for lever in caught.value.levers if lever.options == (("activations", "auto"),))
+    assert lever.enough
+    chosen = optimal_search(
+        it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", activations="auto",
+        device_memory=budget, host_memory="1GiB",
+    )  # fmt: skip
+    assert lever.step_s == pytest.approx(chosen.plan.predicted.step_s, rel=0.02)
+
+
+def test_the_table_and_the_picture_show_what_units_keep() -> None:
+    keep = (Result("aten.mm.default", 0), Result("aten._scaled_dot_product_flash_attention_for_cpu.default", 0))
+    units = tuple(UnitActivations(f"layers.{n}", keep if n < 2 else None) for n in range(3))
+    trace = cpu_trace(Stack(), INP, sum_step, activations=units)
+    plan = plan_from_trace(trace, CPU, 1, device_memory="1GiB", host_memory="1GiB").plan
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(tables.activations_table(plan))
+    text = " ".join(console.export_text().split())
+    assert "layers.0 to 1 (2) mm, attention nothing layers.2 everything nothing" in text
+    assert "2 units keep mm, attention and make the rest again, 1 unit keeps everything" in str(plan)
+    labels = [text.get_text() for axes in plot_plan(plan).axes for text in axes.get_legend().get_texts()]
+    assert {"keep mm, attention", "keep everything"} <= set(labels)
 
 
 class Draws(Layer):
