@@ -15,7 +15,7 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.prediction import NOTICEABLE_SHARE
-from elixir.search.planner import budgets_of, everything_on_host, glance_s
+from elixir.search.planner import budgets_of, everything_on_host, glance_s, planned
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
@@ -31,6 +31,8 @@ MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
 MOST_WAYS = 2
 """Ways to move activations for which they are looked for."""
+CLEARLY = 0.97
+"""A step of at most this part of the compute of one that keeps nothing is faster, whatever its plan."""
 
 
 def trace_that_keeps(
@@ -115,7 +117,7 @@ def _filling(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest
 
 @dataclass
 class _Trials:
-    """Fillings that were planned."""
+    """Fillings whose plans were looked for."""
 
     kept: KeptResults
     hardware: HardwareProfile
@@ -150,6 +152,9 @@ class _Trials:
             ]
             here = min(better, key=self._seconds, default=here)
             stride = stride if better else stride // 2
+        if here and self._seconds(here) > CLEARLY * least_s(0):
+            here = min((0, here), key=self._planned_s)
+            self._seconds(here)
         return here
 
     def swapped(self, units: SwappedUnits, compute_s: float, step_s: float) -> Swaps | None:
@@ -186,6 +191,12 @@ class _Trials:
         if count not in self.step_s:
             self.step_s[count] = glance_s(Question(self.kept.filled(count), self.hardware, self.request))
         return self.step_s[count]
+
+    def _planned_s(self, count: int) -> float:
+        """Seconds of the step with a filling after a full search, which a first look may misjudge a little."""
+        nominal = replace(self.request, assume="nominal")
+        plan = planned(Question(self.kept.filled(count), self.hardware, nominal))
+        return math.inf if plan is None else plan.predicted.step_s
 
 
 def _peak(trace: StepTrace) -> int:
