@@ -123,11 +123,23 @@ def work(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     return {
         "predicted": report.predicted["process_peak"],
         "peak": now.peak_bytes,
+        "checked": checked_bytes(module, report),
         "own_now": now.own_bytes,
         "file_now": now.file_bytes,
         "parts": report.process_parts,
         "homes": sorted({chunk.home.name for chunk in module.plan.chunks}),
     }
+
+
+def checked_bytes(module: Any, report: Any) -> int:
+    """The pages of its own that wrapping expects this process to have: with copies for a checkpoint, whether or not one
+    was saved."""
+    from elixir.wrapper.engine import engine_of
+
+    engine, parts = engine_of(module), report.process_parts
+    copies = module.plan.predicted.checkpoint_bytes // engine.host_share.on_machine
+    later = engine.arena.most_bytes["checkpoint"] + parts.get("state_dicts", 0)
+    return sum(parts.values()) - parts["libraries"] - later + copies
 
 
 def shape_of(case: Case) -> Any:
@@ -396,11 +408,12 @@ def _answer(process: subprocess.Popen[bytes], out: Any) -> dict[str, Any]:
 
 def limited(case: Case, found: list[dict[str, Any]]) -> Row:
     """The same run in control groups: with more room than predicted, with less, and with the room that is named then."""
-    own = [answer["predicted"] - answer["parts"]["libraries"] for answer in found]
+    own = [answer["checked"] for answer in found]
     verdicts: Row = {}
     for name, share in (("more", 1 + ABOVE), ("less", 1 - BELOW)):
         limit_bytes = int(share * sum(own))
         answers = run(case, limit_bytes)
+        print(name, limit_bytes // MIB, [answer.get("refused", "")[:300] for answer in answers], flush=True)
         verdicts[f"with_{name}"] = _verdict(answers)
     refused = [answer["refused"] for answer in answers if "refused" in answer]
     missing = [re.search(r": ([\d.]+ [KMG]iB) more suffice", text) for text in refused]

@@ -236,7 +236,7 @@ class Engine:
         self.uninstall()
         for kind in (kinds.STAGING, kinds.SUMMANDS, kinds.FILE_WINDOW, kinds.SWAPPED):
             self.host_buffers.drop(kind)
-        for name in ("cache", "uses", "gradients"):  # `install` may have failed before it created all
+        for name in ("cache", "uses", "gradients", "arrivals"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
 
     def change_plan(self, plan: Plan, build: Build) -> None:

@@ -105,9 +105,11 @@ class ModelState:
         self._replaced.append(replaced)
 
     def remove(self) -> None:
-        """Gives modules their own methods back."""
+        """Gives modules their own methods back, and lets go of the plan's blocks, which another plan may replace."""
         while self._replaced:
             self._replaced.pop().remove()
+        for name in ("_uses", "_places"):
+            vars(self).pop(name, None)
 
     def full(
         self,

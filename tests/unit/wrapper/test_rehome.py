@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import module as wrapper
+from elixir.wrapper.engine import engine_of
 from tests.common.parity import MODES, Case, Pair, case, make_plan, mixed, square_loss
 
 
@@ -49,6 +54,28 @@ def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
         report = pair.module.last_report
         assert report is not None
         assert report.demand_loads == report.deviations == 0
+
+
+def test_blocks_of_the_old_plan_are_gone_before_chunks_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    found: list[bool] = []
+    with Pair(it, plan, optimizer=OPTIMIZERS["fused"]) as pair:
+        pair.train(1)
+        blocks = weakref.ref(engine_of(pair.module).cache)
+        moved = wrapper.move_chunks
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found.append(blocks() is None)
+            return moved(*args, **kwargs)
+
+        monkeypatch.setattr(wrapper, "move_chunks", watched)
+        gc.disable()  # nothing may wait for it: both plans' memory would be there meanwhile
+        try:
+            pair.module.rehome(with_homes(plan, "resident"))
+        finally:
+            gc.enable()
+    assert found == [True]
 
 
 class Scaled(nn.Module):
