@@ -21,6 +21,7 @@ from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
+from elixir.plan.process_need import ProcessNeed
 from elixir.search.request import SearchRequest
 from elixir.show.tables import _label, record_of, show_value
 from elixir.step_trace import StepTrace
@@ -43,7 +44,10 @@ class Stub:
             "input_to_trace": {"input_ids": None},
             "trace_step": make_trace(),
             "plan_from_trace": SimpleNamespace(
-                plan=make_plan(5), levers=tuple, question=SimpleNamespace(hardware=make_hardware())
+                plan=make_plan(5),
+                levers=tuple,
+                question=SimpleNamespace(hardware=make_hardware()),
+                process_need=ProcessNeed({"program": 2**30}),
             ),
             "load_hardware": make_hardware(),
             "measure": make_hardware("here"),
@@ -158,8 +162,9 @@ def test_profile_says_peak_and_contributors(stub: Stub, capsys: pytest.CaptureFi
 def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("profile", "plan"):
         long, short = (run(capsys, command, "x", *flags)[1] for flags in ((), ("--brief",)))
-        assert long.startswith(short)
-        assert len(short.splitlines()) < 10 < len(long.splitlines())
+        lines = long.splitlines()
+        assert [line for line in lines if line in short.splitlines()] == short.splitlines()
+        assert len(short.splitlines()) < 11 < len(lines)
 
 
 PLAIN_MODEL = """
@@ -218,6 +223,16 @@ def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[st
         overlap=False,
         optimizer_type="AdamW",
     )
+
+
+def test_plan_passes_replicas_and_the_network_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "plan opt-13b --hardware h100 --world-size 16 --host-memory 1TiB".split()
+    for words, replicas in ((), 1), (("--replicas", "4"), 4), (("--replicas", "auto"), "auto"):
+        assert run(capsys, *argv, *words, "--network", "50GB")[0] == 0
+        _, hardware, request = stub.calls["plan_from_trace"]["args"]
+        assert (request.replicas, hardware.network_bytes_per_s) == (replicas, 50e9)
+    assert "a divisor of 16 from 1 to 8" in fails(capsys, *argv, "--replicas", "16")
+    assert "whole number" in fails(capsys, *argv, "--replicas", "some")
 
 
 def test_a_host_memory_that_is_missing_is_found_before_the_trace(
