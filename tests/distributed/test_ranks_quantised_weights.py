@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.common.ddp import Twins
@@ -23,15 +25,15 @@ def _train(rank: int, world_size: int, form: str, kind: str, checkpoint: str) ->
     twins.close()
 
 
+FORMS = ("nf4", "nf4 double", "nf4 in bfloat16", "fp4 in float32", *TORCHAO)
+QUICK = {("nf4 double", "host", "non-reentrant"), ("torchao int8", "mixed", "non-reentrant")}
+
+
 @pytest.mark.parametrize(
     ("form", "kind", "checkpoint"),
     [
-        ("nf4 double", "host", "non-reentrant"),
-        ("torchao int8", "mixed", "non-reentrant"),
-        pytest.param("torchao int8, embedding too", "host", "none", marks=pytest.mark.slow),
-        pytest.param("nf4", "mixed", "none", marks=pytest.mark.slow),
-        pytest.param("nf4 in bfloat16", "host", "none", marks=pytest.mark.slow),
-        pytest.param("fp4 in float32", "mixed", "non-reentrant", marks=pytest.mark.slow),
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(FORMS, ("host", "mixed", "resident"), ("none", "non-reentrant"))
     ],
 )
 def test_steps_are_those_of_ddp(form: str, kind: str, checkpoint: str) -> None:
