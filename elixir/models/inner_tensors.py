@@ -33,6 +33,13 @@ def flat(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield from flat(f"{name}.{own}", each)
 
 
+def first_inside(tensor: nn.Parameter) -> nn.Parameter:
+    """The first tensor inside of a parameter, which names one that was taken apart; an ordinary parameter itself."""
+    found = next(each for _, each in flat("", tensor))
+    assert isinstance(found, nn.Parameter)
+    return found
+
+
 class InnerTensors(nn.Module):
     """Holds the tensors inside of one parameter as parameters, and puts it together.
 

@@ -17,6 +17,7 @@ from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
+from elixir.models.inner_tensors import first_inside
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.wrapper.engine import engine_of
@@ -220,7 +221,7 @@ class TrainingStates:
 
     def names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the parameters of an optimizer's group."""
-        return tuple(self._engine.places[parameter][1].name for parameter in group["params"])
+        return tuple(self._engine.places[first_inside(parameter)][1].name for parameter in group["params"])
 
     def optimizer_values(self, name: str) -> dict[str, Any]:
         """The other values of an optimizer to save."""

@@ -10,6 +10,7 @@ import torch
 
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
+from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.shard import Shard
@@ -113,7 +114,7 @@ class Shards:
     def _refuse_parameters(self) -> None:
         own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}
         mine = set(self._user.group_of)
-        foreign = len(mine - own)
+        foreign = sum(any(part not in own for _, part in flat("", each)) for each in mine)
         if foreign:
             raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
         taken = sum(len(mine & other.parameters) for other in self._engine.steppers)

@@ -13,6 +13,7 @@ from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
 from elixir.memory_order import is_dense, order_of
+from elixir.models.inner_tensors import first_inside
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.class_states import wide_dtype
@@ -32,7 +33,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
         wanted: whether this rank keeps the gathered states.
     """
     names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
-    ordered = [names_of[parameter] for group in groups for parameter in group["params"]]
+    ordered = [names_of[first_inside(parameter)] for group in groups for parameter in group["params"]]
     numbers = {name: number for number, name in enumerate(ordered)}
     found = _agreed_kinds(engine, stepper)
     state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
@@ -52,7 +53,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
         "param_groups": [
             {
                 **{key: value for key, value in group.items() if key != "params"},
-                "params": [numbers[names_of[parameter]] for parameter in group["params"]],
+                "params": [numbers[names_of[first_inside(parameter)]] for parameter in group["params"]],
             }
             for group in groups
         ],
@@ -191,7 +192,7 @@ def _checked(
     by_name: dict[str, Mapping[str, Any]] = {}
     for group, other in zip(groups, saved, strict=True):
         for parameter, number in zip(group["params"], other["params"], strict=True):
-            slot, state = slots[parameter], state_dict["state"].get(number)
+            slot, state = slots[first_inside(parameter)], state_dict["state"].get(number)
             if state is None:
                 continue
             _check_state(slot, state, needs_adam=stepper.user.fusible)

@@ -194,3 +194,24 @@ def test_files_of_torchao_may_be_given(dtype: torch.dtype, tmp_path: Any) -> Non
     module = elixir.ElixirModule(other.model, plan, weights=tmp_path)
     assert torch.equal(module(**it.inp), it.model(**it.inp))
     module.close()
+
+
+def test_the_optimizer_may_have_all_parameters(tmp_path: Any) -> None:
+    it, other = scaled_case(), scaled_case()
+    plan = make_plan(it, "streamed")
+
+    def all_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    with Pair(it, plan, optimizer=all_of, after=False) as one, Pair(other, plan, optimizer=all_of, after=False) as two:
+        one.train(2)
+        one.assert_same_weights()
+        assert one.optimizer.state_dict()["state"].keys() == one.plain_optimizer.state_dict()["state"].keys()
+        save_checkpoint(tmp_path / "saved", {"model": one.module, "optimizer": one.optimizer}, wait=True)
+        load_checkpoint(tmp_path / "saved", {"model": two.module, "optimizer": two.optimizer})
+        two.optimizer.load_state_dict(one.plain_optimizer.state_dict())
+        trained = {name: each for name, each in one.plain.state_dict().items() if not isinstance(each, ScaledTensor)}
+        two.plain.load_state_dict(trained, strict=False)
+        two.plain_optimizer.load_state_dict(one.plain_optimizer.state_dict())
+        two.train(2)
+        two.assert_same_weights()
