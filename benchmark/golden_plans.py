@@ -47,6 +47,7 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "quantised": lambda form: {} if form is None else {"quantised": form},
     "kept_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
+    "activations": lambda units: {} if units == [] else {"activations": units},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
 

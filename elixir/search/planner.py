@@ -185,12 +185,14 @@ def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Pla
 
 def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: SearchRequest) -> Plan:
     space, outcome = found
+    # Units whose activations are planned run inside of checkpoints that the trace has not seen as their own.
+    able = space.trace.pass_size == 1 and not space.trace.step.activations
+    if request.fetch != "parameters" and able:
+        space, outcome = with_units_as_one(space, outcome, wanted=request.fetch == "units")
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
-    optimizer, best = optimizer_name(request.optimizer_type), outcome.best
-    if request.fetch == "units" and space.trace.pass_size == 1:
-        space, best = with_units_as_one(space, best)
-    plan = to_plan(space, best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
+    optimizer = optimizer_name(request.optimizer_type)
+    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
     unknown = unmeasured(space.hardware)
     seconds = [judged.step_s for judged in outcome.judgements]
     low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)
@@ -226,9 +228,10 @@ def simple_plan(
         name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
     }
     trace = pass_trace(trace, request.sizes[-1])
+    # By hand, nothing is chosen that was not asked for.
+    request = replace(request, fetch=request.fetch or "parameters")
     setting = setting_for(trace, hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
-    # By hand, nothing is chosen that was not asked for.
     setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)

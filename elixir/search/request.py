@@ -23,7 +23,7 @@ HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
 Assumption = Literal["scenarios", "nominal"]
 ActivationChoice = Literal["auto", None]
-FetchChoice = Literal["parameters", "units"]
+FetchChoice = Literal["parameters", "units", None]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -98,10 +98,11 @@ class SearchRequest:
     pass_size: int | Literal["auto"] = 1
     """Micro-batches that go through each layer before the next layer's weights are fetched, with
     `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two, or all of them."""
-    fetch: FetchChoice = "parameters"
+    fetch: FetchChoice = None
     """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
-    as one where the plan then moves no more bytes, needs no more memory and is not slower by more than it saves: the
-    runtime intercepts a layer once and not each of its weights (`elixir.search.propose.units_as_one`)."""
+    as one, since the runtime intercepts a layer once and not each of its weights, where the plan then moves no more
+    bytes, needs no more memory and is slower by no more than that saves (`elixir.search.propose.units_as_one`). None:
+    a search does so where it makes no scenario slower at all, a plan by hand nowhere."""
     activations: ActivationChoice = None
     """``auto``: the search chooses for each unit which results of its forward are kept for backward, and which are made
     again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, not its trace.
