@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.access import swapping
 from elixir.chunk.arena import Arena
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
 from elixir.chunk.gradients.transport import Transport
@@ -28,6 +29,7 @@ from tests.common.in_files import frozen_model, plan_in_files, save_frozen
 from tests.common.parity import MODES, Case, case, hf_loss, make_plan, mixed
 from tests.cuda_emulator import install
 from tests.cuda_emulator.races import HostAccesses, Races, watching
+from tests.unit.wrapper import test_swapping
 from tests.unit.wrapper.step.test_overlap import states_on_host
 
 pytestmark = needs_pretended_gpu
@@ -103,6 +105,15 @@ def test_models(name: str, checkpoint: str, mode: str, monkeypatch: pytest.Monke
     it = on_cuda(name, checkpoint)
     with watching(monkeypatch) as races:
         train(it, plan_of(it, mode), steps=2)
+    assert not races.found
+
+
+@pytest.mark.parametrize(("swapped", "mode"), [("inputs", "mixed"), ("all that is saved", "streamed")])
+def test_activations_that_move(swapped: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
+    plan = test_swapping.plan_of(test_swapping.traced(case("llama"), swapped), mode)
+    with watching(monkeypatch) as races:
+        train(on_cuda("llama"), plan, batches=2)
     assert not races.found
 
 
