@@ -113,10 +113,13 @@ class Transfer:
     begins: int
     """Index of the access in which the device comes to it."""
     ends: int
-    """Index of the access that does not go on before it is over; `begins` if compute stands still meanwhile, as it does
-    for copies that the step makes itself."""
+    """Index of the access in which compute waits until it is over: at once for copies that the step makes itself."""
     planned: bool = False
     """Whether the plan makes it (`UnitActivations.swap`), not the step itself."""
+    begins_after: int = 0
+    """Number of operators of the access `begins` that come before it."""
+    ends_after: int = 0
+    """Number of operators of the access `ends` that come before the wait."""
 
 
 Form = Literal["compiled", "checkpointed", "plain"]

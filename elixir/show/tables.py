@@ -38,8 +38,9 @@ def trace_record(trace: StepTrace) -> Record:
         **_fields(
             trace,
             "param_bytes grad_bytes optimizer_bytes buffer_bytes input_bytes workspace_bytes activation_peak_bytes "
-            "backward_peak_bytes step_peak_bytes planned_peak_bytes host_peak_bytes peak_module peak_operator",
+            "backward_peak_bytes step_peak_bytes planned_peak_bytes peak_module peak_operator",
         ),
+        "moved_to_host_bytes": trace.host_peak_bytes,
         "accesses": len(trace.accesses),
         **_fields(trace, "operators flops"),
         "checkpointed_modules": len(trace.checkpointed_modules),

@@ -191,16 +191,16 @@ class TracedMove:
         self._here: torch.Tensor | None = None
         self._comes = False
         ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module(order.phase()))
-        self._begins = order.next_use
+        self._begun = order.moment
 
     def arrived(self) -> None:
         """Compute waits until it is on the host."""
-        self._order.planned_transfer("device_to_host", self._host.nbytes, self._begins)
+        self._order.transfer("device_to_host", self._host.nbytes, self._begun, planned=True)
 
     def fetch(self) -> None:
         """It begins to come back, unless it is on the device."""
         if self._here is None:
-            self._begins = self._order.next_use
+            self._begun = self._order.moment
             self._here = self._made(self._host)
             self._ledger.add(self._here, "activations", self._order.module(self._order.phase()), _COPY)
             self._comes = True
@@ -210,7 +210,7 @@ class TracedMove:
         self.fetch()
         if self._comes:
             self._comes = False
-            self._order.planned_transfer("host_to_device", self._host.nbytes, self._begins)
+            self._order.transfer("host_to_device", self._host.nbytes, self._begun, planned=True)
         return cast(torch.Tensor, self._here)
 
     def forget(self) -> None:

@@ -99,12 +99,10 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
 
 def _transfers(order: UseOrder, positions: list[int]) -> tuple[Transfer, ...]:
     """Copies over the link, by accesses; without those in calls that are no part of the order."""
-    last = len(order.uses) - 1
     numbers = {position: number for number, position in enumerate(positions)}
-    found = [replace(each, begins=min(each.begins, last), ends=min(each.ends, last)) for each in order.transfers]
     return tuple(
         replace(each, begins=numbers[each.begins], ends=numbers[each.ends])
-        for each in found
+        for each in order.transfers
         if each.begins in numbers and each.ends in numbers
     )
 

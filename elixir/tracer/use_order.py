@@ -330,20 +330,19 @@ class UseOrder:
         if self.uses and not self._finished:
             self.uses[-1].operations.append(operation)
 
-    def transfer(self, direction: Direction, nbytes: int) -> None:
-        """The step has copied activations over the link, for which compute stands still."""
-        if self.uses and not self._finished:
-            self.transfers.append(Transfer(direction, nbytes, len(self.uses) - 1, len(self.uses) - 1))
-
     @property
-    def next_use(self) -> int:
-        """Position of the use that comes next."""
-        return len(self.uses)
+    def moment(self) -> tuple[int, int]:
+        """Position of the last use, and how many operators have run since."""
+        last = len(self.uses) - 1
+        return (last, len(self.uses[last].operations)) if self.uses else (0, 0)
 
-    def planned_transfer(self, direction: Direction, nbytes: int, begins: int) -> None:
-        """Compute waits, before its next use, for a copy of the plan that has begun at a position."""
-        if not self._finished:
-            self.transfers.append(Transfer(direction, nbytes, begins, len(self.uses), planned=True))
+    def transfer(
+        self, direction: Direction, nbytes: int, begun: tuple[int, int] | None = None, *, planned: bool = False
+    ) -> None:
+        """Compute waits for a copy over the link that has begun at a moment; now if the step makes it itself."""
+        if self.uses and not self._finished:
+            (begins, after), (ends, ends_after) = begun or self.moment, self.moment
+            self.transfers.append(Transfer(direction, nbytes, begins, ends, planned, after, ends_after))
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""

@@ -85,7 +85,14 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
         input_bytes=size * trace.input_bytes,
         pass_size=size,
         transfers=tuple(
-            replace(each, nbytes=size * each.nbytes, begins=stage_of[each.begins], ends=stage_of[each.ends])
+            replace(
+                each,
+                nbytes=size * each.nbytes,
+                begins=stage_of[each.begins],
+                ends=stage_of[each.ends],
+                begins_after=0,
+                ends_after=0,
+            )
             for each in trace.transfers
         ),
         host_peak_bytes=size * trace.host_peak_bytes,

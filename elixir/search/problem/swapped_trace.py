@@ -90,7 +90,7 @@ def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
         gone = (forward[after] if each.swap == WHOLE else forward[each.unit]).last + 1
         change[gone] += each.swap_bytes
         change[backward[after].first] -= each.swap_bytes
-        transfers += _transfers(each, step, gone, forward, backward, after)
+        transfers += _transfers(trace, each, step, gone - 1, forward, backward)
     freed = np.cumsum(change[:count]).tolist()
     accesses = tuple(
         replace(access, live_bytes=access.live_bytes - less, kept_bytes=access.kept_bytes - less) if less else access
@@ -105,17 +105,24 @@ def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
 
 
 def _transfers(
+    trace: StepTrace,
     each: UnitActivations,
     step: SwappableStep,
     gone: int,
     forward: Mapping[str, UnitRun],
     backward: Mapping[str, UnitRun],
-    after: str,
 ) -> list[Transfer]:
+    """The copies of a unit, whose device memory is free after the access `gone`."""
+    after = step.following[each.unit]
+
+    def end_of(access: int) -> int:
+        return len(trace.accesses[access].operations)
+
     first = forward[each.unit].first
     found = [
-        Transfer("device_to_host", nbytes, min(first + access, gone), gone, planned=True)
+        Transfer("device_to_host", nbytes, at, gone, True, end_of(at) if access else 0, end_of(gone))
         for access, nbytes in sorted(step.pieces(each).items())
+        for at in [min(first + access, gone)]
     ]
     begins, ends = backward[after].first, backward[each.unit].first
     return [*found, Transfer("host_to_device", each.swap_bytes, begins, ends, planned=True)]

@@ -67,9 +67,9 @@ class WorkTimes:
         self._index_gradients()
         self.transfers = work.facts.trace.transfers
         """Copies of activations to the host and back."""
-        ends = [(each.begins, MOVE, at) for at, each in enumerate(self.transfers)]
-        ends += [(each.ends, MOVED, at) for at, each in enumerate(self.transfers)]
-        self._transfer_events: Ints = np.array(sorted(ends, key=_by_access), dtype=np.int64).reshape(-1, 3)
+        ends = [(each.begins, each.begins_after, at, MOVE) for at, each in enumerate(self.transfers)]
+        ends += [(each.ends, each.ends_after, at, MOVED) for at, each in enumerate(self.transfers)]
+        self._transfer_events: Ints = np.array(sorted(ends), dtype=np.int64).reshape(-1, 4)
         self.measure(rates, accesses_s)
 
     def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
@@ -121,6 +121,20 @@ class WorkTimes:
             if chunk.matrices:
                 self._measure_matrices(rates, c, chunk.matrices)
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
+        self._transfer_at_s = self._moments_s(rates, accesses_s)
+
+    def _moments_s(self, rates: Rates, accesses_s: Floats) -> Floats:
+        """Seconds of the trace's own compute before each of `_transfer_events`: a share of its access."""
+        if not self.transfers:
+            return np.zeros(0)
+        trace = self.work.facts.trace
+        each_s = rates.operations_s(trace)
+        shares = []
+        for access, after in self._transfer_events[:, :2].tolist():
+            seconds = np.cumsum(each_s[list(trace.accesses[access].operations)])
+            shares.append(seconds[after - 1] / seconds[-1] if 0 < after <= len(seconds) and seconds[-1] else 0.0)
+        accesses = self._transfer_events[:, 0]
+        return np.asarray(self._before_s[accesses] + np.array(shares) * accesses_s[accesses])
 
     def _measure_matrices(self, rates: Rates, c: int, matrices: Sequence[tuple[int, int]]) -> None:
         """Takes the seconds of a chunk that is stepped as whole matrices: with states on the host each passes through
@@ -270,7 +284,7 @@ class WorkTimes:
         backward_access = self._access_of[self.work.first_backward]
         parts.append(_rows(self._key(np.atleast_1d(backward_access), _AT["backward"]), BACKWARD, [0]))
         if self.transfers:
-            access, kind, number = self._transfer_events.T
+            access, _, number, kind = self._transfer_events.T
             parts.append((self._key(access, _AT["transfer"]), kind, number))
         if record:
             numbers = np.arange(len(self.entry_chunks))
@@ -280,6 +294,7 @@ class WorkTimes:
         access, place = np.divmod(keys[order] // self._behind, _PLACES)
         # A gradient comes at the end of its access, everything else before.
         compute_s = self._before_s[np.minimum(access + (place == _AT["gradient"]), end)]
+        compute_s[place == _AT["transfer"]] = self._transfer_at_s
         return Events(
             kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
         )
@@ -371,12 +386,6 @@ class WorkTimes:
         walks = np.searchsorted(np.array(positions, dtype=np.int64), np.arange(len(required)))
         found = self._walks[schedule.policy] = np.append(np.array(entries, dtype=np.int64), len(required))[walks]
         return found
-
-
-def _by_access(event: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Sorts ends of transfers: by access, and there one after the other."""
-    access, kind, number = event
-    return access, number, kind
 
 
 def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
