@@ -132,7 +132,7 @@ def work(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def checked_bytes(module: Any, report: Any) -> int:
-    """The pages of its own that wrapping expects this process to have: with copies for a checkpoint, whether or not one
+    """The private pages that wrapping expects this process to have: with copies for a checkpoint, whether or not one
     was saved."""
     from elixir.wrapper.engine import engine_of
 

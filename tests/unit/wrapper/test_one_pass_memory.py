@@ -1,4 +1,4 @@
-"""What micro-batches that wait for their turn keep on the device, as planned and as it is."""
+"""Micro-batches that wait for their turn: the memory that they keep on the device, as planned and as it is."""
 
 from __future__ import annotations
 
