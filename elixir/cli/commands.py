@@ -79,7 +79,9 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.host_memory is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
     if trace is None:
-        resolve_budgets(hardware, from_flags.asked(args, _optimizer(args, trace)))  # refuses before a trace is made
+        asked = from_flags.asked(args, _optimizer(args, trace))
+        resolve_budgets(hardware, asked)  # refuses before a trace is made
+        asked.divisions(1)  # likewise
         if not args.search_batch:
             # One over whole matrices is planned, not traced; a plan counts states by itself.
             whole = matrix_family(optimizer_name(_optimizer(args, None))) is not None

@@ -163,7 +163,6 @@ class SearchRequest:
                 )
         if self.replicas != "auto":
             check_count("replicas", self.replicas)
-            check_replicas(self.replicas, self.world_size)
 
     def _check_kept(self) -> None:
         if self.chunks_of is None:
@@ -189,8 +188,13 @@ class SearchRequest:
         return replace(self, replicas=replicas) if self.replicas == "auto" else self
 
     def divisions(self, ranks_per_host: int) -> tuple[int, ...]:
-        """The numbers of replicas to try, the smallest first."""
+        """The numbers of replicas to try, the smallest first.
+
+        Raises:
+            InputError: the ranks cannot form the replicas that are asked for.
+        """
         if self.replicas != "auto":
+            check_replicas(self.replicas, self.world_size)
             return (self.replicas,)
         if self.chunks_of is not None:
             return (plan_of(self.chunks_of).replicas,)

@@ -7,12 +7,15 @@ from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 import elixir
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.plan.replicas import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
+from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
+from elixir.search.whatif.sweep import sweep
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
 from tests.common.synthetic_trace import stack_trace
 
@@ -32,7 +35,6 @@ from tests.common.synthetic_trace import stack_trace
         ({"disk_memory": -1}, InputError, "-1"),
         ({"device_memory": "1GiB", "device_reserve": 0}, InputError, "taken as given"),
         ({"clipping": "yes"}, InputTypeError, "clipping must be"),
-        ({"replicas": 2}, InputError, "a divisor of 1 from 1 to 1"),
         ({"replicas": 0}, InputError, "replicas must be 1 or larger"),
     ],
 )
@@ -57,6 +59,14 @@ def test_auto_takes_the_fastest_number_of_replicas() -> None:
     answer = plan_from_trace(trace, machines, 4, replicas="auto", **plenty)
     assert answer.plan == plans[2]
     assert answer.question.request.replicas == 2
+
+
+def test_ranks_that_cannot_form_replicas_are_refused_before_a_trace() -> None:
+    with pytest.raises(InputError, match="a divisor of 2 from 1 to 1"):
+        optimal_search(torch.nn.Linear(2, 2), 2, hardware=HARDWARE, replicas=2, inp={}, step_fn=pytest.fail)
+    options = {"step": StepQuestion(seq=16, dtype="bf16"), "device_memory": "8GiB", "assume": "nominal"}
+    rows = sweep(["opt-125m"], ["h100"], [1, 4], replicas=2, **options)
+    assert [row.fits for row in rows] == [False, True]
 
 
 def test_fewer_replicas_are_a_way_to_fit() -> None:
