@@ -107,7 +107,7 @@ def _fetched_bytes(trace: StepTrace, position: int) -> int:
     """Bytes that the plan has begun to bring back from the host for `position` or later. Micro-batches that wait for
     their turn have theirs brought back one micro-batch ahead."""
     back = (each for each in trace.transfers if each.planned and each.direction == "host_to_device")
-    return sum(each.nbytes for each in back if each.begins < position <= each.ends)
+    return sum(each.nbytes for each in back if each.begins < position <= each.ends + 1)
 
 
 def _stages(trace: StepTrace, layers: tuple[str, ...]) -> list[_Stage]:
