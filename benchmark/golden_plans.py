@@ -46,7 +46,6 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lora": lambda rank: {} if rank is None else {"lora": rank},
     "quantised": lambda form: {} if form is None else {"quantised": form},
     "moved_to_host_bytes": lambda amount: {"moved_to_host_bytes": amount} if amount else {},
-    "activations": lambda units: {"activations": units} if units else {},
     "kept_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
     "activations": lambda units: {} if units == [] else {"activations": units},

@@ -5,7 +5,8 @@
 The runtime's CPU backend with emulated links. The layers sleep in place of computing, in forward and in backward, so
 that a busy machine measures nearly the same. Two sorts of swapping (the input of layers that run again; all that layers
 save), with weights on the device and streamed, at three link speeds: a layer's activations take 0.4, 0.9 and 1.6 of the
-seconds of its forward. A measured step is a median. Appends to ``results/swapped_steps.csv``; fails if the mean of the
+seconds of its forward. Compute is scaled by steps of the
+same plan without a link. A measured step is a median. Appends to ``results/swapped_steps.csv``; fails if the mean of the
 absolute errors is above 5 %.
 """
 
@@ -26,7 +27,7 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions
 from benchmark.emulated_runs import judge_errors, make_space, planned, with_error
-from elixir.chunk.lanes import Emulation
+from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.placement import Placement
@@ -35,7 +36,7 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import INPUT, SAVED, Result, StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.run_options import Debug
+from elixir.wrapper.engine import engine_of
 
 LAYERS, WIDTH, ROWS = 8, 64, 4096
 LAYER_S = 0.25
@@ -124,41 +125,40 @@ def traced(sort: str, inp: dict[str, Any], hardware: HardwareProfile) -> StepTra
     return trace_step(Model(), inp, step, hardware=hardware, optimizer=None, activations=tuple(own))
 
 
-def case(sort: str, homes: str, share: float, rounds: int) -> Row:
-    """One case: what was measured and what was simulated."""
+def cases(sort: str, homes: str, rounds: int) -> list[Row]:
+    """The cases of one plan, which take turns with a run without a link, by which compute is scaled."""
     torch.manual_seed(0)
     hardware, inp = machine(), {"x": torch.randn(ROWS, WIDTH)}
     trace = traced(sort, inp, hardware)
     moved = trace.step.swap_bytes / (LAYERS - 1)
-    speed = moved / (share * LAYER_S)
-    link = with_link_speed(hardware, speed)
-    space = make_space(trace, link)
+    speeds = [moved / (share * LAYER_S) for share in SHARES]
+    space = make_space(trace, hardware)
     capacity = space.table.total_bytes // LAYERS
     plan = planned(space, Placement.everywhere(HOMES[homes], len(space.model(capacity).work.chunks)), capacity)
-    model = ElixirModule(Model(), plan, device="cpu", debug=Debug(emulation=Emulation(bytes_per_s=speed)))
+    model = ElixirModule(Model(), plan, device="cpu")
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    seconds = []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        optimizer.backward(model(**inp))
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - started)
+    seconds: dict[float | None, list[float]] = {speed: [] for speed in (None, *speeds)}
+    for number in range(rounds + 1):
+        for speed, steps in seconds.items():
+            for lane in engine_of(model).lanes.all():
+                if isinstance(lane, ThreadLane):
+                    lane._emulation = Emulation(speed)
+            started = time.perf_counter()
+            optimizer.backward(model(**inp))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number:
+                steps.append(time.perf_counter() - started)
     model.close()
-    seconds = sorted(seconds[1:])
-    return with_error(
-        {
-            "activations": sort,
-            "weights": homes,
-            "transfers_over_forward": share,
-            "link_bytes_per_s": round(speed),
-            "measured_s": statistics.median(seconds),
-            "p20_s": seconds[0],
-            "p80_s": seconds[-1],
-            "n": rounds,
-            "simulated_s": simulate_step(plan, trace, link).step_s,
-        }
-    )
+    scale = statistics.median(seconds[None]) / simulate_step(plan, trace, hardware).step_s
+    found = []
+    for share, speed in zip(SHARES, speeds, strict=True):
+        steps = sorted(seconds[speed])
+        simulated = simulate_step(plan, trace, with_link_speed(hardware, speed), compute_scale=scale)
+        row = {"activations": sort, "weights": homes, "transfers_over_forward": share, "link_bytes_per_s": round(speed)}
+        row |= {"compute_scale": round(scale, 4), "n": rounds, "simulated_s": simulated.step_s}
+        found.append(with_error(row | {"measured_s": statistics.median(steps), "p20_s": steps[0], "p80_s": steps[-1]}))
+    return found
 
 
 def main() -> int:
@@ -168,12 +168,7 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [
-        {**conditions(), **case(sort, homes, share, args.rounds)}
-        for sort in SORTS
-        for homes in HOMES
-        for share in SHARES
-    ]
+    rows = [{**conditions(), **row} for sort in SORTS for homes in HOMES for row in cases(sort, homes, args.rounds)]
     missed = judge_errors(
         "Simulated and measured steps", ("activations", "weights", "transfers_over_forward"), rows, MEAN_BAR, WORST_BAR
     )
