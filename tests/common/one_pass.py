@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.models.layer_units import repeated_layers
 from elixir.plan.plan import Plan
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
@@ -71,7 +72,7 @@ def plan_for(
 ) -> Plan:
     """A plan by hand, all of it on the host or on the device, for passes of all micro-batches unless said otherwise.
 
-    With `on_host`, what each layer is called with waits on the host.
+    With `on_host`, what each repeated layer is called with waits on the host.
     """
     profile = profile_for("cpu")
 
@@ -80,7 +81,8 @@ def plan_for(
 
     trace = traced()
     if on_host:
-        trace = traced(*(UnitActivations(name, (), (Result(INPUT, 0),)) for name in trace.step.checkpointed))
+        able = set(repeated_layers(model).values()) & set(trace.step.checkpointed)
+        trace = traced(*(UnitActivations(name, (), (Result(INPUT, 0),)) for name in sorted(able)))
     size = accumulation if pass_size is None else pass_size
     options = {"world_size": 1, "host_memory": "64GiB"} | options
     request = SearchRequest(accumulation=accumulation, pass_size=size, **options)
