@@ -200,7 +200,7 @@ def _shrunk(default: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def _batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
+def new_batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
     config = model.config
     ids = torch.randint(5, VOCABULARY - 5, (BATCH, LENGTH))
     if task == "image":
@@ -234,7 +234,7 @@ def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.T
             model = cls(config).train().float()
             if adapter:
                 model = _adapted(model, kind, adapter)
-            inp = _batch(model, task)
+            inp = new_batch(model, task)
             if not torch.isfinite(model(**inp).loss):
                 raise ValueError("the loss is not finite")
             return model, inp
