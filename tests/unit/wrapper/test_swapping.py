@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.access import swapping
+from elixir.chunk.lanes import Emulation
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.planner import simple_plan
@@ -91,7 +92,8 @@ def check(name: str, own: str, swapped: str, mode: str) -> None:
     assert sum(each.nbytes for each in trace.transfers if each.direction == "device_to_host") == moved
     assert sum(each.nbytes for each in trace.transfers if each.direction == "host_to_device") == moved
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    debug = Debug(poison=True, emulation=Emulation(bytes_per_s=1e9, delay_s=0.002))
+    model = ElixirModule(it.model, plan, device="cpu", debug=debug)
     assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
     state = model.state_dict()
     assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
