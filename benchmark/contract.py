@@ -223,7 +223,7 @@ def _phase(case: Case, model: Any, optimizer: Any, state: Any, batch: Any, folde
         model.eval()
         model.generate(batch["input_ids"][:, :8], max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
         model.train()
-    elif case.phase == "export":
+    elif case.phase == "export" and os.environ["RANK"] == "0":
         elixir.export_hf(folder / "saved", folder / "exported")
     elif case.phase == "resume":
         elixir.load_checkpoint(folder / "saved", state)

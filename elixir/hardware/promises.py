@@ -13,6 +13,11 @@ from typing import Protocol
 from elixir.errors import InputError, readable_bytes
 from elixir.units import format_bytes
 
+UNSTEADY_SHARE = 0.01
+"""Share of a need by which the size that suffices is larger: free memory differs when it is read again.
+
+Source: measured; a size without it was refused by some MiB in the next run."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -104,7 +109,7 @@ def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str) -> 
         wanted.append(("device", needed.device_bytes, free.device_bytes - others.device_bytes))
     for memory, bytes_needed, available in wanted:
         if bytes_needed > max(available, 0):
-            missing = bytes_needed - max(available, 0)
+            missing = bytes_needed - max(available, 0) + int(UNSTEADY_SHARE * bytes_needed)
             left = f"are free and not promised ({others})" if others.plans else "are free"
             raise InputError(
                 f"the plan of {name} takes {readable_bytes(bytes_needed, up=True)} more of {memory} memory, but only "
