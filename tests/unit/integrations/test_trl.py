@@ -96,7 +96,7 @@ def quantised(library: str, folder: Path) -> Any:
     return kind.from_pretrained(folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("library", ["nf4", "torchao"])
+@pytest.mark.parametrize("library", ["nf4", pytest.param("torchao", marks=pytest.mark.slow)])
 def test_sft_over_quantised_weights_logs_what_it_does_alone(library: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

@@ -81,7 +81,9 @@ def test_bytes_are_those_of_the_tensors(form: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("form", ["nf4", "nf4 double", *TORCHAO])
+@pytest.mark.parametrize(
+    "form", ["nf4", "nf4 double", "torchao int8", pytest.param(TORCHAO[1], marks=pytest.mark.slow)]
+)
 def test_the_peak_is_that_of_a_real_step(form: str, checkpoint: str) -> None:
     it = quantised_case(form, checkpoint)
     trace = traced(it)
@@ -299,7 +301,7 @@ def test_optimizers_of_bitsandbytes_in_8_bits_are_refused_with_a_way_out(name: s
         elixir.wrap(it.model, optimizer, inp=it.inp, hardware="cpu")
 
 
-@pytest.mark.parametrize("form", ["nf4 double", "torchao int8, embedding too"])
+@pytest.mark.parametrize("form", [pytest.param("nf4 double", marks=pytest.mark.slow), TORCHAO[1]])
 def test_generation_under_a_plan_for_training_has_the_same_tokens(form: str) -> None:
     it = quantised_case(form)
     ids = it.inp["input_ids"][:, :8]
