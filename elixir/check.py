@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.access.compiled_units import uncompiled
+from elixir.access.whole import held, holds_others
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
 from elixir.kernels.muon import matrix_rule
@@ -341,6 +342,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if not isinstance(other, torch.Tensor) or one.shape != other.shape:
         return False
+    if holds_others(one):
+        return type(one) is type(other) and all(_same(each, getattr(other, name)) for name, each in held(one))
     if not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one.float(), other.float(), rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True)

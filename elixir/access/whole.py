@@ -40,6 +40,10 @@ class Whole(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.elixir_call(cls.elixir_kind, func, types, args, kwargs or {})
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Shows no values, which may be elsewhere."""
+        return f"{self.elixir_kind.__name__} of shape {list(self.shape)} and {self.dtype}, which a plan has taken apart"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return cls.elixir_kind.__torch_dispatch__(func, types, args, kwargs or {})

@@ -215,3 +215,15 @@ def test_the_optimizer_may_have_all_parameters(tmp_path: Any) -> None:
         two.plain_optimizer.load_state_dict(one.plain_optimizer.state_dict())
         two.train(2)
         two.assert_same_weights()
+
+
+def test_wrap_may_check_first_what_a_smaller_machine_refuses() -> None:
+    it = scaled_case()
+    optimizer = torch.optim.AdamW(it.model.parameters())
+    small = {"hardware": "cpu", "device_memory": "1MiB", "host_memory": "64MiB", "placement": "cpu"}
+    module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, step_fn=step, strict=True, **small)
+    weight = module.module[0].weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype) == ((12, 12), torch.float32)
+    assert repr(weight) == "ScaledTensor of shape [12, 12] and torch.float32, which a plan has taken apart"
+    module.close()
