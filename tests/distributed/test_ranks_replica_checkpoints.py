@@ -53,13 +53,17 @@ def _load(rank: int, world_size: int, folder: str, replicas: int, machines: int)
         assert wrong(other, Path(folder, "again")) == []
 
 
-@pytest.mark.parametrize("home", ["mixed", pytest.param("device", marks=pytest.mark.slow)])
-def test_two_replicas_save_and_any_ranks_load(tmp_path: Path, home: str) -> None:
+@pytest.mark.parametrize(
+    ("home", "others"),
+    [("mixed", ((4, 1), (1, 1))), pytest.param("device", ((4, 2), (4, 1), (1, 1)), marks=pytest.mark.slow)],
+)
+def test_two_replicas_save_and_any_ranks_load(tmp_path: Path, home: str, others: tuple[tuple[int, int], ...]) -> None:
     run_ranks(4, _save, str(tmp_path), home, 1)
-    for ranks, replicas in ((4, 2), (4, 1), (1, 1)):
+    for ranks, replicas in others:
         run_ranks(ranks, _load, str(tmp_path), replicas, 1)
 
 
+@pytest.mark.slow
 def test_machines_with_disks_of_their_own_each_have_all_shards(tmp_path: Path) -> None:
     run_ranks(4, _save, str(tmp_path), "host", 2)
     run_ranks(4, _load, str(tmp_path), 2, 2)
@@ -74,6 +78,7 @@ def _goes_on(rank: int, world_size: int, folder: str, until: int) -> list[float]
         return losses
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run_ranks(4, _goes_on, str(whole), 4)
