@@ -79,7 +79,8 @@ def test_the_network_is_measured(tmp_path: Path) -> None:
     profile = HardwareProfile.from_dict(json.loads(out.read_text()))
     assert (profile.devices_per_host, profile.ranks_per_host(4)) == (2, 2)
     assert profile.network_bytes_per_s == pytest.approx(RATE_BITS_PER_S / 8, rel=0.25)
-    assert {"all_gather.2", "reduce_scatter.2", "all_gather.4", "reduce_scatter.4"} <= set(profile.fits)
+    for key in ("all_gather.2", "reduce_scatter.2", "all_gather.4", "reduce_scatter.4"):
+        assert key in profile.fits or key in found[0][1], found[0][1]  # a busy machine's fits are left out, by name
 
 
 MAKER = """
