@@ -45,7 +45,6 @@ _EVERY = [
 _SAMPLE = [
     ("llama", "none", "products", "streamed"),
     ("opt", "reentrant", "attention", "mixed"),
-    ("gpt2", "non-reentrant", "everything", "streamed"),
     ("stack", "none", "products", "streamed"),
 ]
 
