@@ -53,7 +53,7 @@ _SAMPLE = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 16)
 
 
 def step_of(it: Case) -> Any:
