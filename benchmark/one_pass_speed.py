@@ -198,7 +198,7 @@ def work(rounds: int) -> list[dict[str, Any]]:
 
 
 def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
-    """What is worse than its bar, in words."""
+    """The figures that are worse than their bars, in words."""
     missed = []
     for row in rows:
         where = f"{row['micro_batches']} micro-batches, link {row['link_over_compute']} times compute"
