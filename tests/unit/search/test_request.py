@@ -108,7 +108,16 @@ def test_users_see_all_options_of_all_functions() -> None:
         (minimum_waste_search, {"search", "accumulation"}),
         (
             simple_search,
-            {"search", "accumulation", "pass_size", "chunks_of", "disk_memory", "device_reserve", "host_reserve"},
+            {
+                "search",
+                "accumulation",
+                "pass_size",
+                "chunks_of",
+                "disk_memory",
+                "reserve",
+                "device_reserve",
+                "host_reserve",
+            },
         ),
         (elixir.wrap, {"world_size", "optimizer_type", "matrices"}),
     ):
