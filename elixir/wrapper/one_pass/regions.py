@@ -146,15 +146,16 @@ class Trail:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            slot, variable = getattr(node, "slot", None), getattr(node, "variable", None)
-            if variable is not None:
-                slot = Slot.of(variable)
+            variable = getattr(node, "variable", None)
+            slot = getattr(node, "slot", None) if variable is None else Slot.of(variable)
             if isinstance(slot, Slot):
                 newest_leaf = max(newest_leaf, slot.glue)
-            if variable is not None or isinstance(slot, Slot):
+            if variable is not None:
                 continue
             while oldest and node._sequence_nr() < self._marks[oldest]:
                 oldest -= 1
+            if isinstance(slot, Slot):
+                continue
             todo += [following for following, _ in node.next_functions]
         if newest_leaf > oldest:
             raise InputError(
