@@ -78,7 +78,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.optimizer.load_state_dict(state_dict)
 
 
-def _is_ready(optimizer: torch.optim.Optimizer) -> bool:
+def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is wrapped, or prepared."""
     several = as_several(optimizer)
     return isinstance(several[0] if isinstance(several, list) else several, (ElixirOptimizer, AcceleratedOptimizer))
@@ -217,7 +217,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepares as Accelerator does; plans and wraps a model with optimizers first."""
-        if any(isinstance(each, torch.optim.Optimizer) and not _is_ready(each) for each in args):
+        if any(isinstance(each, torch.optim.Optimizer) and not _is_prepared(each) for each in args):
             model, optimizers, inp = self._elixir_found(args)
             several = as_several(optimizers)
             plain = [model, *(several if isinstance(several, list) else [several])]
@@ -240,7 +240,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepares as Accelerator does; see `PreparedOptimizer`."""
-        if not _is_ready(optimizer) or isinstance(optimizer, AcceleratedOptimizer):
+        if not _is_prepared(optimizer) or isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = PreparedOptimizer(optimizer)
         self._elixir_prepared.append(prepared)
