@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -66,6 +67,10 @@ def hooks_over(
 
     keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
     claims = listener.pack
+    # A checkpoint has to get the same tensors again as in forward, and a weight that its function was given may come
+    # back as one that announces nothing. PyTorch wraps its functions for the compiler.
+    code = None if outer is None else getattr(inspect.unwrap(outer[0]), "__code__", None)
+    keeps = outer is not None and getattr(code, "co_filename", None) != _CHECKPOINT_FILE
 
     def pack(tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor:  # has no functions of ours, and the context below takes longer than the rest
@@ -75,7 +80,7 @@ def hooks_over(
                 handle = _handle(tensor, listener)
         if handle is not None:
             return handle if outer is None else _Claimed(handle)
-        return keep(tensor) if outer is None or not listener.stays(tensor) else _Kept(tensor)
+        return _Kept(tensor) if keeps and listener.stays(tensor) else keep(tensor)
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Kept:
