@@ -403,7 +403,8 @@ class WeightUses:
     @cached_property
     def _resident(self) -> frozenset[int]:
         """Numbers of the storages of resident weights."""
-        return frozenset(storage_of(each) for each, (chunk, _) in self._places.items() if chunk.plan.resident)
+        with DisableTorchFunctionSubclass():  # this asks for their places, not their values
+            return frozenset(storage_of(each) for each, (chunk, _) in self._places.items() if chunk.plan.resident)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Fetches a saved weight for the running node."""
