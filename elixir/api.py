@@ -421,8 +421,6 @@ class _Replanning:
         self._module, self._optimizer, self._trace, self._hardware = module, optimizer, trace, hardware
         self._seen: StepReport | None = None
         self._reports: list[StepReport] = []
-        self._batches: list[int] = []  # forwards of each step
-        self._forwards = 0  # since the last step
         self._cuda = module.device.type == "cuda"
 
     def __call__(self) -> None:
@@ -434,11 +432,8 @@ class _Replanning:
         if report is not None and report is not self._seen and report.span is not None:
             self._seen = report
             self._reports.append(report)
-            self._batches.append(self._forwards)
-            self._forwards = 0
             if self._cuda and len(self._reports) == WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats(module.device)
-        self._forwards += 1
         if len(self._reports) < WARM_UP_STEPS + MEASURED_STEPS:
             return
         if len(self._reports) > WARM_UP_STEPS + MEASURED_STEPS + MOST_REFUSALS:
@@ -499,7 +494,7 @@ class _Replanning:
             offloaded_bytes=sum(r.observed["device_to_host"] for r in reports) / count,
             device_peak_bytes=device_peak,
             host_peak_bytes=last.observed["host_peak"],
-            batches=statistics.median_low(self._batches[WARM_UP_STEPS:]),
+            batches=statistics.median_low(report.micro_batches for report in reports) or None,
             early=_early_shares(reports, self._optimizer.max_norm),
         )
 

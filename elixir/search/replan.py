@@ -64,7 +64,7 @@ class Observation:
     host_peak_bytes: int
     """Host bytes of this rank."""
     batches: int | None = None
-    """Forwards per step; None: as many as the plan is for."""
+    """Backwards per step, those of a pass together; None: as many as the plan is for."""
     early: EarlyShares = field(default_factory=EarlyShares)
 
 

@@ -95,7 +95,7 @@ class Engine:
         self.loss_scale = LossScale(False, 1.0, 1)
         """The loss scale of all optimizers; the last one that is created sets it."""
         self.before_forward: Callable[[], None] | None = None
-        """Called when a forward begins."""
+        """Called when a forward begins, or a pass of several micro-batches."""
         self.renew_shared: Callable[[], None] = lambda: None
         """Called when weights have changed: updates tensors that share memory with them."""
         self.stepped: Callable[[bool], None] = lambda skipped: None

@@ -226,9 +226,9 @@ class ElixirModule(nn.Module):
                 )
             engine.forget_failed_backward()
             engine.errors.report(Call.RUN)
-            if engine.before_forward is not None:
-                engine.before_forward()
             if not engine.phase.takes_turns:  # `OnePass` has asked, and replaces calls of layers as a compiler does
+                if engine.before_forward is not None:
+                    engine.before_forward()
                 follow_compiled(engine)
             begins = self._account.forward(args, kwargs, part)
             engine.renew_shared()

@@ -268,6 +268,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputError("several models under one plan cannot share a pass yet; plan with pass_size=1")
         results: list[Any] = []
         for first in range(0, len(given), size):
+            if self._engine.before_forward is not None:  # which may move chunks, as no pass that has begun could bear
+                self._engine.before_forward()
             results += OnePass(self._engine).run(partial(step_fn, self.module), given[first : first + size])
         return results
 
