@@ -17,6 +17,13 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any] | None:
     return vars(module).get(FUNCTION)
 
 
+def unentered_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The `checkpoint_function` of a module without the entry that an `OwnCheckpoint` put around it."""
+    function = checkpoint_function(module)
+    entry = getattr(function, "__self__", None)
+    return entry.original if isinstance(entry, OwnCheckpoint) else function
+
+
 class OwnCheckpoint:
     """Enters a module inside of the checkpoint that it puts around its own forward, until `remove`.
 
@@ -35,20 +42,20 @@ class OwnCheckpoint:
         leave: Callable[[nn.Module, Any, Any], Any],
     ) -> None:
         self._module, self._enter, self._leave = module, enter, leave
-        self._original: Any = checkpoint_function(module)
+        self.original: Any = checkpoint_function(module)
         self._entry = self._checkpoint
         vars(module)[FUNCTION] = self._entry
 
     def remove(self) -> None:
         """Gives the module its function back, unless it was given another one."""
         if vars(self._module).get(FUNCTION) is self._entry:
-            vars(self._module)[FUNCTION] = self._original
+            vars(self._module)[FUNCTION] = self.original
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A module may also checkpoint calls of others, whose hooks run.
         if isinstance(function, partial) and function.args and function.args[0] is self._module:
             function = partial(self._run, function)
-        return self._original(function, *args, **kwargs)
+        return self.original(function, *args, **kwargs)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(self._module, args)

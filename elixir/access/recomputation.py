@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elixir.access.compiled_units import is_compiled
-from elixir.access.own_checkpoint import FUNCTION
+from elixir.access.own_checkpoint import FUNCTION, unentered_function
 from elixir.access.swapping import Swapping
 from elixir.errors import InputError
 from elixir.step_trace import Result, UnitActivations
@@ -39,7 +39,8 @@ class Recomputation:
         self, model: nn.Module, activations: Iterable[UnitActivations], swapping: Swapping | None = None
     ) -> None:
         self._swapping = swapping
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._applied: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        """Modules, the attributes that they had, and those that they have now."""
         wanted = {each.unit: each for each in activations}
         for name, module in model.named_modules() if wanted else ():
             if name in wanted:
@@ -54,12 +55,23 @@ class Recomputation:
             self.remove()
             raise InputError(f"the model has no unit {min(wanted)!r}, which the plan has; plan this model anew")
 
+    def renew(self) -> bool:
+        """Runs the units as the plan says again, if somebody has switched their own checkpoints on or off meanwhile."""
+        changed = False
+        for module, had, ours in self._applied:
+            now = {_SWITCH: vars(module).get(_SWITCH), FUNCTION: unentered_function(module)}
+            if any(now[name] != value for name, value in ours.items() if name in now):
+                had.update((name, value) for name, value in now.items() if name in vars(module))
+                vars(module).update(ours)
+                changed = True
+        return changed
+
     def remove(self) -> None:
         """Gives the modules back what they had."""
         if self._swapping is not None:
             self._swapping.remove()
-        while self._before:
-            module, had = self._before.pop()
+        while self._applied:
+            module, had, _ = self._applied.pop()
             for name, value in had.items():
                 if value is _ABSENT:
                     vars(module).pop(name, None)
@@ -68,22 +80,18 @@ class Recomputation:
 
     def _apply(self, module: nn.Module, each: UnitActivations) -> None:
         keep, swapping = each.keep, self._swapping if each.swap else None
-        self._before.append(
-            (module, {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")})
-        )
+        had = {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")}
         switched = hasattr(module, _SWITCH)
-        if switched:
-            vars(module)[_SWITCH] = keep is not None
-        if keep is None:
-            if swapping is not None:
-                vars(module)["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
-            return
-        function = _checkpoint_that_keeps(keep)
-        if swapping is not None:
-            function = functools.partial(_moving, swapping, each.unit, function)
-        vars(module)[FUNCTION] = function
-        if not switched:
-            vars(module)["forward"] = functools.partial(_run, module, module.forward)
+        ours: dict[str, Any] = {_SWITCH: keep is not None} if switched else {}
+        if keep is not None:
+            function = _checkpoint_that_keeps(keep)
+            ours[FUNCTION] = function if swapping is None else functools.partial(_moving, swapping, each.unit, function)
+            if not switched:
+                ours["forward"] = functools.partial(_run, module, module.forward)
+        elif swapping is not None:
+            ours["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
+        vars(module).update(ours)
+        self._applied.append((module, had, ours))
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

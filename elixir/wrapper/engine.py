@@ -125,7 +125,8 @@ class Engine:
         """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
-        self._handles: list[Frozen | Recomputation] = []
+        self._handles: list[Frozen] = []
+        self.recomputation: Recomputation | None = None
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Engine:
         of_model, backward_runs = (self.chunks, self.places, self.gradients), weakly(self.backward_runs)
         self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
         self.swapping = Swapping(self.model, plan.step, self.mover)
-        self._handles = [Recomputation(self.model, plan.activations, self.swapping)]
+        self.recomputation = Recomputation(self.model, plan.activations, self.swapping)
         self.listen()
         self.arrivals = Arrivals(
             self.chunks,
@@ -163,7 +164,7 @@ class Engine:
             backward_runs=backward_runs,
             keeps=weakly(self._kept_by_pass),
         )
-        self._handles += [Frozen(self.model)] if plan.step.forward else []
+        self._handles = [Frozen(self.model)] if plan.step.forward else []
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
@@ -230,6 +231,8 @@ class Engine:
             self.arrivals.remove()
         while self._handles:
             self._handles.pop().remove()
+        if self.recomputation is not None:
+            self.recomputation.remove()
 
     def release_memory(self) -> None:
         """Calls `uninstall`, and frees all memory except the chunks and the window of the disk."""

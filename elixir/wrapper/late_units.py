@@ -31,12 +31,19 @@ def refuse_compiled_around(engine: Engine) -> None:
         )
 
 
-def follow_compiled(engine: Engine) -> None:
+def follow_changes(engine: Engine) -> None:
     """Makes modules that were compiled since the last forward into units; all ranks must have compiled the same.
+
+    Units whose activations are planned keep the plan's checkpoints, if others were switched on or off.
 
     Raises:
         InputError: the plan cannot run them.
     """
+    if engine.recomputation is not None and engine.recomputation.renew():
+        logger.warning(
+            "activation checkpointing was switched on or off after wrapping; layers keep what the plan says instead. "
+            "Plan without activations= to choose it yourself"
+        )
     if engine.access is None or not engine.access.was_changed_since:
         return
     refuse_compiled(engine.model, engine.plan, runs=True)

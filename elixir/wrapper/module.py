@@ -47,7 +47,7 @@ from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.late_units import follow_compiled, refuse_compiled_around
+from elixir.wrapper.late_units import follow_changes, refuse_compiled_around
 from elixir.wrapper.passes import Passes
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.run_options import Debug, RunOptions
@@ -229,7 +229,7 @@ class ElixirModule(nn.Module):
             if not engine.phase.takes_turns:  # `OnePass` has asked, and replaces calls of layers as a compiler does
                 if engine.before_forward is not None:
                     engine.before_forward()
-                follow_compiled(engine)
+                follow_changes(engine)
             begins = self._account.forward(args, kwargs, part)
             engine.renew_shared()
             buffers.before_forward()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.late_units import follow_compiled
+from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
 from elixir.wrapper.one_pass.micro_batch import TAIL, MicroBatch
 from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
@@ -99,7 +99,7 @@ class OnePass:
             course.call.is_early = partial(self._waits_for_earlier, index)
             self._courses.append(course)
         state = ModuleState(self._engine.model)
-        follow_compiled(self._engine)
+        follow_changes(self._engine)
         self._engine.pass_begins(self._stages)
         try:
             with self._taking_turns():

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.access.recomputation import Recomputation, recomputing
+from elixir.access.own_checkpoint import checkpoint_function, unentered_function
+from elixir.access.recomputation import Recomputation, checkpoints_itself, recomputing
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import preset
 from elixir.plan.activations import check_activations
@@ -122,6 +123,32 @@ def test_a_model_gets_its_own_checkpoints_back() -> None:
     with recomputing(model, [UnitActivations(name, PRODUCTS) for name in names]):
         assert [dict(vars(module)) for module in model.modules()] != before
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("own", ["none", "non-reentrant"])
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_a_plan_outlasts_checkpoints_that_are_switched_on_after_wrapping(own: str, mode: str) -> None:
+    it = case("llama", own)
+    trace = traced(it, "products")
+    plan = simple_plan(
+        trace,
+        preset("cpu"),
+        SearchRequest(world_size=1, optimizer_type="AdamW"),
+        split_number=12,
+        allocate_factor=1.0,
+        shard_device="cpu" if mode == "streamed" else "cuda",
+    )
+    model = ElixirModule(it.model, plan, device="cpu")
+    layer = it.model.model.layers[1]
+    kept = unentered_function(layer)
+    it.model.gradient_checkpointing_enable()
+    chosen = unentered_function(layer)
+    assert chosen is not kept
+    it.loss(model, it.inp)
+    assert unentered_function(layer) is kept
+    model.close()
+    assert checkpoint_function(layer) is chosen
+    assert checkpoints_itself(layer)
 
 
 def test_what_is_refused() -> None:
