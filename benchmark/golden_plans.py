@@ -105,7 +105,7 @@ def normalised(value: Any) -> Any:
     """`value` without what says who made it, with the recorded names and rounded floats."""
     if isinstance(value, dict):
         former = [FORMER[key](item) for key, item in value.items() if key in FORMER]
-        if "backward_peak_bytes" in value and not value["host_peak_bytes"]:  # of a trace
+        if "backward_peak_bytes" in value and not value.get("host_peak_bytes"):  # of a trace
             value = {key: item for key, item in value.items() if key != "host_peak_bytes"}
         kept = {key: item for key, item in value.items() if not (key in FORMER or any(w in key for w in LEFT_OUT))}
         return {key: normalised(item) for fields in (kept, *former) for key, item in fields.items()}
