@@ -227,10 +227,11 @@ def simple_plan(
     limits: dict[str, Any] = {
         name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
     }
-    trace = pass_trace(trace, request.sizes[-1])
     # By hand, nothing is chosen that was not asked for.
     request = replace(request, fetch=request.fetch or "parameters")
-    setting = setting_for(trace, hardware, request)
+    matrices = setting_for(trace, hardware, request).matrices  # a pass does not say what an embedding looks up
+    trace = pass_trace(trace, request.sizes[-1])
+    setting = replace(setting_for(trace, hardware, request), matrices=matrices)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))

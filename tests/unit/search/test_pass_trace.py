@@ -10,7 +10,7 @@ import pytest
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
-from elixir.search.planner import plan_or_shortage
+from elixir.search.planner import plan_or_shortage, simple_plan
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
@@ -114,3 +114,13 @@ def test_auto_tries_powers_of_two_and_all_together(accumulation: int, sizes: tup
 
 def test_auto_keeps_single_micro_batches_where_nothing_moves(deep: StepTrace) -> None:
     assert planned(deep, "auto", "1GiB").pass_size == 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_matrices_are_those_of_one_micro_batch(trace: StepTrace, size: int) -> None:
+    request = SearchRequest(
+        world_size=1, optimizer_type="Muon + AdamW", host_memory="64GiB", accumulation=4, pass_size=size
+    )
+    found = simple_plan(trace, profile_for("cpu"), request).matrices
+    assert "model.layers.0.mlp.up_proj.weight" in found
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & set(found)
