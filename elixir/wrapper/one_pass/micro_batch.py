@@ -49,6 +49,8 @@ class MicroBatch:
         """Call and number of the layer at which it is parked, which rise in most models; None if it runs."""
         self.is_early: Callable[[], bool] = lambda: False
         """Whether micro-batches before this one have layers before them that this one has skipped."""
+        self.at_backward: Callable[[], None] = lambda: None
+        """Called before its backward begins."""
         self._function, self._settings, self._random, self._device = function, settings, random, device
         self._error: BaseException | None = None
         self._cancelled = self._runs = False
@@ -90,8 +92,10 @@ class MicroBatch:
         """Waits for the others if this thread's micro-batch has skipped the last layers, as LayerDrop does: a loop sums
         the gradients of the tail in order."""
         here = cls.here()
-        if here is not None and here.is_early():
-            here.park(TAIL)
+        if here is not None:
+            here.at_backward()
+            if here.is_early():
+                here.park(TAIL)
 
     def cancel(self) -> None:
         """Ends it, if it has begun, wherever it is parked."""

@@ -53,6 +53,7 @@ class _Course:
     ) -> None:
         self._function = function
         self.call = MicroBatch(index, self._begin, settings, random, device)
+        self.call.at_backward = self.refuse_hooked
         self.regions: dict[int, Region] = {}
         """By turn, in rising order."""
         self.times: dict[int, int] = {}
@@ -62,6 +63,10 @@ class _Course:
         self.trail = Trail()  # on the micro-batch's thread, since each numbers autograd's nodes anew
         function, self._function = self._function, lambda: None
         return function()
+
+    def refuse_hooked(self) -> None:
+        """See `Trail.refuse_hooked`."""
+        self.trail.refuse_hooked()
 
     def glue_before(self, turn: int) -> int | None:
         """Number of the glue whose backward comes right after that of `turn`, if there is one. A micro-batch may skip
@@ -104,6 +109,8 @@ class OnePass:
         try:
             with self._taking_turns():
                 self._forward()
+                for course in self._courses:
+                    course.refuse_hooked()
                 if not alone:
                     state.refuse_changed()
                 self._sweep()

@@ -198,6 +198,48 @@ def test_5_but_not_mix_what_lies_before_and_after_a_layer() -> None:
         check(seeded(lambda: Mixing(three())))
 
 
+def _hooked(where: str) -> Callable[[], nn.Module]:
+    """Gradients are doubled by hooks on tensors, which a module's hook puts there."""
+
+    def build() -> nn.Module:
+        stack = Stack(three())
+        if where == "inputs":
+            stack.layers[0].register_forward_pre_hook(lambda layer, args: _doubled(args[0]))
+        for module in (stack.first, stack.layers[1]) if where == "outputs" else ():
+            module.register_forward_hook(lambda layer, args, output: _doubled(output))
+        return stack
+
+    return seeded(build)
+
+
+def _doubled(x: torch.Tensor) -> None:
+    x.register_hook(lambda gradient: 2 * gradient)
+
+
+def test_5_hooks_on_outputs_run_once() -> None:
+    check(_hooked("outputs"))
+
+
+def test_5_but_hooks_that_layers_put_on_their_inputs_are_refused() -> None:
+    with pytest.raises(InputError, match="waits for the gradient"):
+        check(_hooked("inputs"))
+
+
+@pytest.mark.parametrize("late", [lambda x: x.register_hook(lambda gradient: 2 * gradient), lambda x: x.retain_grad()])
+def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Tensor], Any]) -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        output = model(**batch, output_hidden_states=True)
+        late(output.hidden_states[1])
+        kept.append(output.hidden_states[1])
+        found: torch.Tensor = output.loss
+        return found
+
+    kept: list[torch.Tensor] = []
+    make, steps = family("llama"), batches("llama", 2)
+    with pytest.raises(InputError, match="waits for the gradient.*pass_size=1"):
+        in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=2), loss)
+
+
 class Dropping(Stack):
     """Skips layers at random, but not all of them."""
 
