@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,9 +23,11 @@ from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.models.plannable import compiled_over_moving_weights
 from elixir.torch_private import (
+    DisableTorchDispatch,
     DisableTorchFunctionSubclass,
     compiling,
     current_graph_task_id,
+    dispatch_mode_count,
     forward_mode_runs,
     functorch_level,
 )
@@ -215,11 +218,12 @@ class WeightUses:
     def _acquire(self, streamed: list[int]) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # tensors that inference mode creates could not be written to in training
+        with _hidden_from_modes():
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # tensors that it creates could not be written to in training
+                    self._cache.acquire(streamed)
+            else:
                 self._cache.acquire(streamed)
-        else:
-            self._cache.acquire(streamed)
 
     def _refuse_unbounded(self, chunk: Chunk, parameter: nn.Parameter, function: str) -> None:
         """Refuses a use of a streamed chunk that nothing bounds, or of which autograd would keep copies."""
@@ -292,7 +296,8 @@ class WeightUses:
         if memory is None:
             memory = self._cache.marked_memory(part.chunk)
         if view.elixir_memory is not memory:
-            view.data = part.of(memory)
+            with _hidden_from_modes():
+                view.data = part.of(memory)
             view.elixir_memory = memory
 
     def refuse_inside(self, what: str) -> None:
@@ -462,7 +467,8 @@ class WeightUses:
             chunk.filled.wait()  # the step before writes the weights that are read next
             chunk.filled = None
             if chunk.whole is not None:  # see `publish`
-                chunk.point_into(chunk.whole)
+                with _hidden_from_modes():
+                    chunk.point_into(chunk.whole)
 
     def _enter_node(self, state: _ThreadState, reads: int = 0) -> None:
         """Ends the uses of the node before, unless the one that runs now `reads` a parameter of the same unit."""
@@ -501,6 +507,12 @@ class WeightUses:
         with DisableTorchFunctionSubclass():  # this asks for the tensor's place, not its values
             lies_in_block = self._cache.chunk_at(tensor) is not None
         return _copied(tensor) if lies_in_block else tensor
+
+
+def _hidden_from_modes() -> AbstractContextManager[Any]:
+    """Hides our own operators from dispatch modes: a selective checkpoint counts calls, and a run again fetches other
+    weights than the first."""
+    return DisableTorchDispatch() if dispatch_mode_count() else nullcontext()
 
 
 def _is_applied() -> bool:

@@ -57,14 +57,14 @@ def made(name: str, own: str) -> Case:
     return Case(Stack(), INP, square_loss)
 
 
-def traced(it: Case, kept: str) -> StepTrace:
-    """The step of a case, whose layers keep something by turns."""
+def traced(it: Case, kept: str, *, by_turns: bool = True) -> StepTrace:
+    """The step of a case, whose layers keep something, all or by turns."""
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         it.loss(model, inp).backward()
 
     units = cpu_trace(it.model, it.inp, step).units
-    own = tuple(UnitActivations(unit.name, KEPT[kept] if n % 3 else ()) for n, unit in enumerate(units))
+    own = tuple(UnitActivations(unit.name, KEPT[kept] if n % 3 or not by_turns else ()) for n, unit in enumerate(units))
     return cpu_trace(it.model, it.inp, step, activations=own)
 
 
@@ -96,6 +96,18 @@ def check(name: str, own: str, kept: str, mode: str) -> None:
     assert report.demand_loads == 0
     if mode == "streamed":
         assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
+    model.close()
+
+
+def test_a_run_again_may_fetch_other_weights_than_the_first_run() -> None:
+    """Chunks hold parts of two layers, so that what a layer needs has come with the one before it or after it."""
+    it = case("llama", "none")
+    plain, trace = copy.deepcopy(it.model), traced(it, "products", by_turns=False)
+    request = SearchRequest(world_size=1, optimizer_type="AdamW")
+    plan = simple_plan(trace, preset("cpu"), request, split_number=5, allocate_factor=0.5, shard_device="cpu")
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
     model.close()
 
 
