@@ -274,9 +274,11 @@ class Interception:
             handle.remove()
         for path in self._fast:
             path.remove()
-        wrapped: tuple[CompiledUnit | OwnCheckpoint, ...] = (*self._units, *self._checkpoints)
-        for each in wrapped:
-            each.remove()
+        for unit in self._units:
+            unit.remove()
+        while self._checkpoints:
+            self._checkpoints.pop().remove()
+        self._calls.clear()  # with checkpoints, which hold this object: it would live until the garbage collector runs
         while self._open:
             hooks = self._open.pop().hooks
             if hooks is not None:

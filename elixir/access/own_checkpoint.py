@@ -43,12 +43,11 @@ class OwnCheckpoint:
     ) -> None:
         self._module, self._enter, self._leave = module, enter, leave
         self.original: Any = checkpoint_function(module)
-        self._entry = self._checkpoint
-        vars(module)[FUNCTION] = self._entry
+        vars(module)[FUNCTION] = self._checkpoint
 
     def remove(self) -> None:
         """Gives the module its function back, unless it was given another one."""
-        if vars(self._module).get(FUNCTION) is self._entry:
+        if vars(self._module).get(FUNCTION) == self._checkpoint:
             vars(self._module)[FUNCTION] = self.original
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -136,8 +136,7 @@ def _say_plan(
         return 0
     if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
-    _print_plan(plan, brief=args.brief)
-    _say_need(answer)
+    _print_plan(plan, answer, brief=args.brief)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
     if not (args.brief or args.no_levers):
@@ -295,8 +294,10 @@ def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
     return preset(trace.device)
 
 
-def _print_plan(plan: Plan, *, brief: bool = False) -> None:
+def _print_plan(plan: Plan, answer: Answer | None = None, *, brief: bool = False) -> None:
     output.say(str(plan))
+    if answer is not None:
+        _say_need(answer)
     if not brief:
         judged = [tables.scenarios_table(plan)] if plan.predicted.judgements else []
         kept = [tables.activations_table(plan)] if plan.activations else []

@@ -122,7 +122,7 @@ def resolve_budgets(
         else:
             whole = _profile_host(hardware)
         if host_reserve is None:
-            kept_of_host = default_host_reserve(whole, ranks, hardware.device_kind, here=host_here)
+            kept_of_host = default_host_reserve(whole, ranks, hardware.device_kind, here=here)
         kept_of_host += ranks * parse_bytes(request.reserve or 0)
         left = max(whole - kept_of_host, 0)
     if on_cpu:

@@ -27,12 +27,13 @@ def resident_growth() -> Iterator[Growth]:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         pytest.skip("the peak of resident memory cannot be reset here")
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     yield growth
-    growth.peak_bytes = _status("VmHWM") - before
+    growth.peak_bytes = status_bytes("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A field of this process's status, such as ``VmRSS``."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -203,7 +203,7 @@ class _Hooks(NamedTuple):
 
     all: dict[int, Any]
     known: frozenset[int]
-    """Those that the graph has that made it."""
+    """Hooks of the graph that made it."""
     shape: torch.Size
     value: weakref.ref[torch.Tensor]
 

@@ -15,7 +15,7 @@ from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Judgement
 from elixir.schedule import Schedule
-from elixir.step_trace import Unit, UnitActivations
+from elixir.step_trace import Result, Unit, UnitActivations
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
@@ -144,7 +144,7 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             step=dataclasses.replace(
                 plan.step,
                 units=(Unit("layers.0", "checkpointed", "Layer", "one"),),
-                activations=(UnitActivations("layers.0", ()),),
+                activations=(UnitActivations("layers.0", (Result("aten.mm.default", 0),)),),
             ),
         ),
     ),

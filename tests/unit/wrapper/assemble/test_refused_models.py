@@ -91,8 +91,15 @@ SUBCLASSES: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["parameter", "buffer"])
-@pytest.mark.parametrize("name", SUBCLASSES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        (name, place)
+        for name in SUBCLASSES
+        for place in ("parameter", "buffer")
+        if (name, place) != ("packed by a library", "parameter")  # taken apart while a plan runs
+    ],
+)
 def test_tensors_of_unknown_classes(name: str, place: str) -> None:
     make, said = SUBCLASSES[name]
     model = Net()
