@@ -11,17 +11,17 @@ place, so that later regions and glue stop there; its own graph waits until back
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.access.swapping import MovedTensor, Swapping
 from elixir.errors import InputError
-from elixir.torch_private import DisableTorchFunctionSubclass, sequence_number, tree_flatten, tree_unflatten
+from elixir.torch_private import sequence_number, tree_flatten, tree_unflatten
+from elixir.wrapper.one_pass.late_hooks import LateHooks, hooks_of, late_hook
 from elixir.wrapper.one_pass.settings import Autocast, RandomState
 
 Roots = list[tuple[Any, torch.Tensor]]
@@ -104,7 +104,7 @@ class Trail:
         """By glue, the number of autograd's first node in it; each thread counts its own."""
         self._edges: dict[int, list[tuple[Any, Slot]]] = {}
         self._views: dict[int, dict[int, tuple[torch.Tensor, Slot]]] = {}
-        self._entered: list[_Hooks] = []
+        self._entered: list[LateHooks] = []
         """The hooks of tensors that have entered a region."""
 
     @property
@@ -125,7 +125,7 @@ class Trail:
         if value.grad_fn is None:
             return None
         if value.retains_grad:
-            raise _late_hook(value.shape)
+            raise late_hook(value.shape)
         glue = self._made_in(value)
         if value._is_view():  # cannot be detached in place
             views = self._views.setdefault(glue, {})
@@ -144,22 +144,16 @@ class Trail:
             InputError: there are some.
         """
         for entered in self._entered:
-            entered.refuse_late()
+            entered.refuse()
 
     def _watch(self, value: torch.Tensor, known: frozenset[int] = frozenset()) -> None:
-        """Notes the hooks of a tensor that enters a region.
-
-        Args:
-            value: the tensor.
-            known: hooks that its own graph has.
-        """
-        hooks: _Hooks | None = getattr(value, "elixir_hooks", None)
+        """Notes the hooks of a tensor that enters a region; its own graph has the `known` ones."""
+        hooks: LateHooks | None = getattr(value, "elixir_hooks", None)
         if hooks is None:
-            value.register_hook(_nothing).remove()  # leaves a dict, in which later ones are seen when it is gone
-            hooks = _Hooks(_dict_of(value), known, value.shape, weakref.ref(value))
+            hooks = LateHooks.watched(value, known)
             value.elixir_hooks = hooks  # type: ignore[attr-defined]
             self._entered.append(hooks)
-        hooks.refuse_late()
+        hooks.refuse()
 
     def roots(self, glue: int) -> Roots:
         """The tensors and gradients with which the backward of a glue begins; they are given away."""
@@ -196,46 +190,6 @@ class Trail:
                 "outputs, so its micro-batches cannot pass the layers together; plan with pass_size=1"
             )
         return oldest
-
-
-class _Hooks(NamedTuple):
-    """The hooks of a tensor that has entered a region."""
-
-    all: dict[int, Any]
-    known: frozenset[int]
-    """Hooks of the graph that made it."""
-    shape: torch.Size
-    value: weakref.ref[torch.Tensor]
-
-    def refuse_late(self) -> None:
-        """Raises if user code has put others on it."""
-        value = self.value()
-        if _of_users(self.all) - self.known or (value is not None and value.retains_grad):
-            raise _late_hook(self.shape)
-
-
-def hooks_of(value: torch.Tensor) -> frozenset[int]:
-    """Numbers of the hooks that user code has put on a tensor."""
-    return _of_users(_dict_of(value))
-
-
-def _dict_of(value: torch.Tensor) -> dict[int, Any]:
-    with DisableTorchFunctionSubclass():  # no use of a weight
-        found: dict[int, Any] | None = value._backward_hooks
-    return {} if found is None else found
-
-
-def _of_users(hooks: dict[int, Any]) -> frozenset[int]:
-    own = "elixir."
-    return frozenset(key for key, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(own))
-
-
-def _late_hook(shape: torch.Size) -> InputError:
-    return InputError(
-        f"a hook, or retain_grad(), waits for the gradient of a tensor of shape {list(shape)} that enters a layer, "
-        "which a pass of several micro-batches takes elsewhere; leave it out, put it on another tensor of the layer, "
-        "such as its output, or plan with pass_size=1"
-    )
 
 
 class _Input:
@@ -299,7 +253,7 @@ class Region:
             output = self._call(*args, **kwargs)
         for item, known in hooked:
             if hooks_of(item) - known:
-                raise _late_hook(item.shape)
+                raise late_hook(item.shape)
         if any(item._version != version for item, version in versions):
             raise InputError(
                 f"the layer {self._name} writes to its input in place, with which it could not run again in backward; "
@@ -381,10 +335,6 @@ class Region:
             f"a tensor from inside the layer {self._name} is used in backward without being among its outputs, as if "
             "it was kept on a module or in a list; return it from the layer, or plan with pass_size=1"
         )
-
-
-def _nothing(gradient: torch.Tensor) -> None:
-    return None
 
 
 def _forget(tensor: torch.Tensor) -> None:
