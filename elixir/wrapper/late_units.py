@@ -9,6 +9,7 @@ import torch
 from elixir.access.compiled_units import compiled_units
 from elixir.errors import InputError
 from elixir.models.plannable import compiled_over_moving_weights, refuse_compiled
+from elixir.step_trace import is_inside
 from elixir.torch_private import backward_is_compiled, compiling
 from elixir.wrapper.engine import Engine
 
@@ -49,6 +50,13 @@ def follow_changes(engine: Engine) -> None:
     refuse_compiled(engine.model, engine.plan, runs=True)
     units = sorted(compiled_units(engine.model).values())
     engine.exchange(f"compiled modules {units}", None)
+    kept = [each.unit for each in engine.plan.activations]
+    for name in units:
+        if any(is_inside(name, unit) or is_inside(unit, name) for unit in kept):
+            raise InputError(
+                f"{name} was compiled after the plan was made, which keeps or moves results of its operators one by "
+                "one; compile before wrapping (elixir.wrap with compile=True), without activations="
+            )
     late = set(units) - set(engine.plan.step.compiled)
     if late:
         logger.warning(

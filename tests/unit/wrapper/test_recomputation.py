@@ -111,6 +111,17 @@ def test_a_run_again_may_fetch_other_weights_than_the_first_run() -> None:
     model.close()
 
 
+def test_layers_that_are_compiled_later_are_refused() -> None:
+    it = made("stack", "none")
+    plan = simple_plan(traced(it, "products"), preset("cpu"), SearchRequest(world_size=1), shard_device="cpu")
+    model = ElixirModule(it.model, plan, device="cpu")
+    it.loss(model, it.inp)
+    it.model.get_submodule(plan.activations[-1].unit).compile(backend="eager")
+    with pytest.raises(InputError, match="keeps or moves results.*compile before wrapping"):
+        it.loss(model, it.inp)
+    model.close()
+
+
 @pytest.mark.parametrize("kept", ["attention", "products"])
 def test_the_peak_of_a_real_step(kept: str) -> None:
     it = case("llama", hidden_size=128, intermediate_size=352, num_hidden_layers=4)
