@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.interception import TrackedParameter
 from elixir.access.own_checkpoint import checkpoint_function
 from elixir.errors import InputError
+from elixir.hardware.profile import preset
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search, simple_search
-from elixir.search.problem.from_plan import packed_step_of
+from elixir.search import optimal_search, plan_from_trace, simple_search
+from elixir.search.problem.from_plan import packed_step_of, setting_of
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.replan import _best_with_packing
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -294,3 +297,16 @@ def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
     assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
     model.close()
     assert [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)] == given
+
+
+@pytest.mark.parametrize("fetch", ["units", "parameters"])
+def test_a_second_plan_fetches_as_the_first(fetch: Literal["units", "parameters"]) -> None:
+    it = case("llama", "none")
+    trace = cpu_trace(it.model, it.inp, lambda model, inp: it.loss(model, inp).backward())
+    given = {"placement": "cpu", "host_memory": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
+    plan = plan_from_trace(trace, preset("cpu"), 1, fetch=fetch, **given).plan
+    space = SearchSpace(trace, preset("cpu"), setting_of(plan, 1))
+    second = _best_with_packing(space, Budgets(plan.device_budget_bytes, plan.host_budget_bytes), plan, plan.optimizer)
+    assert second is not None
+    assert second.step.joined == plan.step.joined
+    assert bool(plan.step.joined) == (fetch == "units")
