@@ -148,16 +148,17 @@ class HostBuffers:
         return buffer
 
     def lend(self, name: str, nbytes: int) -> HostBuffer:
-        """Lends a buffer of a kind with room for `nbytes`, the smallest that is free, or a new one; until `give_back`.
+        """Lends a buffer of a kind with room for `nbytes`, until `give_back`: the smallest that is free; the largest,
+        which grows, if none has room; or a new one if none is free.
 
         Work on it comes after `HostBuffer.uses`.
         """
-        free = [each for each in self._turns[name] if id(each) not in self._lent and each.memory.nbytes >= nbytes]
-        if free:
-            buffer = min(free, key=lambda each: each.memory.nbytes)
-        else:
-            buffer = HostBuffer()
-            self._make_room(self._kinds[name], buffer, nbytes)
+        free = sorted(
+            (each for each in self._turns[name] if id(each) not in self._lent), key=lambda each: each.memory.nbytes
+        )
+        buffer = next((each for each in free if each.memory.nbytes >= nbytes), free[-1] if free else HostBuffer())
+        self._make_room(self._kinds[name], buffer, nbytes)
+        if not free:
             self._turns[name].append(buffer)
         self._lent.add(id(buffer))
         return buffer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import BufferKind, HostBuffers
+from elixir.chunk.host_buffers import SWAPPED, SWAPPED_KIND, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import StateError
 
@@ -79,3 +79,14 @@ def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
     assert [str(error) for error in buffers.failures()] == ["disk full"]
     assert buffers.failures() == []
     lane.close()
+
+
+def test_lent_buffers_grow_rather_than_become_more() -> None:
+    """As with batches that are longer and longer."""
+    buffers, arena = made(SWAPPED_KIND)
+    for nbytes in (64, 128, 256, 128):
+        lent = [buffers.lend(SWAPPED, nbytes) for _ in range(3)]
+        assert len({id(buffer) for buffer in lent}) == len(buffers.of(SWAPPED)) == 3
+        for buffer in lent:
+            buffers.give_back(buffer)
+    assert arena.parts("host") == {"swapped_activations": 3 * 256}
