@@ -19,6 +19,7 @@ class Loop:
         samples: of the data.
         make: creates the optimizer of a model; AdamW by default.
         checkpoint: whether layers run again in backward.
+        model: to train; a tiny Llama by default.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class Loop:
         make: Callable[[Any], torch.optim.Optimizer] | None = None,
         *,
         checkpoint: bool = False,
+        model: Any = None,
     ) -> None:
-        model = llama()
+        model = llama() if model is None else model
         if checkpoint:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3) if make is None else make(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.common.parity import Case, case
+from tests.common.trainers import llama
 
 FORMS: dict[str, dict[str, Any]] = {
     "nf4": {},
@@ -59,3 +61,36 @@ def _quantise_by_torchao(model: nn.Module, form: str) -> None:
     ao.quantize_(
         model, ao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: isinstance(layer, kinds) and name != "lm_head"
     )
+
+
+def loaded(library: str, folder: Path, *, lora: bool = False) -> Any:
+    """A tiny Llama as transformers loads it with quantised linear layers; with peft's adapters in float32.
+
+    Args:
+        library: "nf4", which is double quantised, or "torchao".
+        folder: for the files.
+        lora: whether peft's adapters are on all linear layers.
+    """
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes" if library == "nf4" else library)
+    config = llama().config
+    config.hidden_size, config.intermediate_size = 64, 128  # blocks have 64 numbers
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    if library == "nf4":
+        how: Any = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    else:
+        how = transformers.TorchAoConfig(quant_type=pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
+    if lora:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = peft.get_peft_model(model, config).train()
+    return model

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
@@ -17,6 +18,8 @@ import elixir.integrations.lightning as ours
 from elixir.errors import InputError, TraceError
 from elixir.integrations.lightning import ElixirStrategy
 from tests.common.lit import ByHand, Checkpointed, Late, Module, data, fitted, same, states, trainer
+from tests.common.quantised import loaded
+from tests.common.trainers import collate, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement_policy": "cpu"}
 
@@ -63,6 +66,22 @@ class Muons(Two):
         matrices = [each for each in self.body.parameters() if each.ndim == 2]
         others = [*(each for each in self.body.parameters() if each.ndim < 2), *self.head.parameters()]
         return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)
+
+
+class Tuned(lightning.LightningModule):
+    """A language model that a user has loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.strict_loading = model, False  # bitsandbytes refuses its own names
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Level(Module):
@@ -144,6 +163,30 @@ def test_a_list_of_micro_batches_passes_each_layer_together(tmp_path: Path) -> N
 
 def states_of(done: Any) -> dict[str, torch.Tensor]:
     return done.strategy.lightning_module_state_dict()
+
+
+def test_adapters_over_streamed_weights_in_4_bits(tmp_path: Path) -> None:
+    def tuned(name: str, strategy: Any, resume: Path | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+        keep = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1, save_top_k=-1)
+        done = trainer(strategy, tmp_path, max_epochs=1, val_check_interval=None, callbacks=[keep])
+        module = Tuned(loaded("nf4", tmp_path, lora=True))
+        done.fit(module, DataLoader(rows(12, 0), batch_size=2, collate_fn=collate), ckpt_path=resume)
+        return done, states(tmp_path / name / "step=3.ckpt")
+
+    before = loaded("nf4", tmp_path, lora=True).state_dict()
+    plain, weights = tuned("plain", "ddp")
+    ours, found = tuned("ours", ElixirStrategy(**ON_HOST))
+    module = ours.strategy.elixir.module
+    assert any(chunk.dtype == "uint8" and not chunk.resident for chunk in module.plan.chunks)
+    assert module.last_report.demand_loads == 0
+    assert ours.logger.plain() == plain.logger.plain()
+    assert same(weights, found)
+    moved = {name for name, value in found.items() if not torch.equal(value, before[name.removeprefix("model.")])}
+    assert moved == {name for name in found if "lora_" in name}
+    _, resumed = tuned("again", "ddp", tmp_path / "plain" / "step=1.ckpt")
+    for name in ("plain", "ours"):
+        _, again = tuned(f"from-{name}", ElixirStrategy(**ON_HOST), tmp_path / name / "step=1.ckpt")
+        assert same(resumed, again)
 
 
 @pytest.mark.slow

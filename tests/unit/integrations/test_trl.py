@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from elixir.errors import InputError
 from elixir.integrations.transformers import with_elixir
+from tests.common.quantised import loaded
 from tests.common.trainers import llama, logged, rows
 
 trl = pytest.importorskip("trl")
@@ -74,35 +74,13 @@ def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> Non
         assert [entry["step"] for entry in state["log_history"]] == list(range(1, int(step[-1]) + 1))
 
 
-def quantised(library: str, folder: Path) -> Any:
-    """A tiny Llama as transformers loads it with quantised linear layers."""
-    pytest.importorskip("bitsandbytes" if library == "nf4" else library)
-    torch.manual_seed(0)
-    config = llama().config
-    config.hidden_size, config.intermediate_size = 64, 128  # blocks have 64 numbers
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    if library == "nf4":
-        how: Any = transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
-    else:
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        how = transformers.TorchAoConfig(quant_type=Int8WeightOnlyConfig())
-    kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
-
-
 @pytest.mark.parametrize("library", ["nf4", pytest.param("torchao", marks=pytest.mark.slow)])
 def test_sft_over_quantised_weights_logs_what_it_does_alone(library: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def trained(kind: Any, folder: str, **more: Any) -> Any:
         trainer = kind(
-            model=quantised(library, tmp_path / "start"),
+            model=loaded(library, tmp_path / "start"),
             args=arguments(trl.SFTConfig, tmp_path / folder, gradient_checkpointing=True),
             train_dataset=datasets.Dataset.from_list(rows(20, 0)),
             processing_class=tokenizer(),
