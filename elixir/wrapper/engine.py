@@ -403,6 +403,14 @@ class Engine:
         self._pass, self.phase.takes_turns = running, True
         self.gradients.hold_until(running.is_done)
 
+    def refuse_in_pass(self, what: str) -> None:
+        """Raises `InputError` in a pass of several micro-batches, whose gradients have not all come."""
+        if self._pass is not None:
+            raise InputError(
+                f"{what} inside of accumulate(), whose micro-batches get most gradients after step_fn; call it "
+                "afterwards, or plan with pass_size=1"
+            )
+
     def pass_over(self, *, failed: bool = False) -> None:
         """Notes that all micro-batches of a pass have had their backward, or that one has raised: then the gradients
         that have come count, as after any backward that raises."""
@@ -428,9 +436,10 @@ class Engine:
         """Refuses a step that cannot be right.
 
         Raises:
-            InputError: inside `gathered`, which would still show the old weights.
+            InputError: inside `gathered`, which would still show the old weights, or in a pass of micro-batches.
         """
         self.refuse_unusable()
+        self.refuse_in_pass("step()")
         self.errors.report(Call.STEP)
         self.forget_failed_backward()
         self.errors.report(Call.GRADIENTS)

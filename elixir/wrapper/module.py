@@ -370,6 +370,7 @@ class ElixirModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those at the home of the states too, or sets them to zero."""
         engine = self._engine
+        engine.refuse_in_pass("zero_grad()")
         engine.forget_failed_backward()
         engine.unstepped.clear()
         engine.gradients.clear(to_none=set_to_none)
@@ -393,6 +394,7 @@ class ElixirModule(nn.Module):
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
         if not self._engine.steppers:
             raise InputError("clip_grad_norm_ needs an ElixirOptimizer, this module has none")
+        self._engine.refuse_in_pass("clip_grad_norm_()")
         first, *others = self._engine.steppers
         return first.clip_grad_norm_(max_norm, error_if_nonfinite, others)
 

@@ -287,6 +287,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return
         if not set_to_none:
             raise InputError("with several optimizers on one module use zero_grad(set_to_none=True)")
+        self._engine.refuse_in_pass("zero_grad()")
         self._engine.forget_failed_backward()
         self._stepper.gradients_cleared(None)
         for group in self.param_groups:
@@ -302,6 +303,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
         """
+        self._engine.refuse_in_pass("clip_grad_norm_()")
         return self._stepper.clip_grad_norm_(max_norm, error_if_nonfinite)
 
     @not_compiled

@@ -215,3 +215,26 @@ def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch)
     expected = plainly(make, steps)
     assert all(torch.allclose(one, two, rtol=1e-4) for one, two in zip(losses, expected.losses, strict=True))
     module.close()
+
+
+@pytest.mark.parametrize("early", ["step", "zero_grad", "clip_grad_norm_"])
+def test_what_needs_all_gradients_is_refused_inside_of_a_pass(early: str) -> None:
+    make, steps = family("llama"), batches("llama", 2)
+    module = ElixirModule(make(), plan_for(make(), steps[0][0], accumulation=2), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    too_early = {
+        "step": optimizer.step,
+        "zero_grad": optimizer.zero_grad,
+        "clip_grad_norm_": lambda: module.clip_grad_norm_(1.0),
+    }
+
+    def step_fn(model: Any, batch: Any) -> None:
+        optimizer.backward(hf_loss(model, batch))
+        too_early[early]()
+
+    with pytest.raises(InputError, match=rf"{early}\(\) inside of accumulate.*pass_size=1"):
+        optimizer.accumulate(step_fn, steps[0])
+    module.zero_grad()
+    optimizer.accumulate(stepping(optimizer, hf_loss, 2), steps[1])
+    optimizer.step()
+    module.close()
