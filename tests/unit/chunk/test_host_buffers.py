@@ -82,7 +82,7 @@ def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
 
 
 def test_lent_buffers_grow_rather_than_become_more() -> None:
-    """As with batches that are longer and longer."""
+    """Batches that are longer and longer do so."""
     buffers, arena = made(SWAPPED_KIND)
     for nbytes in (64, 128, 256, 128):
         lent = [buffers.lend(SWAPPED, nbytes) for _ in range(3)]
