@@ -437,10 +437,10 @@ def _verdict(answers: list[dict[str, Any]]) -> str:
 def row_of(case: Case, answers: list[dict[str, Any]], before: Row) -> Row:
     """A run as a row of results: the rank that is furthest from its prediction."""
     row = {**before, **asdict(case), **dict.fromkeys(("predicted_bytes", "peak_bytes", "error_percent", "said"), "")}
-    told = [answer for answer in answers if "peak" in answer]
-    if len(told) < case.ranks:
+    measured = [answer for answer in answers if "peak" in answer]
+    if len(measured) < case.ranks:
         return row | {"said": next(str(each)[:200] for each in answers if "peak" not in each)}
-    worst = max(told, key=lambda each: abs(each["peak"] / each["predicted"] - 1))
+    worst = max(measured, key=lambda each: abs(each["peak"] / each["predicted"] - 1))
     error = round(100 * (worst["peak"] / worst["predicted"] - 1), 2)
     return row | {"predicted_bytes": worst["predicted"], "peak_bytes": worst["peak"], "error_percent": error}
 

@@ -10,7 +10,7 @@ of the presets.
 * ``smallest``: seconds of the smallest micro-batch that fits, one at a time, over those with passes;
 * ``best``: seconds of the best split, one at a time, over those of the best split with passes: what passes bring to
   those who would try all splits;
-* ``pass_size``: that which the search chooses for the best split of one micro-batch at a time.
+* ``pass_size``: the size that the search chooses for the best split of one micro-batch at a time.
 
 Appends to ``results/pass_sizes.csv``. Fails if a plan with ``auto`` is slower than one micro-batch at a time.
 """

@@ -13,8 +13,8 @@ simulated. Shown for every point, as predicted over published tokens/s:
 
 The last two come with the range that a plan prints: how many of them contain the published value, and how wide they are.
 
-`--refused` plans every run, those that offload too, with the memory that a plan keeps back of a device unless it is
-told, and appends to ``results/published_refused.csv`` which of them it refuses; fails where it refuses any.
+`--refused` plans every run, those that offload too, with the memory that a plan keeps back of a device by default,
+and appends to ``results/published_refused.csv`` which of them it refuses; fails where it refuses any.
 
 `--fit` prints the shares that all points of a card give, which are those of the presets. Appends a row for every point
 to ``results/published.csv``; fails where a bar is missed.
@@ -166,7 +166,7 @@ def planned(
 
 
 def refusals(points: dict[str, Any], only: str) -> list[dict[str, Any]]:
-    """Whether each published run is refused with the reserve that a plan keeps back unless it is told."""
+    """Whether each published run is refused with the reserve that a plan keeps back by default."""
     rows = []
     for point in points["points"]:
         if only not in point["id"]:
