@@ -86,8 +86,7 @@ class Recomputation:
         if keep is not None:
             function = _checkpoint_that_keeps(keep)
             ours[FUNCTION] = function if swapping is None else functools.partial(_moving, swapping, each.unit, function)
-            if not switched:
-                ours["forward"] = functools.partial(_run, module, module.forward)
+            ours["forward"] = functools.partial(_run, module, switched, module.forward)
         elif swapping is not None:
             ours["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
         vars(module).update(ours)
@@ -116,9 +115,9 @@ def _moving(swapping: Swapping, unit: str, function: Callable[..., Any], *args: 
         return function(*args, **kwargs)
 
 
-def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that does not checkpoint itself."""
-    if not torch.is_grad_enabled():
+def _run(module: nn.Module, switched: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module, in a checkpoint; one with a switch for that checkpoints itself, in training mode."""
+    if not torch.is_grad_enabled() or (switched and module.training):
         return forward(*args, **kwargs)
     return vars(module)[FUNCTION](functools.partial(_forward, module, forward, **kwargs), *args)
 

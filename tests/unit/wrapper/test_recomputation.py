@@ -174,6 +174,23 @@ def test_a_plan_outlasts_checkpoints_that_are_switched_on_after_wrapping(own: st
     assert checkpoints_itself(layer)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
+    """Layers of transformers checkpoint themselves in training mode only."""
+    it = case("llama", "none")
+    it.model.train(training)
+    request = SearchRequest(world_size=1, optimizer_type="AdamW")
+    plan = simple_plan(
+        traced(it, "nothing"), preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu"
+    )
+    model, calls = ElixirModule(it.model, plan, device="cpu"), list[nn.Module]()
+    it.model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    optimizer.backward(it.loss(model, it.inp))
+    assert len(calls) == 2
+    model.close()
+
+
 def test_what_is_refused() -> None:
     keep = UnitActivations("layers.0", PRODUCTS)
     with pytest.raises(InputError, match=r"no unit 'layers.7'"):
