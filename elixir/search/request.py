@@ -144,6 +144,11 @@ class SearchRequest:
                     f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
                 )
         self._check_kept()
+        if self.fetch == "units" and (self.activations is not None or self.pass_size != 1):
+            raise InputError(
+                "fetch='units' goes neither with activations= nor with pass_size=, under which layers are fetched as "
+                "they run; leave it out"
+            )
         for name in ("clipping", "early_updates"):
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):

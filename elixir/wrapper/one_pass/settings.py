@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, function_mode_count
 
@@ -51,7 +52,7 @@ class ThreadSettings:
         device: the device of compute.
 
     Raises:
-        InputError: a mode sees torch functions or operators here, which other threads would escape.
+        InputError: a mode or hooks for saved tensors are active here, which other threads would escape.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,6 +62,11 @@ class ThreadSettings:
             raise InputError(
                 "a mode that watches operators (TorchDispatchMode or TorchFunctionMode) is active around accumulate(), "
                 "whose micro-batches run on other threads; enter it inside of step_fn"
+            )
+        if innermost_saved_tensors_hooks() is not None:
+            raise InputError(
+                "hooks for saved tensors, such as save_on_cpu, are active around accumulate(), whose micro-batches run "
+                "on other threads; leave them out, or plan with pass_size=1"
             )
         self._autocast = Autocast(device)
         self._grad = torch.is_grad_enabled()
