@@ -47,7 +47,7 @@ def test_the_example_trains_is_resumed_and_ends_when_a_host_is_lost(tmp_path: Pa
             observed, predicted = re.split(r" {2,}", line[1].strip())
             assert observed == predicted != "0", line[0]
         saved = [*CALL, "--checkpoint-folder", str(tmp_path), "--every", "2", "--steps"]
-        # The rate is that of a schedule of six steps in both: the first is told to end after some.
+        # The rate is that of a schedule of six steps in both: the first run ends after some.
         first = hosts.torchrun([*saved, "6"])
         _wait_for(tmp_path / "step-00000002" / "index.json")
         began = time.monotonic()

@@ -137,12 +137,12 @@ class _Trials:
         def least_s(count: int) -> float:
             return self.request.accumulation * (compute_s - saved_s[count])
 
-        here = self._most()
+        here = self._most
         while here and self._seconds(here) == math.inf and len(self.step_s) < MOST_TRIALS:
             here -= max(1, here // 4)
         stride = max(1, here // 2)
         while stride and len(self.step_s) < MOST_TRIALS:
-            around = [count for count in (here - stride, here + stride) if 0 <= count <= self._most()]
+            around = [count for count in (here - stride, here + stride) if 0 <= count <= self._most]
             better = [
                 count
                 for count in around
@@ -179,13 +179,12 @@ class _Trials:
         need = everything_on_host(Question(self.kept.filled(0), self.hardware, self.request))
         return (budgets.device_bytes, budgets.host_bytes), (need.device_bytes, need.host_bytes)
 
+    @cached_property
     def _most(self) -> int:
         """The most changes with which the least that a plan needs of the device fits."""
-        if not hasattr(self, "_fits"):
-            (budget, _), (least, _) = self._room
-            rest = least - _peak(self.kept.filled(0))
-            self._fits = _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
-        return self._fits
+        (budget, _), (least, _) = self._room
+        rest = least - _peak(self.kept.filled(0))
+        return _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
 
     def _seconds(self, count: int) -> float:
         if count not in self.step_s:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,10 +42,10 @@ class Stub:
             "build": nn.Identity(),
             "input_to_trace": {"input_ids": None},
             "trace_step": make_trace(),
-            "plan_from_trace": SimpleNamespace(
+            "plan_from_trace": types.SimpleNamespace(
                 plan=make_plan(5),
                 levers=tuple,
-                question=SimpleNamespace(hardware=make_hardware()),
+                question=types.SimpleNamespace(hardware=make_hardware()),
                 process_need=ProcessNeed({"program": 2**30}),
             ),
             "load_hardware": make_hardware(),

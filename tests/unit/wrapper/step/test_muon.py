@@ -244,10 +244,10 @@ def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
     given = case("llama")
     whole = [each for name, each in given.model.named_parameters() if each.ndim == 2 and "layers" in name]
     others = [each for each in given.model.parameters() if all(each is not one for one in whole)]
-    beside = HybridAdam(others, moments="8bit")
-    plan = dry_run(given.model, [torch.optim.Muon(whole), beside], inp=given.inp, host_memory="1GiB")
+    other = HybridAdam(others, moments="8bit")
+    plan = dry_run(given.model, [torch.optim.Muon(whole), other], inp=given.inp, host_memory="1GiB")
     assert (plan.optimizer, plan.moments) == ("Muon + AdamW", "8bit")
-    assert not refusals(given.model, [torch.optim.Muon(whole), beside], given.inp)
+    assert not refusals(given.model, [torch.optim.Muon(whole), other], given.inp)
 
 
 @pytest.mark.parametrize("device_memory", ["2MiB", "64MiB"])
