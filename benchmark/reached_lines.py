@@ -1,0 +1,140 @@
+"""Records which quick test reaches which line of the package, and lists the errors that none reaches.
+
+python benchmark/reached_lines.py unit/cli unit/search      folders of tests/; all of unit if none is given
+
+coverage.py records a file of tests once, in out/reached_lines: delete that folder after changes of the package. Ranks and
+other processes that a test starts are not recorded.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import Pipe, get_context
+from pathlib import Path
+from typing import Any
+
+import hypothesis  # noqa: F401  slow to import, as the others, and so imported before the forks
+import pytest
+import torch._dynamo  # noqa: F401
+import transformers.modeling_utils  # noqa: F401
+from coverage import Coverage
+
+ROOT = Path(__file__).resolve().parent.parent
+REACHED = ROOT / "out" / "reached_lines"
+STALL_S = 90
+"""Nothing waits for a test that takes longer than this."""
+LINES = (
+    "select path, context, numbits from line_bits, context, file where context.id = context_id and file.id = file_id"
+)
+
+Reached = dict[str, list[tuple[str, int]]]
+"""For each file of the package the tests that reach it, such as ``tests/unit/x/test_y.py::test_z``, with a bit for each
+line. On import, or in fixtures of several tests, a file of tests reaches it."""
+
+
+def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | None, copy: Path, limit_s: int) -> None:
+    """Runs in a fork until a test fails; says its name, and nothing each time when a test ends."""
+
+    class Plugin:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            say((report.nodeid or "import") if report.failed else None)
+
+        pytest_collectreport = pytest_runtest_logreport
+
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("elixir", "benchmark")]:
+        del sys.modules[name]  # tests import those of the copy
+    settings = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    if data:
+        recorder = Coverage(data_file=str(data))
+        with recorder.collect():
+            pytest.main([*settings, *tests])
+        recorder.save()
+    else:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        pytest.main([*settings, "-x", *tests], plugins=[Plugin()])
+    say("")
+
+
+def forked(tests: Iterable[str], data: Path | None, copy: Path, limit_s: int = 0) -> tuple[str, str]:
+    """Whether one of the tests fails, and which one; or records them in `data`."""
+    here, there = Pipe(duplex=False)
+    process = get_context("fork").Process(target=run_tests, args=(there.send, tests, data, copy, limit_s))
+    process.start()
+    there.close()
+    by = None
+    with contextlib.suppress(EOFError, ProcessLookupError):
+        while by is None:
+            by = here.recv() if here.poll(None if data else STALL_S) else "no end in time"
+        os.killpg(process.pid, signal.SIGKILL)  # with all processes that its tests have started
+    process.join()
+    if process.exitcode == -signal.SIGXCPU:
+        return f"not in {limit_s} s", ""
+    return "yes" if by != "" else "no", "a crash" if by is None else by
+
+
+def reached(folders: Iterable[str], copy: Path, *options: str) -> Reached:
+    """What the tests in these folders reach; those that reach few lines are first."""
+    tests: Reached = defaultdict(list)
+    lines = Counter[str]()
+    REACHED.mkdir(parents=True, exist_ok=True)
+    for path in sorted(path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        data = REACHED / name.replace("/", ".")
+        if not data.exists():
+            print("recording", name, flush=True)
+            forked([*options, name], data, copy)
+        for file, context, bits in sqlite3.connect(data).execute(LINES):
+            function = context.partition(f"{path.stem}.")[2].replace(".", "::")
+            test = f"{name}::{function}" if function else name
+            tests[file].append((test, int.from_bytes(bits, "little")))
+            lines[test] += tests[file][-1][1].bit_count()
+    for found in tests.values():
+        found.sort(key=lambda test: ("::" not in test[0], lines[test[0]]))
+    return tests
+
+
+def at(tests: Reached, path: str, line: int) -> list[str]:
+    """The tests that reach a line."""
+    return [test for test, bits in tests.get(path, ()) if bits >> line & 1]
+
+
+def in_package(folder: str = "") -> Iterator[tuple[str, bytes]]:
+    """All files of a room, with their text."""
+    for path in sorted((ROOT / "elixir" / folder).rglob("*.py")):
+        yield str(path.relative_to(ROOT)), path.read_bytes()
+
+
+@contextlib.contextmanager
+def repository_copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        ignored = shutil.ignore_patterns(".git", ".venv*", "out", "*_cache")
+        yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+
+
+def main() -> None:
+    with repository_copy() as copy:
+        tests = reached(sys.argv[1:] or ["unit"], copy)
+    for path, text in in_package():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Raise) and node.exc and not at(tests, path, node.lineno):
+                print(f"{path}:{node.lineno}: {ast.unparse(node)}")
+
+
+if __name__ == "__main__":
+    main()
