@@ -115,8 +115,8 @@ class _ChunkReader:
         self.chunk_states, self._small = states, small
         found = states.tensors()
         self.layout = {_key(each.kind, each.name): each for each in found}
-        self.states_only = [each for each in found if each.kind != WEIGHT]
-        """The tensors that are no weights."""
+        self.states_only = found[len(states.chunk.held) :]
+        """The tensors after those of the weights."""
         chunk = states.chunk
         # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
         exposed = chunk.masters is None and chunk.whole is not None
@@ -269,7 +269,8 @@ class Saves:
     def start(self, user: UserState, options: SaveOptions) -> Saving:
         """Begins to save; see `save_checkpoint`."""
         self.finish()
-        states, problem, captured = user.states, None, None
+        states, problem = user.states, None
+        captured: _Captured
         try:
             states.refuse("save_checkpoint()")
             captured = _capture(user, options, self._values.rank)
@@ -280,8 +281,6 @@ class Saves:
         if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
             rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
-        if captured is None:
-            raise StateError("nothing was captured")
         options = replace(options, folder=absolute(options.folder))  # the program may go elsewhere while this is saved
         limit = states.pool_bytes if options.pool_bytes is None else options.pool_bytes
         limit -= limit % ALIGNMENT_BYTES

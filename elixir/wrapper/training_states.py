@@ -67,7 +67,7 @@ class ChunkStates:
             ticket.synchronize()  # the update still writes the weights, masters and states that are read next
 
     def tensors(self) -> list[StateTensor]:
-        """Everything to save, as views of live memory; call it when no update is running."""
+        """Everything to save, weights first, as views of live memory; call it when no update is running."""
         memory, stored = self._weights_of_then, self.chunk.stored
         found = [
             StateTensor(WEIGHT, held, memory[held.part], held.slot.order, MASTERS, held.part.start, stored)

@@ -22,6 +22,7 @@ from tests.common.early import all_early, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
 from tests.common.resuming import Lion, Make, Run, differing, two_groups
+from tests.common.user_optimizers import Own
 
 FILES = UnsyncedFiles()
 
@@ -241,3 +242,22 @@ def test_a_state_that_a_class_makes_late_is_saved(tmp_path: Path, monkeypatch: p
     with Run(it, plan, two_groups(_Averaging)) as run:
         load_checkpoint(tmp_path / "run", run.state(), files=FILES)
         assert differing(wanted, run.bits()) == []
+
+
+class _Naming(Own):
+    """Keeps a state under a name that a checkpoint uses itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for _, parameters in self.stepped():
+            for p in parameters:
+                self.state[p].setdefault("weight", torch.zeros_like(p)).add_(p)
+        super().step()
+
+
+def test_a_state_that_is_named_like_a_weight_is_refused(tmp_path: Path) -> None:
+    it = case("cnn")
+    with Run(it, make_plan(it, "mixed", optimizer_type="AdamW"), two_groups(_Naming)) as run:
+        run.train(1)
+        with pytest.raises(InputError, match="a state of an optimizer cannot be named 'weight'"):
+            save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
