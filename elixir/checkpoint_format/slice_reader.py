@@ -193,7 +193,6 @@ class SliceReader:
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
-        path, expected = self.folder / name, self.index.files[name]
         self.check_file(name)
         if len(self._open) >= OPEN_FILES:
             if self._batch:
@@ -203,10 +202,8 @@ class SliceReader:
         while len(self._open) >= OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         try:
-            self._open[name] = self._files.open(path)
+            self._open[name] = self._files.open(self.folder / name)
         except FileError as error:
-            if error.errno == errno.ENOENT:
-                raise CheckpointCorrupt(f"missing; the index says it has {expected} bytes", path=path) from None
             raise CheckpointError(str(error)) from error
         return self._open[name]
 

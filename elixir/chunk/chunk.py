@@ -172,9 +172,8 @@ class Chunk:
         self.state = ChunkState.HOME
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
-        self.block: int | None = None
         self.memory: torch.Tensor | None = None
-        """The part of the block that the chunk fills."""
+        """The part of its block that the chunk fills."""
         self.marked: torch.Tensor | None = None
         """The same memory, marked: what parameters and tracked views point into."""
         self.filled: Ticket | None = None
@@ -364,21 +363,18 @@ class Chunk:
         """Lets masters take the weights that were written to, which are no longer what their masters round to."""
         if self.masters is None:
             return
-        if self.stored is None and self.masters.device.type == "cpu" and not self._were_written().any():
+        if self.stored is None and self.masters.device.type == "cpu" and not self._were_written(self.masters).any():
             return  # new states that are being made of the masters stay right
         self.about_to_write()
         with self.at_hand():
-            written = self._were_written()
-            if self.stored is not None and not written.any():
+            if self.stored is not None and not self._were_written(self.masters).any():
                 return  # nothing to write back to the disk
             with self.at_hand(write=True):
                 _follow(self.masters, self.shard_weights)
 
-    def _were_written(self) -> torch.Tensor:
+    def _were_written(self, masters: torch.Tensor) -> torch.Tensor:
         """Compares by element: whether the shard of weights is not what the masters round to."""
-        if self.masters is None:
-            raise StateError(f"rank {self.rank}: chunk {self.index} has no masters")
-        return self.masters.to(self.dtype) != self.shard_weights.to(self.masters.device)
+        return masters.to(self.dtype) != self.shard_weights.to(masters.device)
 
     def take(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Writes the gathered weights of some parameters from `memory` into their home."""

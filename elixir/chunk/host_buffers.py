@@ -252,5 +252,5 @@ def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = 
         if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None
     ]
     count = max(min(len(sizes), PASSAGE_BUFFERS), 1)  # one for what no plan foresees
-    at_once = bool(sizes) and backwards > 1 and device_type != "cpu"
+    at_once = backwards > 1 and device_type != "cpu"
     return BufferKind(SUMMANDS, "gradients", max(sizes, default=0), count, at_once)

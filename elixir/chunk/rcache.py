@@ -455,22 +455,21 @@ class RCache:
             # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
             failure(chunk.filled)
         chunk.to(ChunkState.HOME)
-        if chunk.block is None:
-            raise StateError(f"chunk {chunk.index} leaves a block that it does not have")
-        del self._in_block[chunk.block]
+        block = next(block for block, index in self._in_block.items() if index == chunk.index)
+        del self._in_block[block]
         if chunk.index in self._view.residents:
             self._view.evict(chunk.index)
         self._fresh.discard(chunk.index)
-        self._pool.give_back(chunk.block)
-        chunk.block = chunk.memory = chunk.marked = chunk.filled = None
+        self._pool.give_back(block)
+        chunk.memory = chunk.marked = chunk.filled = None
 
     def _load(self, chunk: Chunk) -> None:
         """Starts filling a free block while compute goes on."""
-        chunk.block = self._pool.take()
+        block = self._pool.take()
         # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
-        chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data
-        chunk.marked = self._pool.marked_view(chunk.block, chunk.plan.numel, chunk.dtype)
-        self._in_block[chunk.block] = chunk.index
+        chunk.memory = self._pool.view(block, chunk.plan.numel, chunk.dtype).data
+        chunk.marked = self._pool.marked_view(block, chunk.plan.numel, chunk.dtype)
+        self._in_block[block] = chunk.index
         if chunk.index in self._known:
             self._view.admit(chunk.index)
         chunk.to(ChunkState.FETCHING)
@@ -522,7 +521,5 @@ class RCache:
             after = settled(buffer.uses.to_write())
             read = self._lanes.disk.submit(lambda: filed.read_into(memory), after=after, nbytes=filed.read_bytes)
             return memory, [read], buffer.uses
-        if chunk.shard is None:
-            raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         # The optimizer's step writes the shard: without its ticket a block would hold weights of two steps.
-        return chunk.shard, chunk.home_uses.to_read(), chunk.home_uses
+        return chunk.shard_weights, chunk.home_uses.to_read(), chunk.home_uses

@@ -56,8 +56,8 @@ class StoredStates(StoredTensors):
 
     def _grow(self, nbytes: int) -> None:
         """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
-        if self._buffer is None or self._memory is None:
-            raise StateError(f"the extent of {self.name} can grow only while it is in memory")
+        if self._buffer is None:
+            return super()._grow(nbytes)
         is_only_buffer = self._buffer.memory.nbytes < self.nbytes
         self._file.give_back(self._extent)
         self._extent = self._file.new_extent(nbytes, self.name)

@@ -147,16 +147,14 @@ class CheckpointedRegions:
             context.run_function = self._again(context.run_function)
             context.preserve_rng_state = False
         else:
-            state, again = names.get("fwd_cpu_state"), names.get("recompute_fn")
-            if state is None or again is None:
-                return False
-            cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
-            if "fn" in cells and "preserve_rng_state" in cells:
-                cells["fn"].cell_contents = self._again(cells["fn"].cell_contents)
-                cells["preserve_rng_state"].cell_contents = False
             region = names.get("new_frame")
-            if region is not None and hasattr(region, "metadata_fn"):
-                region.metadata_fn = _unseen(region.metadata_fn)
+            if region is None:
+                return False
+            state, again = names["fwd_cpu_state"], names["recompute_fn"]
+            cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
+            cells["fn"].cell_contents = self._again(cells["fn"].cell_contents)
+            cells["preserve_rng_state"].cell_contents = False
+            region.metadata_fn = _unseen(region.metadata_fn)
         self._count_state(state)
         return True
 

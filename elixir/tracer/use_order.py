@@ -436,8 +436,7 @@ class UseOrder:
         """Whether the running module or node has announced a parameter."""
         phase = self.phase()
         if self._in_module(phase):
-            innermost = self._scopes[-1].parameters  # nearly always the module that announced it
-            return index in innermost or any(index in scope.parameters for scope in self._scopes)
+            return any(index in scope.parameters for scope in reversed(self._scopes))  # nearly always the innermost
         if phase == "forward":
             return index in self._outside
         self._enter_node()

@@ -4,7 +4,6 @@ before."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from elixir.schedule import Schedule, ScheduleResult
 from elixir.search.problem.placement import Placement
@@ -54,7 +53,8 @@ class Case:
         """
         walks = self.walks(count)
         found = [self.events(walks[0], updated=False) if first is None else first]
-        for batch, (before, walk) in enumerate(pairwise(walks)):
-            alike = walk is before and (batch > 0 or first is None)
-            found.append(found[-1] if alike else self.events(walk, updated=False))
+        before = walks[0] if first is None else None
+        for walk in walks[1:]:
+            found.append(found[-1] if walk is before else self.events(walk, updated=False))
+            before = walk
         return found

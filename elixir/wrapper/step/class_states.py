@@ -246,8 +246,8 @@ class ClassStates(States):
             own = count if isinstance(count, torch.Tensor) else _new_count(segment, group)
             state["step"] = own.fill_(float(small.step))
         for kind, form in forms.items():
-            if form.is_held:
-                state[kind] = _take(saved.held(kind, name), made.get(kind), segment)
+            if form.held is not None:
+                state[kind] = _take(form.held(), made.get(kind), segment)
             else:
                 state[kind] = self._filled(kind, segment, saved, form)
                 mine = dtype_name(form.dtype_in(segment))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -225,7 +226,7 @@ class MatrixStates(ClassStates):
         super().__init__(user, master, segments, weights=weights, extent=chunk.stored)
         self._rule, self._room, self._staged, self._exchange = rule, room, chunk.plan.update_home == "host", exchange
         if exchange is not None:
-            self.turn, self.exchanged_bytes = self._run_turn, exchange.received_bytes
+            self.turn, self.exchanged_bytes = partial(self._run_turn, exchange), exchange.received_bytes
             self._parts = room.stage(0, len(exchange.directions)) if self._staged else exchange.directions
 
     def step(
@@ -258,13 +259,11 @@ class MatrixStates(ClassStates):
             out = self._parts[segment.part]
             self._rule.direction(gradient, self._momentum(segment), factor, self._options(segment), out)
 
-    def _run_turn(self) -> None:
-        if self._exchange is None:
-            raise StateError("one rank exchanges no matrices")
-        directions = self._exchange.directions
+    def _run_turn(self, exchange: Exchange) -> None:
+        directions = exchange.directions
         if self._staged:
             directions.copy_(self._parts, non_blocking=True)
-        self._exchange.run(self._rule, self.optimizer.param_groups)
+        exchange.run(self._rule, self.optimizer.param_groups)
         if self._staged:
             self._parts.copy_(directions, non_blocking=True)
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from elixir.chunk.chunk import Held
 from elixir.chunk.state_window import StoredStates
-from elixir.errors import InputError, StateError
+from elixir.errors import InputError
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.segments import Arrived, Segment
@@ -117,8 +118,9 @@ class StateForm(NamedTuple):
     """The order of its elements, whatever the order in which the parameter has them here."""
     has_codes: bool = False
     """Whether it is saved as codes of 8 bits."""
-    is_held: bool = False
-    """Whether `SavedStates.held` gives it, so that it goes on in its dtype; otherwise `SavedStates.fill` copies it."""
+    held: Callable[[], torch.Tensor] | None = None
+    """Gives the elements of this rank, flat, in memory to keep: the state goes on in its dtype. If None,
+    `SavedStates.fill` copies it."""
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ class StateForm(NamedTuple):
 
     def dtype_in(self, segment: Segment) -> torch.dtype:
         """The dtype in which the state goes on: its own if held, otherwise at least as wide as that of the weights."""
-        if self.is_held:
+        if self.held is not None:
             return self.dtype
         weights = segment.weights.dtype
         narrow = self.dtype.is_floating_point and self.dtype.itemsize < weights.itemsize
@@ -153,10 +155,6 @@ class SavedStates(Protocol):
 
     def filled(self) -> None:
         """Waits for all that `fill` has begun; raises what went wrong with it."""
-
-    def held(self, kind: str, name: str) -> torch.Tensor:
-        """The elements of this rank, flat, in memory that the caller may keep; only if `StateForm.is_held`."""
-        raise StateError(f"state {kind!r} of {name} is not held")
 
 
 class States(Protocol):
@@ -340,7 +338,9 @@ class MovedStates(SavedStates):
     def forms(self, name: str) -> Mapping[str, StateForm]:
         """See `SavedStates`."""
         return {
-            kind: StateForm(each.dtype, each.order, each.has_codes, each.keeps_dtype)
+            kind: StateForm(
+                each.dtype, each.order, each.has_codes, partial(self._held, each) if each.keeps_dtype else None
+            )
             for kind, each in self._tensors(name).items()
             if each.width == 1
         }
@@ -364,10 +364,8 @@ class MovedStates(SavedStates):
         first = start - each.first
         out.copy_(each.in_chunk(values)[first : first + out.numel()])
 
-    def held(self, kind: str, name: str) -> torch.Tensor:
-        """See `SavedStates`."""
-        each = self._tensors(name)[kind]
-        return each.in_chunk(each.tensor.clone() if name in self._passes else each.tensor)
+    def _held(self, each: StateTensor) -> torch.Tensor:
+        return each.in_chunk(each.tensor.clone() if each.name in self._passes else each.tensor)
 
     def filled(self) -> None:
         """See `SavedStates`; `fill` waits."""
