@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
@@ -123,6 +123,27 @@ def test_an_edited_index_is_refused_before_anything_is_written(
     with pytest.raises((CheckpointCorrupt, CheckpointMismatch)):
         load_checkpoint(folder, run.state(), files=FILES)
     assert differing(before, run.bits()) == []
+
+
+def test_weights_of_another_shape_are_refused(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, before = saved
+    edited(folder, lambda body: body["tensors"]["weight/0.weight"]["shape"].reverse())
+    with pytest.raises(CheckpointMismatch, match=r"1 parameters have another shape, such as 0\.weight"):
+        load_checkpoint(folder, run.state(), files=FILES)
+    assert differing(before, run.bits()) == []
+
+
+def test_values_of_each_rank_need_as_many_ranks(run: Run, tmp_path: Path) -> None:
+    state = run.state(order=PerRank([3, 1]))
+    save_checkpoint(tmp_path, state, wait=True, files=FILES)
+    edited(
+        tmp_path,
+        lambda body: body.update({"world_size": 2, "rng": body["rng"] * 2, "rank_values": body["rank_values"] * 2}),
+    )
+    with pytest.raises(CheckpointMismatch, match="order for each of 2 ranks, here are 1"):
+        load_checkpoint(tmp_path, state, files=FILES)
+    del state["order"]
+    assert load_checkpoint(tmp_path, state, files=FILES).notes
 
 
 def test_a_missing_file_is_found_before_anything_is_written(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:

@@ -240,6 +240,13 @@ def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
         save(tmp_path, {"exp_avg/w": torch.zeros(3), "exp_avg_scale/w": torch.zeros(1)}, blocks=blocks, world_size=1)
 
 
+def test_codes_of_a_state_whose_scale_is_unknown_are_refused(tmp_path: Path) -> None:
+    codes = {"momentum/w": torch.zeros(300, dtype=torch.int8), "momentum_scale/w": torch.zeros(2)}
+    save(tmp_path, codes, blocks={"momentum/w": 256}, world_size=1)
+    with open_checkpoint(tmp_path) as saved, pytest.raises(CheckpointError, match="codes of momentum are unknown"):
+        saved.read_float32("momentum/w")
+
+
 # --- without ranks or a model ----------------------------------------------------------------------------------------
 
 

@@ -235,6 +235,7 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda d: d["tensors"]["weight/w"].update(shape=[0, 2**40, 2**40], pieces=[]), "tensors.weight/w", "any memory"),
     (lambda d: d["tensors"]["weight/w"].update(dtype="object"), "tensors.weight/w", "dtype"),
     (lambda d: d["tensors"]["weight/w"].update(dtype="load"), "tensors.weight/w", "dtype"),
+    (lambda d: d["tensors"]["weight/w"].update(order=[1, 1]), "tensors.weight/w", "does not name"),
     (lambda d: d["tensors"]["weight/w"].update(block_numel=0), "tensors.weight/w", "make no sense"),
     (lambda d: d["tensors"]["weight/w"].update(block_numel=256), "tensors.weight/w", "int8 or uint8"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 from elixir.checkpoint import snapshot as module
-from elixir.checkpoint.snapshot import LiveTensor, Snapshot
+from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot
 from elixir.checkpoint.snapshot_pool import SnapshotPool, aligned
 from elixir.checkpoint_format import saved_tensor
-from elixir.errors import CheckpointError
+from elixir.errors import CheckpointError, StateError
 
 SPAN = 256
 CPU = torch.device("cpu")
@@ -122,6 +123,18 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
     assert pool.largest_use_bytes <= pool.limit_bytes
     assert pool.free_bytes == pool.limit_bytes
     return snapshot, pool
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(PartState, PartState)))
+def test_only_the_changes_of_the_table_are_allowed(old: PartState, new: PartState) -> None:
+    part = module._Part(Chunk(0, 3))
+    part.state = old
+    if new in module._ALLOWED[old]:
+        part.to(new)
+        assert part.state is new
+    else:
+        with pytest.raises(StateError, match=f"cannot go from {old.value} to {new.value}"):
+            part.to(new)
 
 
 def test_two_hundred_races() -> None:

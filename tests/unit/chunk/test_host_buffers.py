@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import SWAPPED, SWAPPED_KIND, BufferKind, HostBuffers
+from elixir.chunk.host_buffers import SWAPPED, SWAPPED_KIND, BufferKind, HostBuffers, summands_kind
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import StateError
+from tests.common.samples import make_plan
 
 CPU = torch.device("cpu")
 SNAPSHOT = BufferKind("snapshot", "checkpoint", 64, count=2)
@@ -90,3 +92,17 @@ def test_lent_buffers_grow_rather_than_become_more() -> None:
         for buffer in lent:
             buffers.give_back(buffer)
     assert arena.parts("host") == {"swapped_activations": 3 * 256}
+
+
+def test_gradients_that_a_device_adds_up_have_their_buffers_before_the_first_step() -> None:
+    unused = make_plan(4)
+    plan = replace(unused, chunks=tuple(replace(chunk, reduce_order=0) for chunk in unused.chunks))
+    kinds = {
+        (device, backwards): summands_kind(plan, device, backwards=backwards)
+        for device in ("cpu", "cuda")
+        for backwards in (1, 2)
+    }
+    assert [case for case, kind in kinds.items() if kind.at_once] == [("cuda", 2)]
+    assert {(kind.buffer_bytes, kind.count) for kind in kinds.values()} == {(2 * 2**24, 2)}
+    assert summands_kind(plan, "cuda", backwards=2, wide=True).buffer_bytes == 4 * 2**24
+    assert summands_kind(unused, "cuda", backwards=2).nbytes == 0

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane, make_lanes
+from elixir.errors import InputError
 
 
 @pytest.fixture
@@ -80,6 +81,8 @@ def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
     lane.close()
     assert seen == list(range(20))
     lane.close()  # twice does no harm
+    with pytest.raises(InputError, match="was closed"):
+        lane.submit(lambda: seen.append(20))
 
 
 def test_work_builds_no_graph(lane: ThreadLane) -> None:
@@ -235,6 +238,8 @@ def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
         lane.ask(lambda: 1 / 0)
     assert host.ask(lambda: 3) == 3
     lane.close()
+    with pytest.raises(InputError, match="was closed"):
+        lane.ask(lambda: told)
     host.close()
 
 

@@ -57,10 +57,11 @@ def check(cache: RCache, chunks: tuple[int, ...]) -> None:
     for index in chunks:
         assert (cache.memory(index) == index).all()
         assert (cache._chunks[index].slots[0].parameter == index).all()
-    in_blocks = [chunk for chunk in cache._chunks if chunk.block is not None]
+    in_blocks = cache._in_block.values()
     assert len(in_blocks) + cache._pool.free == cache._pool.count
-    assert len({chunk.block for chunk in in_blocks}) == len(in_blocks)
-    assert all((chunk.state is ChunkState.HOME) == (chunk.block is None) for chunk in cache._chunks)
+    assert len(set(in_blocks)) == len(in_blocks)
+    for chunk in cache._chunks:
+        assert (chunk.state is ChunkState.HOME) == (chunk.memory is None) == (chunk.index not in in_blocks)
 
 
 @st.composite
@@ -142,6 +143,8 @@ def test_bytes_are_right_in_any_order(
     assert all(chunk.pins == 0 for chunk in cache._chunks)
     cache.invalidate()
     check(cache, ())
+    with pytest.raises(StateError, match="chunk 0 is home, it has no block"):
+        cache.memory(0)
     lanes.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elixir.errors import InputError
-from elixir.search.simulator.cluster import Cluster, gather_s
+from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 
 
 def test_collectives_follow_their_formulas() -> None:
@@ -13,6 +13,8 @@ def test_collectives_follow_their_formulas() -> None:
     assert gather_s(8e9, one) == pytest.approx(0.5 + 7e-3 + 7.0)
     four = Cluster(32, 8, host_bytes_per_s=4e9, network_bytes_per_s=1e9, host_step_s=1e-3, network_step_s=1e-2)
     assert gather_s(32e9, four) == pytest.approx(28e-3 + 3e-2 + 31.0)
-    assert gather_s(1e9, Cluster(1, 1, host_bytes_per_s=1.0)) == 0
+    assert all_reduce_s(8e9, one) == pytest.approx(0.5 + 14e-3 + 14.0)
+    for nbytes, cluster in ((1e9, Cluster(1, 1, host_bytes_per_s=1.0, call_s=0.5)), (0, one)):
+        assert gather_s(nbytes, cluster) == all_reduce_s(nbytes, cluster) == 0
     with pytest.raises(InputError, match="network_bytes_per_s"):
         Cluster(16, 8, host_bytes_per_s=1e9)

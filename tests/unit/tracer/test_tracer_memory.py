@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -300,6 +301,21 @@ def test_totals_hang_together() -> None:
         )
         assert max(event.live_bytes for event in trace.accesses) == trace.activation_peak_bytes
         assert sum(c.bytes for c in trace.peak_contributors) == trace.backward_peak_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_curve_says_in_which_phase_a_moment_is(recompute: bool) -> None:
+    """Backward begins with the gradient of the loss, long before it reads a weight."""
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        out = checkpoint(model, inp["x"], use_reentrant=False) if recompute else model(inp["x"])
+        out.sin().cos().tan().sum().backward()
+
+    trace = cpu_trace(nn.Linear(64, 64), x(64, 64), step, optimizer="AdamW")
+    phases = [(phase, len(list(samples))) for phase, samples in itertools.groupby(s.phase for s in trace.curve)]
+    names = ["forward", "backward", "recompute", "optimizer"] if recompute else ["forward", "backward", "optimizer"]
+    assert [phase for phase, _ in phases] == names
+    assert dict(phases[:2])["backward"] >= 5  # a gradient each of sum, tan, cos, sin and the product
 
 
 @pytest.mark.parametrize("input_transposed", [True, False])

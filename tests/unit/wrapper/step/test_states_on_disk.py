@@ -12,9 +12,10 @@ import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.chunk.lanes import Emulation
-from elixir.errors import DiskError, InputError
+from elixir.errors import DiskError, InputError, StateError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
 from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
@@ -134,11 +135,16 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
         its.step()
         its.zero_grad()
     assert_same(module.state_dict(), twin.state_dict())
+    for name, value in module.state_dict().items():  # written in bfloat16, then stepped once
+        torch.testing.assert_close(value, 1.5 * saved[name], rtol=2**-7, atol=2e-3)
     for each, its in ((module, optimizer), (twin, its_optimizer)):
         each.load_state_dict(saved)
         its.load_state_dict(states)
     assert_same(dict(module.state_dict()), saved)
     assert_same(optimizer.state_dict(), its_optimizer.state_dict())
+    one, other = [chunk.stored for chunk in engine_of(module).chunks if chunk.stored is not None][:2]
+    with one.at_hand(), pytest.raises(StateError, match="still in use"), other.at_hand():
+        pass
     module.close()
     twin.close()
 
