@@ -67,18 +67,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=30, help="changes to try")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first changes")
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
     parser.add_argument("--cuda", action="store_true", help="run lines that no test reaches on the emulated device")
     args = parser.parse_args()
     with repository_copy() as copy:
-        on_cpu = {room: reached(folders, copy) for room, folders in ROOMS.items()}
+        on_cpu = {room: reached(ROOMS[room], copy) for room in args.rooms}
         on_cuda = reached(["gpu"], copy, "--cuda") if args.cuda else {}
-        draw = random.Random(args.seed)
-        drawn = {room: [each for file in in_package(room) for each in places(*file)] for room in ROOMS}
-        for changes in drawn.values():
-            draw.shuffle(changes)
+        drawn = {room: [each for file in in_package(room) for each in places(*file)] for room in args.rooms}
+        for room, changes in drawn.items():
+            random.Random(f"{args.seed} {room}").shuffle(changes)
         for number in range(args.skip, args.count):
-            room = list(ROOMS)[number % len(ROOMS)]
-            path, line, change, source = drawn[room][number // len(ROOMS)]
+            room = args.rooms[number % len(args.rooms)]
+            path, line, change, source = drawn[room][number // len(args.rooms)]
             tests = at(on_cpu[room], path, line)
             options = [] if tests else ["--cuda"]
             tests = tests or at(on_cuda, path, line)
