@@ -160,7 +160,7 @@ class Snapshot:
 
     def release(self, index: int) -> None:
         """Returns when nothing is read from the memory of a chunk's states, which are about to change."""
-        part, copying = self._parts[index], False
+        part, area = self._parts[index], None
         started = time.perf_counter()
         try:
             with self._turn:
@@ -169,22 +169,22 @@ class Snapshot:
                     return
             part.read()
             with self._turn:
-                copying = self._copy_now(part)
-                if not copying:
+                area = self._area_of(part)
+                if area is None:
                     self._wanted.append(index)
                     self._turn.notify_all()
                     # The writer, or another update, reads this chunk's live memory, which the caller is about to
                     # change.
                     self._turn.wait_for(lambda: part.state in (PartState.DONE, PartState.COPIED) or part.handed_over)
                     self._wanted.remove(index)
-                    copying, part.handed_over = part.handed_over, False
-            if copying:
-                self._copy(part)
+                    area, part.handed_over = part.area if part.handed_over else None, False
+            if area is not None:
+                self._copy(part, area)
         except BaseException as error:
             # The update must go on, and a checkpoint of half a chunk is none.
             with self._turn:
                 self._given_up = self._given_up or error  # before the writer finds nothing left to write
-                if part.state is PartState.COPYING and (copying or part.handed_over):
+                if part.state is PartState.COPYING and (area is not None or part.handed_over):
                     part.to(PartState.DONE)
                     if self._device.type == "cuda":
                         # What was queued still fills the area, which another save may get.
@@ -197,24 +197,21 @@ class Snapshot:
             with self._turn:  # the CPU-Adam thread and the thread of the device's steps both add to it
                 self.stall_s += time.perf_counter() - started
 
-    def _copy_now(self, part: _Part) -> bool:
-        """Whether the chunk is not being read and the pool has room, which is then taken."""
+    def _area_of(self, part: _Part) -> Area | None:
+        """Takes an area of the pool for the chunk; None while it is read, or without room."""
         if part.state is not PartState.LIVE:
-            return False
+            return None
         part.area = self._pool.take(part.rest_bytes)
-        if part.area is None:
-            return False
-        part.to(PartState.COPYING)
-        return True
+        if part.area is not None:
+            part.to(PartState.COPYING)
+        return part.area
 
-    def _copy(self, part: _Part) -> None:
-        if part.area is None or part.rest is None:
-            raise StateError("a chunk of a snapshot is copied without memory for it")
+    def _copy(self, part: _Part, area: Area) -> None:
         at, by_device = 0, False
-        for each in part.rest:
+        for each in part.read():
             size = each.live.dtype.itemsize
             first = each.span * SPAN_BYTES // size
-            each.copied = part.area.memory[at : at + each.nbytes]
+            each.copied = area.memory[at : at + each.nbytes]
             values = each.live.values(first, each.live.nbytes // size)
             by_device |= values.is_cuda
             # On a device this is queued after compute, and before the step that replaces the values.

@@ -120,14 +120,12 @@ def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Ind
     index = _with_id(folder, checkpoint_id, False, files)
     if index is not None:
         files.remove(previous, missing_ok=True)
-        # Even if nothing was to do: the process that committed may have been killed before.
-        files.sync_folder(folder)
-        return index
-    index = _with_id(folder, checkpoint_id, True, files)
-    if index is None:
-        raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint {checkpoint_id}")
-    files.replace(previous, current)
-    files.sync_folder(folder)
+    else:
+        index = _with_id(folder, checkpoint_id, True, files)
+        if index is None:
+            raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint {checkpoint_id}")
+        files.replace(previous, current)
+    files.sync_folder(folder)  # even if nothing was to do: the process that committed may have been killed before
     return index
 
 
