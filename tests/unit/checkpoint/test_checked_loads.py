@@ -101,6 +101,14 @@ def drop(key: str) -> Edit:
     return lambda body: body["rng"][0].pop(key)
 
 
+def rename_optimizer(body: dict[str, Any], *names: str) -> None:
+    """Gives the saved optimizer several names, the groups the first."""
+    (said,) = body["optimizers"].values()
+    body["optimizers"] = dict.fromkeys(names, said)
+    for group in body["param_groups"]:
+        group["optimizer"] = names[0]
+
+
 EDITS: dict[str, Edit] = {
     "rng lacks a generator": drop("numpy"),
     "rng is no dict": lambda body: body.__setitem__("rng", [3]),
@@ -133,6 +141,52 @@ def test_weights_of_another_shape_are_refused(run: Run, saved: tuple[Path, dict[
     assert differing(before, run.bits()) == []
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda body: body["tensors"].pop("buffer/1.running_mean"), "buffers differ: missing 1.running_mean"),
+        (lambda body: body["param_groups"][0]["names"].pop(), "are in no group, or in several"),
+        (
+            lambda body: rename_optimizer(body, "one", "two"),
+            "has no optimizer 'optimizer', only one, two; leave it out",
+        ),
+        (lambda body: body["values"]["ema"].__setitem__("key", "value/none"), "a value names this tensor"),
+    ],
+)
+def test_parts_that_the_checkpoint_lacks_are_refused(
+    run: Run, saved: tuple[Path, dict[str, Any]], edit: Edit, words: str
+) -> None:
+    folder, before = saved
+    edited(folder, edit)
+    with pytest.raises((CheckpointCorrupt, CheckpointMismatch), match=words):
+        load_checkpoint(folder, run.state(ema=torch.zeros(4, dtype=torch.float64)), files=FILES)
+    assert differing(before, run.bits()) == []
+
+
+def test_optimizers_that_are_only_in_the_checkpoint_are_noted(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+    edited(saved[0], lambda body: rename_optimizer(body, "optimizer", "other"))
+    notes = load_checkpoint(saved[0], run.state(), files=FILES).notes
+    assert "optimizers that are not in the state are skipped: other" in notes
+
+
+def test_parameters_that_the_checkpoint_lacks_are_left_if_it_need_not_be_strict(
+    run: Run, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    def drop_bias(body: dict[str, Any]) -> None:
+        body["tensors"] = {key: each for key, each in body["tensors"].items() if not key.endswith("/1.bias")}
+        for group in body["param_groups"]:
+            group["names"] = [name for name in group["names"] if name != "1.bias"]
+        body["steps"].pop("1.bias")
+
+    folder, before = saved
+    edited(folder, drop_bias)
+    with pytest.raises(CheckpointMismatch, match=r"another model: missing 1\.bias, unexpected nothing"):
+        load_checkpoint(folder, run.state(), files=FILES)
+    notes = load_checkpoint(folder, run.state(), strict=False, files=FILES).notes
+    assert "parameters that the checkpoint lacks are left as they are: 1.bias" in notes
+    assert torch.equal(run.bits()["model.1.bias"], before["model.1.bias"])
+
+
 def test_values_of_each_rank_need_as_many_ranks(run: Run, tmp_path: Path) -> None:
     state = run.state(order=PerRank([3, 1]))
     save_checkpoint(tmp_path, state, wait=True, files=FILES)
@@ -146,8 +200,13 @@ def test_values_of_each_rank_need_as_many_ranks(run: Run, tmp_path: Path) -> Non
     assert load_checkpoint(tmp_path, state, files=FILES).notes
 
 
-def test_a_missing_file_is_found_before_anything_is_written(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("values", [True, False])
+def test_a_missing_file_is_found_before_anything_is_written(
+    run: Run, saved: tuple[Path, dict[str, Any]], values: bool
+) -> None:
     folder, before = saved
+    if not values:  # otherwise one in that file is read before
+        save_checkpoint(folder, run.state(), wait=True, files=FILES)
     next(folder.glob("*-rank-*")).unlink()
     with pytest.raises(CheckpointCorrupt, match=r"rank-.*missing"):
         load_checkpoint(folder, run.state(), files=FILES)

@@ -196,6 +196,12 @@ def test_a_damaged_one_is_left_out_and_may_be_saved_again(
         checkpoints.save(step, run.state(step=step))
         assert verify(tmp_path / f"step-{step:08}") == ()
         assert len(os.listdir(tmp_path / f"step-{step:08}")) == 3  # index, rank, shared: nothing of the damaged one
+    with pytest.raises(InputError, match="step must be 0 or more, found -1"):
+        checkpoints.save(-1, run.state())
+    for step in (1, 2, 3):
+        damage(tmp_path / f"step-0000000{step}")
+    with pytest.raises(CheckpointCorrupt, match="step-00000003"):
+        checkpoints.load(run.state())
 
 
 def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> None:
@@ -260,6 +266,11 @@ def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "run", run.state(), files=FailingFiles(3))
     with pytest.raises(CheckpointError, match="No space left"):
         run.module.close()
+    checkpoints = Checkpoints(tmp_path, files=FailingFiles(3))
+    with Run(*planned("cnn", "mixed"), adamw) as other:
+        checkpoints.save(1, other.state())
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.close()
     assert not any(parameter.is_meta for parameter in run.case.model.parameters())  # and gives the model back
 
 
@@ -285,6 +296,8 @@ def test_not_the_moment(run: Run, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "run", run.state())
     with pytest.raises(InputError, match="one ElixirModule"):
         save_checkpoint(tmp_path / "run", {"epoch": 3})
+    with pytest.raises(InputTypeError, match="must be a dict by name, such as .*, got list"):
+        save_checkpoint(tmp_path / "run", [run.module])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="value: a "):
         save_checkpoint(tmp_path / "run", run.state(value=lambda: 0))
 

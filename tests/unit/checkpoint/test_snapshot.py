@@ -178,7 +178,7 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
     assert not waiting.is_alive()
     snapshot.release(1)
     snapshot.wait_for_live()
-    assert snapshot.stall_s > 0.02
+    assert 0.02 < snapshot.stall_s < 60
 
 
 def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:

@@ -82,6 +82,14 @@ def test_parameters_point_where_the_weights_are() -> None:
     assert all(is_absent(parameter) for parameter in parameters)
 
 
+def test_a_chunk_without_memory_says_so() -> None:
+    chunk = make_chunk(7, rank=3)
+    with pytest.raises(StateError, match="rank 3: chunk 7 has no weights yet"):
+        _ = chunk.shard_weights
+    with pytest.raises(StateError, match="rank 3: chunk 7 has no gathered weights that were written to"):
+        chunk.take_written(chunk.slots[0].parameter)
+
+
 def test_every_element_is_some_parameters() -> None:
     chunk = make_chunk()
     found = [chunk.parameter_at(offset) for offset in (0, 31, 128, 256, 258)]
