@@ -153,7 +153,9 @@ class WeightUses:
         self._chunks = chunks
         self._places = places
         self._together: dict[int, _Unit] = {}
-        """The unit of a parameter that is fetched as one, by the `id` of the parameter."""
+        """The unit of a parameter that is fetched as one, by the `id` of the parameter; one that has several, any."""
+        self._units: dict[frozenset[int], _Unit] = {}
+        """The units by the `id`s of their parameters."""
         self.claims_saved = moves or not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident and nobody moves what autograd saves: their weights stay in place until the
         optimizer's step, which autograd notices."""
@@ -175,11 +177,13 @@ class WeightUses:
         """Notes the units that are fetched as one: in backward, all weights of one come with the first, and stay until
         a weight of another is read."""
         self._together.clear()
+        self._units.clear()
         for unit in units:
             members = [parameter for parameter in unit.parameters() if type(parameter) in TRACKED_PARAMETERS]
             chunks = tuple(dict.fromkeys(self._places[parameter][0] for parameter in members))
             streamed = tuple(chunk.index for chunk in chunks if not chunk.plan.resident)
             found = _Unit(chunks, streamed, frozenset(map(id, members)))
+            self._units[found.parameters] = found
             self._together.update(dict.fromkeys(found.parameters, found))
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
@@ -191,9 +195,8 @@ class WeightUses:
         self.order_compute()
         self.used_in_pass(parameters)
         state = self._state()
-        unit = self._together.get(id(parameters[0]))
-        if unit is not None and len(parameters) < len(unit.parameters):
-            unit = None  # only some of its weights, as its backward reads them
+        # None of only some of its weights, as its backward reads them.
+        unit = self._units.get(frozenset(map(id, parameters))) if self._units else None
         chunks = unit.chunks if unit else dict.fromkeys(self._places[parameter][0] for parameter in parameters)
         streamed: list[int] = []
         for chunk in chunks:

@@ -19,7 +19,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common.parity import MODES, Case, Pair, case, mixed
+from tests.common.parity import MODES, Case, Pair, case, mixed, square_loss
 
 LISTS = {
     "opt": "model.decoder.layers", "gpt2": "transformer.h", "llama": "model.layers", "bert": "bert.encoder.layer",
@@ -128,6 +128,30 @@ def test_same_bits_as_plain_compiled_pytorch(name: str, checkpoint: str, mode: s
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), [each for each in _EVERY if each not in _SAMPLE])
 def test_same_bits_of_every_family(name: str, checkpoint: str, mode: str) -> None:
     check(name, checkpoint, mode)
+
+
+class Sharing(nn.Module):
+    """Layers with one weight in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(first, nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return input
+
+
+def test_layers_that_share_a_weight_fetch_their_other_weights() -> None:
+    """Compiled code asks for no weight itself, and reads what is in memory, or none."""
+    it = Case(Sharing(), {"input": torch.randn(4, 8)}, square_loss)
+    plain = copy.deepcopy(it.model)
+    compiled(it.model, "eager")
+    with Pair(it, plan_of(it, "streamed"), plain=plain, device="cpu") as pair:
+        pair.train(2)
+        pair.assert_same_weights()
 
 
 @pytest.mark.slow
