@@ -10,6 +10,7 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.one_pass.late_hooks import hooks_of
 
 
 class GradientStages:
@@ -53,7 +54,7 @@ class GradientStages:
         """Takes a part of a gradient that earlier stages give parts of, too; returns whether it is one.
 
         Raises:
-            InputError: all parts were thought to have come.
+            InputError: all parts were thought to have come, or the user's hooks would get parts.
         """
         if self.is_done(parameter):
             name = self._engine.places[parameter][1].name
@@ -63,6 +64,11 @@ class GradientStages:
             )
         if self._first.setdefault(parameter, self.now) == self.now and parameter not in self._parts:
             return False
+        if hooks_of(parameter):
+            raise InputError(
+                f"a hook on {self._engine.places[parameter][1].name} gets the gradients of several modules that share "
+                "it one by one in a pass, instead of their sum; leave the hook out, or plan with pass_size=1"
+            )
         parts = self._parts.setdefault(parameter, {})
         had = parts.get(self.micro_batch)
         if had is None:
