@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from elixir.access.own_checkpoint import FUNCTION, unentered_function
 from elixir.access.swapping import Swapping
 from elixir.errors import InputError
 from elixir.step_trace import Result, UnitActivations
+
+logger = logging.getLogger(__name__)
 
 _SWITCH = "gradient_checkpointing"
 """The attribute by which a module of transformers says whether it checkpoints itself."""
@@ -117,7 +120,10 @@ def _moving(swapping: Swapping, unit: str, function: Callable[..., Any], *args: 
 
 def _run(module: nn.Module, switched: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a module, in a checkpoint; one with a switch for that checkpoints itself, in training mode."""
-    if not torch.is_grad_enabled() or (switched and module.training):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    args, kwargs = without_cache(module, args, kwargs)
+    if switched and module.training:
         return forward(*args, **kwargs)
     return vars(module)[FUNCTION](functools.partial(_forward, module, forward, **kwargs), *args)
 
@@ -126,15 +132,84 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     return forward(*args, **kwargs)
 
 
+def without_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer that runs again, without a cache: each run would add its keys and values.
+
+    Training reads no empty cache. Checkpoints of transformers leave it out likewise.
+
+    Raises:
+        InputError: the cache has keys and values of earlier tokens, which the layer reads.
+    """
+    if not any(map(_is_cache, (*args, *kwargs.values()))):
+        return args, kwargs
+    if any(_is_filled(each, module) for each in (*args, *kwargs.values()) if _is_cache(each)):
+        raise InputError(
+            f"a {type(module).__name__} gets a cache of earlier tokens, to which it would add its own again when it "
+            "runs again in backward; plan without activations= and pass_size="
+        )
+    _say_that_caches_stay_empty()
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: object) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _is_filled(cache: Any, module: nn.Module) -> bool:
+    """Whether a cache has states of a layer."""
+    for each in module.modules():
+        index = getattr(each, "layer_idx", None)
+        if isinstance(index, int):
+            try:
+                return int(cache.get_seq_length(index)) > 0
+            except ValueError:  # linear attention has a state instead
+                return bool(cache.has_previous_state(index))
+    return False
+
+
+@functools.cache
+def _say_that_caches_stay_empty() -> None:
+    logger.warning("layers that run again in backward get no cache of keys and values, so the model returns it empty")
+
+
 def _checkpoint_that_keeps(keep: tuple[Result, ...]) -> Callable[..., Any]:
     if not keep:  # no mode needs to see the operators
         return functools.partial(checkpoint, use_reentrant=False)
     kept = frozenset((result.operator, result.occurrence) for result in keep)
 
     def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_Policy(kept))
+        first, again = create_selective_checkpoint_contexts(_Policy(kept))
+        return first, _InWords(again)
 
     return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+class _InWords:
+    """The context of a second run, which says what to do where it fails.
+
+    Args:
+        again: PyTorch's.
+    """
+
+    def __init__(self, again: Any) -> None:
+        self._again = again
+
+    def __enter__(self) -> None:
+        self._again.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._again.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "backward an extra time" in str(error):
+            raise InputError(
+                "a second backward, as after retain_graph=True, goes through a layer whose plan keeps results of its "
+                "operators for one backward only; add the losses up, or plan without activations="
+            ) from error
+        if isinstance(error, RuntimeError) and "not found in storage" in str(error):
+            raise InputError(
+                "a layer did something else when it ran again in backward than in forward, as if it depended on state "
+                "that had changed; plan without activations="
+            ) from error
 
 
 class _Policy:

@@ -225,6 +225,36 @@ def test_5_but_hooks_that_layers_put_on_their_inputs_are_refused() -> None:
         check(_hooked("inputs"))
 
 
+def test_a_hook_on_a_weight_gets_whole_gradients_or_is_refused() -> None:
+    """A hook that is not linear gives something else for the parts of a sum."""
+    steps = batches("gpt2", 2, steps=1)
+    plan = plan_for(family("gpt2")(), steps[0][0], accumulation=2)
+
+    def hooked(name: str) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            model = family("gpt2")()
+            model.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            return model
+
+        return make
+
+    own = hooked("transformer.h.0.mlp.c_fc.weight")
+    assert in_passes(own, steps, plan).same_as(plainly(own, steps))
+    with pytest.raises(InputError, match="a hook on transformer.wte.weight"):
+        in_passes(hooked("transformer.wte.weight"), steps, plan)
+
+
+def test_layers_leave_out_a_cache_to_which_each_run_would_add() -> None:
+    def make() -> nn.Module:
+        model = family("llama")().eval()  # in which transformers checkpoints nothing itself
+        model.config.use_cache = True
+        return model
+
+    steps = batches("llama", 2, steps=1)
+    plan = plan_for(family("llama")(), steps[0][0], accumulation=2)
+    assert in_passes(make, steps, plan).same_as(plainly(make, steps))
+
+
 @pytest.mark.parametrize("late", [lambda x: x.register_hook(lambda gradient: 2 * gradient), lambda x: x.retain_grad()])
 def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Tensor], Any]) -> None:
     def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, Result, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common.parity import Case, case, mixed, square_loss
+from tests.common.parity import Case, Pair, case, mixed, square_loss
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper.test_compiled_layers import COUNTED, train
 from tests.unit.wrapper.test_units_as_one import INP, Stack
@@ -179,16 +179,47 @@ def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
     """Layers of transformers checkpoint themselves in training mode only."""
     it = case("llama", "none")
     it.model.train(training)
-    request = SearchRequest(world_size=1, optimizer_type="AdamW")
-    plan = simple_plan(
-        traced(it, "nothing"), preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu"
-    )
+    plan = plan_that_keeps(it, "nothing")
     model, calls = ElixirModule(it.model, plan, device="cpu"), list[nn.Module]()
     it.model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(it.loss(model, it.inp))
     assert len(calls) == 2
     model.close()
+
+
+@pytest.mark.parametrize(("name", "training"), [("llama", False), ("gpt2", True)])
+def test_layers_that_run_again_leave_out_an_empty_cache(name: str, training: bool) -> None:
+    """Models on transformers' defaults give their layers one, in training, too."""
+    it = case(name, "none")
+    it.model.train(training).config.use_cache = True
+    plan = plan_that_keeps(it, "products")
+    with Pair(it, plan, device="cpu") as pair:
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_what_a_layer_cannot_run_again_is_refused_in_words() -> None:
+    it = case("llama", "none")
+    model = ElixirModule(it.model, plan_that_keeps(it, "products"), device="cpu")
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    loss = it.loss(model, it.inp)
+    optimizer.backward(loss, retain_graph=True)
+    with pytest.raises(InputError, match="results of its operators for one backward only; add the losses up"):
+        optimizer.backward(loss)
+    cache = pytest.importorskip("transformers").DynamicCache(config=it.model.config)
+    for layer in range(2):
+        cache.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), layer)
+    with pytest.raises(InputError, match="cache of earlier tokens.*plan without activations="):
+        model(**it.inp, past_key_values=cache)
+    model.close()
+
+
+def plan_that_keeps(it: Case, kept: str) -> Plan:
+    request = SearchRequest(world_size=1, optimizer_type="AdamW")
+    return simple_plan(
+        traced(it, kept), preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu"
+    )
 
 
 def test_what_is_refused() -> None:
