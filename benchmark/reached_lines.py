@@ -2,8 +2,8 @@
 
 python benchmark/reached_lines.py unit/cli unit/search      folders of tests/; all of unit if none is given
 
-coverage.py records a file of tests once, in out/reached_lines: delete that folder after changes of the package. Ranks and
-other processes that a test starts are not recorded.
+coverage.py records a file of tests once, the first and the last case of each test, in out/reached_lines: delete that
+folder after changes of the package. Ranks and other processes that a test starts are not recorded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,16 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
 
     class Plugin:
         def pytest_runtest_logreport(self, report: Any) -> None:
-            say((report.nodeid or "import") if report.failed else None)
+            say((report.nodeid or "import") if report.failed and not data else None)
 
         pytest_collectreport = pytest_runtest_logreport
+
+        @pytest.hookimpl(trylast=True)  # after `-m` has left out slow cases
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            if data:
+                cases = {item.nodeid.partition("[")[0]: item for item in items}
+                firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+                items[:] = [item for item in items if item in cases.values() or item in firsts.values()]
 
     os.setsid()
     for stream in (1, 2):
@@ -63,7 +70,7 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
     if data:
         recorder = Coverage(data_file=str(data))
         with recorder.collect():
-            pytest.main([*settings, *tests])
+            pytest.main([*settings, *tests], plugins=[Plugin()])
         recorder.save()
     else:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))

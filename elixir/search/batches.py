@@ -141,7 +141,7 @@ class _Trials:
         self._before = before
         self._tried: dict[tuple[int, str], BatchOption] = {}
         self._best: tuple[float, Answer, BatchOption] | None = None
-        self._nearest: tuple[PlanError, Question] | None = None
+        self._missed: list[tuple[PlanError, Question]] = []
 
     def step_s(self, batch: int, checkpoint: str) -> float:
         """Seconds of one way; infinite without a plan, or without one that could win."""
@@ -180,9 +180,7 @@ class _Trials:
     def choice(self) -> BatchChoice:
         """The fastest."""
         if self._best is None:
-            if self._nearest is None:
-                raise PlanError("no way to cut the batch was tried", needed_bytes=0, available_bytes=0)
-            raise with_levers(*self._nearest)
+            raise with_levers(*min(self._missed, key=lambda missed: _lacking(missed[0])))
         return BatchChoice(self._best[1], self._best[2], tuple(self._tried.values()))
 
     def _try(self, option: BatchOption) -> BatchOption:
@@ -194,8 +192,7 @@ class _Trials:
         try:
             plan = plan_or_shortage(*question)
         except PlanError as error:
-            if self._nearest is None or _lacking(error) < _lacking(self._nearest[0]):
-                self._nearest = error, question
+            self._missed.append((error, question))
             return replace(option, reason=str(error).splitlines()[0])
         step_s, predicted = plan.predicted.seconds["total"], plan.predicted
         option = replace(

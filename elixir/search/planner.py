@@ -189,8 +189,7 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     able = space.trace.pass_size == 1 and not space.trace.step.activations
     if request.fetch != "parameters" and able:
         space, outcome = with_units_as_one(space, outcome, wanted=request.fetch == "units")
-    if outcome.best is None:
-        raise ValueError("a search that found something has a best")
+    assert outcome.best is not None  # since something was found
     optimizer = optimizer_name(request.optimizer_type)
     plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
     unknown = unmeasured(space.hardware)

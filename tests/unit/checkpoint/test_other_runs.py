@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -136,7 +137,7 @@ class HeldFiles(UnsyncedFiles):
         return super().call(operation, path, function, *args)
 
 
-def test_a_save_says_whether_it_is_over(tmp_path: Path) -> None:
+def test_a_save_says_whether_it_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     it, files = case("opt", layers=1), HeldFiles()
     with Run(it, make_plan(it, "mixed"), adamw) as run:
         run.train(1)
@@ -145,7 +146,9 @@ def test_a_save_says_whether_it_is_over(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="still being written"):
             saving.wait(timeout=0.01)
         files.go.set()
-        assert saving.wait(timeout=60.0).step == 1
+        with caplog.at_level(logging.INFO):
+            assert saving.wait(timeout=60.0).step == 1
+        assert "of this rank written in" in caplog.text
         assert saving.done()
         assert saving.nbytes >= 12 * sum(parameter.numel() for parameter in it.model.parameters())
     assert verify(tmp_path / "run") == ()

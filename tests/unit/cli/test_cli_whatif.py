@@ -134,6 +134,8 @@ def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.Capt
         ("HEAD\nt4,1,1,EUR,a,yesterday\n", "line 2: Invalid isoformat"),
         ("HEAD\nt4,1,1,EUR,a\n", "line 2: expected 6 values"),
         ("HEAD\nt4,1,1,EUR,a,2026-11-09,more\n", "line 2: expected 6 values"),
+        ("HEAD\nt4,1,1, ,a,2026-11-09\n", "line 2: currency is empty"),
+        ("HEAD\n\xff", "not a text file in UTF-8"),
         ("HEAD\nt4,1,1,EUR,a,2026-11-09\nl4,1,1,USD,a,2026-11-09\n", "one currency, found EUR, USD"),
         ("HEAD\n", "found no price"),
     ],
@@ -142,7 +144,7 @@ def test_a_price_file_that_makes_no_sense_is_refused_by_line(
     content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "prices.csv"
-    table.write_text(content.replace("HEAD", "machine,devices,per_hour,currency,source,read_on"))
+    table.write_bytes(content.replace("HEAD", "machine,devices,per_hour,currency,source,read_on").encode("latin-1"))
     assert says in fails(capsys, "fit", "opt-125m", "--prices", str(table))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
@@ -13,9 +14,12 @@ import elixir
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.plan.replicas import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
+from elixir.search.problem.from_plan import packed_step_of
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
 from elixir.search.whatif.sweep import sweep
+from tests.common.samples import make_plan, make_trace
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
 from tests.common.synthetic_trace import stack_trace
 
@@ -179,3 +183,18 @@ def test_a_request_plans_as_its_options_do() -> None:
     assert made == plan_from_trace(trace, HARDWARE, 2, device_memory=PLENTY, host_memory=PLENTY, placement="cpu")
     with pytest.raises(InputTypeError, match="did you mean placement"):
         plan_from_trace(trace, HARDWARE, request, placment="cpu")
+
+
+def test_a_step_that_does_not_follow_from_its_question_is_refused() -> None:
+    trace = make_trace()
+    refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: StepQuestion(model=trace).build(), InputTypeError, "no model to build"),
+        (lambda: StepQuestion(model="opt-125m", generate=3), InputTypeError, "generate is"),  # type: ignore[arg-type]
+        (lambda: StepQuestion.again(replace(trace, step=replace(trace.step, checkpoint=None))), InputError, "traced again"),
+        (lambda: plan_from_trace(replace(trace, accesses=()), HARDWARE, 1), InputError, "uses no parameter"),
+        (lambda: packed_step_of(make_plan(4), make_trace(layers=3)), InputError, "lacks"),
+        (lambda: pass_trace(replace(trace, step=replace(trace.step, forward=True)), 2), InputError, "is for training"),
+    ]  # fmt: skip
+    for call, error, message in refused:
+        with pytest.raises(error, match=message):
+            call()
