@@ -122,8 +122,9 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 
 def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
     nested: Any = 1
+    by_name: Any = 1
     for _ in range(100):
-        nested = [nested]
+        nested, by_name = [nested], {"x": by_name}
     wrong = [
         {"$": "call", "items": []}, {"$": "tuple"}, {"$": "tuple", "items": 3}, {"$": "tuple", "items": [], "x": 1}, {"$": ["tuple"]},
         {"$": "int", "hex": "12"}, {"$": "int", "hex": "__import__('os')"}, {"$": "float", "hex": "0x1p99999"}, {"$": "bytes", "base64": "*"},
@@ -132,7 +133,7 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         {"$": "tensor", "key": "no", "dtype": "float32", "shape": [1]}, {"$": "tensor", "key": "weight/w", "dtype": "int8", "shape": [4]},
         {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": [5]}, {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": ["4"]},
         {"$": "array", "key": "weight/w", "dtype": "object", "shape": [4]}, {"$": "array", "key": "weight/w", "dtype": "float32", "shape": [4]},
-        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested,
+        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name,
     ]  # fmt: skip
     index = write(tmp_path, {"weight/w": torch.ones(4)})
     commit(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))

@@ -148,7 +148,7 @@ def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
 
 
 def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
-    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "assume": "nominal"}
     told: list[tuple[str, int, int]] = []
     choice = search_batches(
         trace_of,
@@ -281,7 +281,8 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
 
 def test_the_chosen_way_knows_what_would_help() -> None:
     """Levers of the way that was chosen: its trace, and as many batches."""
-    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_memory=PLENTY)
+    quick = {"search": "minimum_waste", "assume": "nominal"}
+    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_memory=PLENTY, **quick)
     by_action = {lever.action: lever.plan for lever in choice.answer.levers()}
     more = by_action[f"accumulate {4 * choice.option.accumulation} batches a step"]
     assert more is not None

@@ -203,3 +203,14 @@ def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
         parameter.data = torch.zeros(3)
         with pytest.raises(InputError, match=r"layers\.1\.bias was given \[3\] values"):
             pair.module.state_dict()
+
+
+def test_a_plain_weight_of_another_shape_is_refused() -> None:
+    with make_pair("resident") as pair:
+        mine = weight(pair.module.module, "layers.1.weight")
+        with (
+            pytest.raises(InputError, match=r"layers\.1\.weight was given \[3\] values"),
+            pair.module.gathered(write=True),
+        ):
+            mine.data = torch.zeros(3)
+        pair.assert_same_weights()
