@@ -76,6 +76,24 @@ def test_masters_are_the_weights_of_a_run_in_float32(theirs: str | None, mine: s
         run.train(1)
 
 
+@pytest.mark.parametrize("formats", [(0, 1), (1, 0)])
+def test_weights_that_lay_in_another_order_come_back_by_position(formats: tuple[int, int], tmp_path: Path) -> None:
+    theirs, mine = [case("cnn"), case("cnn")]
+    for it, last in zip((theirs, mine), formats, strict=True):
+        it.model.to(memory_format=torch.channels_last if last else torch.contiguous_format)  # type: ignore[call-overload]
+    weights = saved_run(theirs, tmp_path / "run")
+    with Run(mine, make_plan(mine, "mixed"), two_groups()) as run:
+        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert loaded.exact, loaded.notes
+        assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
+        with open_checkpoint(tmp_path / "run") as saved:
+            expected = saved.optimizer_state_dict()["state"]
+        for number, state in run.optimizer.state_dict()["state"].items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[kind], expected[number][kind]), (number, kind)
+        run.train(1)
+
+
 def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     it = case("opt", layers=1)
     with Run(it, make_plan(it, "mixed"), two_groups()) as run:
