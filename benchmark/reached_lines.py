@@ -73,7 +73,7 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
             pytest.main([*settings, *tests], plugins=[Plugin()])
         recorder.save()
     else:
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))  # beyond the second it would be killed silently
         pytest.main([*settings, "-x", *tests], plugins=[Plugin()])
     say("")
 

@@ -129,6 +129,8 @@ def test_only_compute_counts_as_waiting() -> None:
     while not ticket.done():
         time.sleep(0.001)
     assert first.waited_s == second.waited_s == 0
+    first.submit(lambda: time.sleep(0.01)).wait()
+    assert 0 < first.waited_s < 60
     first.close()
     second.close()
 
