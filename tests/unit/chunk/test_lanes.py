@@ -150,6 +150,11 @@ class FakeStream:
 
 
 class FakeEvent:
+    is_over = True
+
+    def query(self) -> bool:
+        return self.is_over
+
     def __init__(self, enable_timing: bool = False) -> None:
         self.what = "nothing"
 
@@ -242,6 +247,26 @@ def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
     lane.close()
     with pytest.raises(InputError, match="was closed"):
         lane.ask(lambda: told)
+    host.close()
+
+
+def test_work_of_a_stream_is_done_when_its_event_is_over(cuda: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, lane, gate = ThreadLane("host"), StreamLane(torch.device("cuda", 0)), threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise ZeroDivisionError
+
+    ticket, failed = lane.submit(lambda: None), lane.submit(lambda: None, after=[host.submit(fail)])
+    assert not failed.done()
+    gate.set()
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+    assert failed.done()
+    for over in (False, True):
+        monkeypatch.setattr(FakeEvent, "is_over", over)
+        assert ticket.done() is over
+    lane.close()
     host.close()
 
 
