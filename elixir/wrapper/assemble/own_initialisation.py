@@ -51,9 +51,7 @@ class OwnInitialisation:
             InputError: no module initialises it.
         """
         path, _, own = name.rpartition(".")
-        parameter = self._modules[path]._parameters[own]
-        if parameter is None:
-            raise InputError(f"{name} is no parameter")
+        parameter = self._modules[path].get_parameter(own)
         values: torch.Tensor = _empty_like(parameter)
         with self._seeded(name):
             # Not every module can be initialised in part: the second round gives memory to all parameters of the owner.

@@ -28,7 +28,6 @@ from torch import nn
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.group import Group
-from elixir.errors import StateError
 from elixir.kernels.muon import MOMENTUM, MuonRule
 from elixir.memory_order import flattened, order_of, shaped
 from elixir.optimizer_states import DIRECTION_BYTES
@@ -238,8 +237,6 @@ class MatrixStates(ClassStates):
         into: ClassStates | None = None,
     ) -> set[str]:
         """See `States`."""
-        if into is not None:
-            raise StateError("chunks of matrices are not updated early")
         if self._exchange is not None:
             for segment, _ in arrived:
                 part = self._parts[segment.part]

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elixir.errors import InputError
 from elixir.models.layer_units import layer_units
 from elixir.plan.plan import Plan
-from elixir.step_trace import StepTrace, Unit, UnitRun
+from elixir.step_trace import Result, StepTrace, Unit, UnitActivations, UnitRun
 from tests.common.samples import make_plan
 from tests.common.tracing import cpu_trace, sum_step
 
@@ -147,3 +148,9 @@ def test_earlier_versions_named_compiled_units_alone(artifact: Any, version: int
 def test_runs_end_where_another_phase_begins() -> None:
     trace = cpu_trace(Stack(8, 8), INP, sum_step)
     assert trace.unit_runs[1:3] == (UnitRun(1, "forward", 3, 4), UnitRun(1, "backward", 7, 8))
+
+
+@pytest.mark.parametrize("options", [{"keep": ()}, {"keep": None, "swap": (Result("aten.mm.default", 0),)}])
+def test_activations_of_a_unit_that_is_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="'layers.9'"):
+        cpu_trace(Stack(8, 8), INP, sum_step, activations=(UnitActivations("layers.9", **options),))

@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from elixir.checkpoint import save_checkpoint
-from elixir.errors import CheckpointError, InputError, InputTypeError
+from elixir.errors import CheckpointError, InputError, InputTypeError, StateError
 from elixir.wrapper.assemble.frozen_weights import safetensors_in
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of
+from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.step.early_update import Inputs
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.user_optimizers import Own
 
@@ -38,6 +40,12 @@ def test_an_optimizer_takes_losses_and_has_no_other_names(pair: Pair) -> None:
         pair.optimizer.backward(3.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'lr'"):
         _ = pair.optimizer.lr
+
+
+def test_an_early_update_needs_a_second_set_of_states(pair: Pair) -> None:
+    shard = stepper_of(pair.optimizer).shards[0]
+    with pytest.raises(StateError, match="rank 0: chunk 0 has no second set of states"):
+        shard.begin_early(Inputs([], None, 1.0, [], writes=0, changes=0))
 
 
 def test_a_checkpoint_is_of_one_module_and_its_optimizers(pair: Pair, tmp_path: Path) -> None:
