@@ -79,6 +79,17 @@ def test_gradients_stay_clipped_until_they_are_cleared(mode: str, make: Any) -> 
         pair.assert_same_weights()
 
 
+def test_a_limit_that_is_asked_for_is_of_the_next_step_alone() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)) as pair:
+        for limited in (True, False):
+            pair.backward()
+            if limited:
+                same_norm(pair)
+            pair.step()
+        pair.assert_same_weights()
+
+
 def test_without_clipping_nobody_sums(pair: Pair) -> None:
     pair.optimizer.max_norm = 0.0
     pair.backward()

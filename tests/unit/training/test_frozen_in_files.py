@@ -161,7 +161,9 @@ def test_a_file_that_was_replaced_is_not_mapped(tmp_path: Path) -> None:
     pair.train(1)  # the files that were opened are still there
     with pytest.raises(FileError, match="another file took its place"):
         pair.module.state_dict()
-    pair.module.close()
+    model = pair.module.module
+    pair.module.close()  # nothing maps the other files' values
+    assert all(parameter.is_meta != parameter.requires_grad for parameter in model.parameters())
 
 
 def test_what_cannot_stay_in_files_is_refused_by_name(tmp_path: Path) -> None:

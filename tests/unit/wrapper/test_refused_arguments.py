@@ -14,6 +14,7 @@ from torch import nn
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import CheckpointError, InputError, InputTypeError, StateError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.frozen_weights import safetensors_in
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from elixir.wrapper.loss_scale import LossScale
@@ -40,6 +41,18 @@ def test_an_optimizer_takes_losses_and_has_no_other_names(pair: Pair) -> None:
         pair.optimizer.backward(3.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'lr'"):
         _ = pair.optimizer.lr
+
+
+def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    threads = pair.engine.host_share.all_cores + 1
+    module = ElixirModule(
+        nn.Linear(8, 8),
+        make_plan(Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss), "streamed"),
+        device="cpu",
+    )
+    ElixirOptimizer(module, torch.optim.SGD(module.module.parameters(), lr=0.1), host_threads=threads)
+    module.close()
+    assert f"host_threads={threads} is more than the {threads - 1} cores" in caplog.text
 
 
 def test_an_early_update_needs_a_second_set_of_states(pair: Pair) -> None:
