@@ -68,9 +68,8 @@ def hooks_over(
     keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
     claims = listener.pack
     # A checkpoint has to get the same tensors again as in forward, and a weight that its function was given may come
-    # back as one that announces nothing. PyTorch wraps its functions for the compiler.
-    code = None if outer is None else getattr(inspect.unwrap(outer[0]), "__code__", None)
-    keeps = outer is not None and getattr(code, "co_filename", None) != _CHECKPOINT_FILE
+    # back as one that announces nothing.
+    keeps = outer is not None and not _are_of_checkpoint(outer)
 
     def pack(tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor:  # has no functions of ours, and the context below takes longer than the rest
@@ -195,6 +194,20 @@ def innermost_saved_tensors_hooks() -> Hooks | None:
     """The active (pack, unpack) pair. PyTorch has no public name for it; a test notices if the private one goes."""
     hooks: Hooks | None = top_saved_tensors_hooks(True)
     return hooks
+
+
+def _are_of_checkpoint(hooks: Hooks) -> bool:
+    """Whether activation checkpointing has set these hooks. PyTorch wraps its functions for the compiler."""
+    code = getattr(inspect.unwrap(hooks[0]), "__code__", None)
+    return getattr(code, "co_filename", None) == _CHECKPOINT_FILE
+
+
+def is_in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint is around what runs on this thread, with hooks of ours inside at most."""
+    hooks = innermost_saved_tensors_hooks()
+    while hooks is not None and not _are_of_checkpoint(hooks):
+        hooks = getattr(hooks[0], "elixir_outer", None)
+    return hooks is not None
 
 
 def backward_is_running() -> bool:

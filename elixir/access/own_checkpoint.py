@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,3 +65,23 @@ class OwnCheckpoint:
         finally:  # torch ends a second run by an exception
             output = self._leave(self._module, args, output)
         return output
+
+
+@contextmanager
+def without_checkpoint(module: nn.Module) -> Iterator[None]:
+    """Calls what a module of transformers would checkpoint as it is, meanwhile; other modules are left alone."""
+    function = checkpoint_function(module)
+    if function is None:
+        yield
+        return
+    entry = getattr(function, "__self__", None)
+    owner, name = (vars(entry), "original") if isinstance(entry, OwnCheckpoint) else (vars(module), FUNCTION)
+    before, owner[name] = owner[name], _as_it_is
+    try:
+        yield
+    finally:
+        owner[name] = before
+
+
+def _as_it_is(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

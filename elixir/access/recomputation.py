@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from elixir.access.autograd import is_in_checkpoint
 from elixir.access.compiled_units import is_compiled
 from elixir.access.own_checkpoint import FUNCTION, unentered_function
 from elixir.access.swapping import Swapping
@@ -119,11 +120,12 @@ def _moving(swapping: Swapping, unit: str, function: Callable[..., Any], *args: 
 
 
 def _run(module: nn.Module, switched: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module, in a checkpoint; one with a switch for that checkpoints itself, in training mode."""
+    """The forward of a module, in a checkpoint unless one is around it; one with a switch for that checkpoints itself,
+    in training mode."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(module, args, kwargs)
-    if switched and module.training:
+    if (switched and module.training) or is_in_checkpoint():
         return forward(*args, **kwargs)
     return vars(module)[FUNCTION](functools.partial(_forward, module, forward, **kwargs), *args)
 

@@ -52,6 +52,9 @@ class AnyStepper(Protocol):
 class RunningPass(Protocol):
     """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.gradient_stages`."""
 
+    def forward_over(self) -> None:
+        """Notes that a micro-batch has run the model's forward."""
+
     def is_done(self, parameter: nn.Parameter) -> bool:
         """Whether all gradients of a parameter have come in this pass."""
 

@@ -63,6 +63,14 @@ class _ChunkView(NamedTuple):
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
 
 
+def incomplete_gradient(name: str) -> InputError:
+    """The error about a gradient that is read in a pass of several micro-batches."""
+    return InputError(
+        f"{name}.grad is read inside of accumulate(), whose micro-batches get most gradients after step_fn; read it "
+        "afterwards, or plan with pass_size=1"
+    )
+
+
 class Frozen:
     """Freezes a model that only runs forward, until `remove`: a graph would keep activations that no plan counts."""
 
@@ -347,6 +355,8 @@ class WeightUses:
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Refuses to return None for a gradient that is at home: the caller would take it for no gradient."""
         chunk, slot = self._places[parameter]
+        if self.used_in_pass is not ignored and not backward_is_running():
+            raise incomplete_gradient(slot.name)
         if parameter.grad is None and self._gradients.holds(chunk, slot.name) and not _is_applied():
             raise InputError(
                 f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "

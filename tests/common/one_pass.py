@@ -68,18 +68,20 @@ def plan_for(
     pass_size: int | None = None,
     home: str = "cpu",
     on_host: bool = False,
+    again: bool = False,
     **options: Any,
 ) -> Plan:
     """A plan by hand, all of it on the host or on the device, for passes of all micro-batches unless said otherwise.
 
-    With `on_host`, what each repeated layer is called with waits on the host.
+    With `on_host`, what each repeated layer is called with waits on the host. With `again`, the plan makes layers run
+    again, not the model.
     """
     profile = profile_for("cpu")
 
     def traced(*activations: UnitActivations) -> StepTrace:
         return trace_step(model, batch, lambda m, b: loss(m, b).backward(), hardware=profile, activations=activations)
 
-    trace = traced()
+    trace = traced(*(UnitActivations(name, ()) for name in repeated_layers(model).values() if again))
     if on_host:
         able = set(repeated_layers(model).values()) & set(trace.step.checkpointed)
         trace = traced(*(UnitActivations(name, (), (Result(INPUT, 0),)) for name in sorted(able)))

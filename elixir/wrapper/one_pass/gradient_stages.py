@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from elixir.access.autograd import backward_is_running
+from elixir.access.interception import CountedParameter
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.one_pass.late_hooks import hooks_of
+from elixir.wrapper.one_pass.micro_batch import MicroBatch
+from elixir.wrapper.weight_uses import incomplete_gradient
+
+_GRADIENT: Any = torch.Tensor.grad
+
+
+class _Staying(nn.Parameter):
+    """A parameter whose gradient stays with it, and is not complete while micro-batches of a pass run."""
+
+    def _read(self) -> Any:
+        if MicroBatch.here() is not None and not backward_is_running():
+            raise incomplete_gradient(f"A parameter of shape {list(self.shape)}")
+        return _GRADIENT.__get__(self)
+
+    def _write(self, value: torch.Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+    grad = property(_read, _write)
+
+
+class _CountedStaying(_Staying, CountedParameter):
+    """The same, whose writes are counted."""
+
+
+_STAYING: dict[Any, Any] = {nn.Parameter: _Staying, CountedParameter: _CountedStaying}
 
 
 class GradientStages:
@@ -37,14 +65,20 @@ class GradientStages:
         self._before = {parameter: parameter.grad for parameter in staying}
         """The gradients of earlier passes, of parameters with which gradients stay."""
         self._handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in staying]
-        for parameter in staying:
+        self._classes = [(parameter, type(parameter)) for parameter in staying]
+        for parameter, own in self._classes:
             parameter.grad = None
+            parameter.__class__ = _STAYING.get(own, own)
 
     def use(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Notes that the present stage uses parameters."""
         for parameter in parameters:
             if parameter is not None:
                 self._first.setdefault(parameter, self.now)
+
+    def forward_over(self) -> None:
+        """A micro-batch has run the model's forward."""
+        MicroBatch.waits_after_layer()
 
     def is_done(self, parameter: nn.Parameter) -> bool:
         """Whether all its gradients have come; no for one that no stage is known to use."""
@@ -94,6 +128,8 @@ class GradientStages:
         """Takes the hooks off the parameters, and gives those that got no gradient the one of earlier passes."""
         for handle in self._handles:
             handle.remove()
+        for parameter, own in self._classes:
+            parameter.__class__ = own
         for parameter, before in self._before.items():
             parameter.grad = before
 

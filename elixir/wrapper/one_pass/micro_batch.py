@@ -16,7 +16,8 @@ import torch
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 
 _here = threading.local()
-TAIL = (1 << 62, 0)  # comes after every call of a layer
+GLUE = (0, -1)  # comes before every call of a layer
+TAIL = (1 << 62, 0)  # comes after them
 
 
 class CancelledError(BaseException):
@@ -47,6 +48,8 @@ class MicroBatch:
         self.result: Any = None
         self.wants: tuple[int, int] | None = None
         """Call and number of the layer at which it is parked, which rise in most models; None if it runs."""
+        self.has_left_layer = False
+        """Whether it has used no weights since the last layer."""
         self.is_early: Callable[[], bool] = lambda: False
         """Whether micro-batches before this one have layers before them that this one has skipped."""
         self.at_backward: Callable[[], None] = lambda: None
@@ -88,9 +91,22 @@ class MicroBatch:
         self.wants = None
 
     @classmethod
+    def waits_after_layer(cls) -> None:
+        """Waits until the others have run the layer that this thread's micro-batch has left, since what follows uses
+        weights, or is no part of the model's forward.
+
+        Nobody holds what the layer was called with by then, unlike right after the layer.
+        """
+        here = cls.here()
+        if here is not None and here.has_left_layer:
+            here.has_left_layer = False
+            here.park(GLUE)
+
+    @classmethod
     def begins_backward(cls) -> None:
         """Waits for the others if this thread's micro-batch has skipped the last layers, as LayerDrop does: a loop sums
         the gradients of the tail in order."""
+        cls.waits_after_layer()
         here = cls.here()
         if here is not None:
             here.at_backward()

@@ -15,20 +15,21 @@ Gradients are summed in the order of a loop over the micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from elixir.access.own_checkpoint import without_checkpoint
 from elixir.access.recomputation import without_cache
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
-from elixir.wrapper.one_pass.micro_batch import TAIL, MicroBatch
+from elixir.wrapper.one_pass.micro_batch import GLUE, TAIL, MicroBatch
 from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
-from elixir.wrapper.one_pass.regions import Region, Roots, Trail
+from elixir.wrapper.one_pass.regions import Region, Roots, Trail, beginnings
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 from elixir.wrapper.weight_uses import ignored
 
@@ -129,16 +130,19 @@ class OnePass:
         before = [layer._compiled_call_impl for layer in self._layers]
         inside = {module for layer in self._layers for module in layer.modules()}
         handles = [
-            module.register_forward_pre_hook(lambda module, args: self._stages.use(module._parameters.values()))
+            module.register_forward_pre_hook(lambda module, args: self._used(module._parameters.values()))
             for module in self._engine.model.modules()
             if module._parameters and module not in inside and module._compiled_call_impl is None
         ]
-        self._engine.uses.used_in_pass = self._stages.use
+        self._engine.uses.used_in_pass = self._used
         self._engine.swapping.paused = True
         try:
             for number, layer in enumerate(self._layers):
                 layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
-            yield
+            with ExitStack() as stack:
+                for module in inside:
+                    stack.enter_context(without_checkpoint(module))
+                yield
         finally:
             for layer, call in zip(self._layers, before, strict=True):
                 layer._compiled_call_impl = call
@@ -156,34 +160,42 @@ class OnePass:
             return call(*args, **kwargs)
         args, kwargs = without_cache(self._layers[number], args, kwargs)
         times = course.times[number] = course.times.get(number, 0) + 1
+        here.has_left_layer = False
         here.park((times, number))
         self._stages.use(self._layers[number].parameters())
         region = Region(self._names[number], call, course.trail, self._device, self._engine.swapping)
         output = region.forward(args, kwargs)
         course.regions[self._turns - 1] = region
-        del region, args, kwargs
-        here.park((times, number))
+        self._stages.now += 1
+        here.has_left_layer = True  # and it goes on, until it uses weights
         return output
+
+    def _used(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
+        MicroBatch.waits_after_layer()
+        self._stages.use(parameters)
 
     # --- called on the thread of the pass -----------------------------------------------------------------------
 
     def _forward(self) -> None:
         """Runs all calls of the user's function to their ends."""
         turn = list(self._courses)
-        while turn:
-            for course in turn:  # from the layer, or the beginning, up to the next layer
+        while True:
+            for course in turn:  # from the beginning, or from where it uses weights after a layer, up to the next layer
                 self._resume(course)
             waiting = [course.call.wants for course in self._courses if course.call.wants is not None]
+            if not waiting:
+                return
             # Those that have skipped a layer wait for the others.
-            layer = min(waiting, default=None)
-            turn = [course for course in self._courses if layer is not None and course.call.wants == layer]
-            if layer is None or layer == TAIL:
+            layer = min(waiting)
+            turn = [course for course in self._courses if course.call.wants == layer]
+            if layer == TAIL:
                 continue
             self._turns += 1
-            self._stages.now = 2 * self._turns - 1
             for course in turn:
+                self._stages.now = 2 * self._turns - 1
                 self._resume(course)
             self._stages.now = 2 * self._turns
+            turn = [course for course in turn if course.call.wants == GLUE]
 
     def _waits_for_earlier(self, index: int) -> bool:
         """Whether a micro-batch before this one has not come to the tail yet."""
@@ -225,7 +237,5 @@ class OnePass:
     def _differentiate(self, roots: Roots) -> None:
         """One call of autograd, which takes `roots` over."""
         if roots:
-            tensors, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-            roots.clear()
-            torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(*beginnings(roots))
             self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise

@@ -42,7 +42,16 @@ class Slot:
         self.glue = glue
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Adds what one use of the leaf gives, as autograd would."""
+        """Adds what one use of the leaf gives, as autograd would.
+
+        Raises:
+            InputError: the gradient has a graph, in which what comes after it is missing.
+        """
+        if gradient.requires_grad:
+            raise InputError(
+                "backward was asked for a graph of gradients (create_graph=True), which in a pass of several "
+                "micro-batches ends at each layer; leave it out, or plan with pass_size=1"
+            )
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def take(self) -> torch.Tensor | None:
@@ -94,6 +103,33 @@ class _Caught(torch.autograd.Function):
         if gradient is not None:
             ctx.slot.add(gradient)
         return None, None
+
+
+class _Begin(torch.autograd.Function):
+    """Begins a backward at an output, and lets go of its gradient: autograd holds those that it is given to its end."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients = gradients
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradients.pop(), None
+
+
+def beginnings(roots: Roots) -> tuple[list[Any], list[torch.Tensor]]:
+    """What autograd is called with for `roots`, which are given away, and the gradients of that."""
+    tensors, gradients = [], []
+    with torch.enable_grad():
+        while roots:
+            root, gradient = roots.pop(0)
+            if isinstance(root, torch.Tensor):
+                root = _Begin.apply(root, [gradient])  # type: ignore[no-untyped-call]
+                gradient = root.detach()
+            tensors.append(root)
+            gradients.append(gradient)
+    return tensors, gradients
 
 
 class Trail:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.errors import InputError
 from elixir.models.model_fingerprint import fingerprint
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.one_pass import (
     Stack,
     batches,
@@ -348,6 +349,19 @@ def test_8_saved_tensor_hooks_that_other_threads_would_escape_are_refused() -> N
         in_passes(make, steps, plan, square_loss)
 
 
+def test_8_the_default_device_reaches_the_threads() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        seen.append(torch.ones(1).device.type)
+        return square_loss(model, batch)
+
+    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    in_passes(make, steps, plan, loss, around=lambda: torch.device("meta"))
+    assert seen == ["meta"] * 2
+
+
 class Remembering(Stack):
     """Keeps something of its input for what follows the layers."""
 
@@ -431,6 +445,43 @@ def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, messa
     object.__setattr__(plan, "model_fingerprint", _fingerprint(make()))
     with pytest.raises(InputError, match=message):
         in_passes(make, steps, plan, loss)
+
+
+def _differentiating_twice(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    loss = square_loss(model, batch)
+    (slope,) = torch.autograd.grad(loss, model.get_parameter("last.weight"), create_graph=True)
+    return loss + slope.square().sum()
+
+
+def test_10_a_graph_of_gradients_is_refused() -> None:
+    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2, home="cuda")
+    with pytest.raises(InputError, match=r"create_graph=True.*pass_size=1"):
+        in_passes(make, steps, plan, lambda model, batch: _with_graph(square_loss(model, batch)))
+    # That of weights after the last layer is whole.
+    assert in_passes(make, steps, plan, _differentiating_twice).same_as(plainly(make, steps, _differentiating_twice))
+
+
+def _with_graph(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(create_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["first.weight", "layers.1.linear.weight", "last.bias"])
+def test_10_a_gradient_that_is_read_before_all_have_come_is_refused(name: str, home: str) -> None:
+    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2, home=home)
+    module = ElixirModule(make(), plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+    def reading(model: nn.Module, batch: dict[str, Any]) -> None:
+        optimizer.backward(square_loss(model, batch))
+        assert model.get_parameter(name).grad is None
+
+    with pytest.raises(InputError, match=r"grad is read inside of accumulate\(\).*pass_size=1"):
+        optimizer.accumulate(reading, steps[0])
+    module.close()
 
 
 def test_11_the_weights_of_the_tail_stay_while_its_forward_and_backward_alternate() -> None:
