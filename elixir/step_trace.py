@@ -96,7 +96,8 @@ class Access:
     live_bytes: int
     """Highest live bytes of inputs, activations and workspace: all but parameters, gradients, states, buffers."""
     kept_bytes: int = 0
-    """The same when it begins: what the accesses before have left."""
+    """The same when it begins: what the accesses before have left. Of the first one of a unit, and the first one after
+    it, the same when that unit begins, or ends."""
     parts: tuple[int, ...] = ()
     """Numbers of operators of the accesses that it stands for, in a pass of several micro-batches; else empty."""
 

@@ -151,6 +151,7 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
     ends = np.append(starts[1:], len(other))
     # The highest from every first to every second position of a pair; one entry more, as a position must lie inside.
     highest = np.maximum.reduceat(np.append(other, 0), np.stack((begins, ends), axis=1).ravel())[::2].tolist()
+    kept = np.maximum(np.minimum([use.kept_position for use in order.uses], len(other) - 1) - 1, 0)
     number = numbers.__getitem__
     return tuple(
         Access(
@@ -161,9 +162,9 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
             operator=use.operator,
             operations=tuple(map(number, map(id, use.operations))),
             live_bytes=live,
-            kept_bytes=kept,
+            kept_bytes=kept_bytes,
         )
-        for use, live, kept in zip(order.uses, highest, other[begins].tolist(), strict=True)
+        for use, live, kept_bytes in zip(order.uses, highest, other[kept].tolist(), strict=True)
     )
 
 

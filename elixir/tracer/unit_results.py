@@ -57,7 +57,7 @@ class UnitResults:
     """
 
     def __init__(self, units: Mapping[nn.Module, str], ledger: Ledger) -> None:
-        self._units, self._ledger = units, ledger
+        self.units, self._ledger = units, ledger  # `units`: the modules and their names
         self._runs: dict[str, list[_Run]] = {}
         self._makers: dict[int, _Made] = {}
         self.run: _Run | None = None
@@ -65,7 +65,7 @@ class UnitResults:
 
     def entered(self, module: nn.Module, uses: int) -> None:
         """A module starts in forward, after so many uses of weights."""
-        unit = self._units.get(module)
+        unit = self.units.get(module)
         if unit is not None and self.run is None:
             self.run = _Run(unit, module, uses)
 

@@ -61,6 +61,9 @@ class Use:
     operations: list[Operation] = field(default_factory=list)
     memory_alone: bool = False
     """See `memory_alone`."""
+    kept_position: int = 0
+    """Where in the ledger's log its bytes kept are read. If a unit has begun since the use before, then there. If one
+    has ended, where the next module began: what the unit was called with may be held until it has returned."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ class UseOrder:
         self._finished = False
         self.results = UnitResults({}, Ledger(int))
         """Watches what units make in forward."""
+        self._unit_position = -1  # length of the log when a unit began or ended, until the next use
+        self._unit_ended = False  # whether it ended, and no module has begun since
         self.uses: list[Use] = []
         self.calls: list[int] = []
         """Positions of the uses from which on outermost modules ran in forward."""
@@ -267,6 +272,8 @@ class UseOrder:
             if not self._scopes:
                 self.calls.append(len(self.uses))
             self.results.entered(module, len(self.uses))
+        if module in self.results.units or self._unit_ended:
+            self._unit_position, self._unit_ended = len(self._log), False
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if before != "forward" and len(self._scopes) == self._forward_depth + 1:
@@ -277,6 +284,8 @@ class UseOrder:
     def left(self, module: nn.Module, output: Any) -> Any:
         """A module returns: its uses end."""
         self.results.left(module, output)
+        if module in self.results.units and self.phase() == "forward":
+            self._unit_position, self._unit_ended = len(self._log), True
         scope = self._scopes.pop()
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
@@ -459,8 +468,10 @@ class UseOrder:
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)
         alone = _MEMORY_ALONE.get()
-        use = Use(phase, parameters, module, operator, len(self._log), pin_until=position, memory_alone=alone)
-        self.uses.append(use)
+        here = len(self._log)
+        kept = here if self._unit_position < 0 else self._unit_position
+        self._unit_position, self._unit_ended = -1, False
+        self.uses.append(Use(phase, parameters, module, operator, here, position, [], alone, kept))
         return position
 
     def _mark(self, module: str) -> None:
