@@ -31,6 +31,7 @@ from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.best import FIRST_LOOK, Outcome, find_best
 from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
 from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.moved_inputs import WORTHWHILE, sizes_of_passes, with_moved_inputs
 from elixir.search.propose.regret import find_surest, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
@@ -44,14 +45,17 @@ from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
-WORTHWHILE = 1.01
-"""Larger passes, and more replicas, must be faster by more than this factor."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
-    """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing."""
+def plan_or_shortage(
+    trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True
+) -> Plan:
+    """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing.
+
+    With `moves`, layers of a pass may have their inputs on the host.
+    """
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
     question = Question(trace, hardware, request)
@@ -63,9 +67,9 @@ def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: Searc
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    plan, tried, searched = _planned(question, setting, budgets)
+    plan, tried, searched = _planned(question, setting, budgets, moves=moves)
     if plan is None and budgets.device_slack_bytes:
-        plan, *_ = _planned(question, setting, budgets.with_slack())
+        plan, *_ = _planned(question, setting, budgets.with_slack(), moves=moves)
         if plan is not None:
             logger.warning(
                 "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
@@ -96,19 +100,25 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
 
 
 def _planned(
-    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False
+    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False, moves: bool = True
 ) -> tuple[Plan | None, Setting, int | None]:
     """The plan or None, the setting that was tried last, and the least host bytes of all that fit the device there,
     None where nothing was searched."""
-    request, found = question.request, []
-    sizes = request.sizes if question.trace.step.checkpointed else request.sizes[:1]
+    request, found, seconds = question.request, [], []
+
+    def plan(of_pass: Question) -> None:
+        here = setting_for(*of_pass)
+        passes = replace(setting, accumulation=here.accumulation, replicas=here.replicas)
+        found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
+        made = found[-1][0]
+        seconds.append(math.inf if made is None else made.predicted.step_s)
+
     for replicas in request.divisions(setting.ranks_per_host):
-        for size in sizes:
-            of_pass = question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas))
-            here = setting_for(*of_pass)
-            passes = replace(setting, accumulation=here.accumulation, replicas=here.replicas)
-            found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
-    seconds = [math.inf if plan is None else plan.predicted.step_s for plan, *_ in found]
+        for size in sizes_of_passes(question):
+            plan(question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas)))
+    moved = with_moved_inputs(question, min(seconds), glance_s) if moves and not briefly else None
+    if moved is not None:
+        plan(moved)
     # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
     return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
 

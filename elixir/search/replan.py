@@ -16,9 +16,8 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.planner import plan_in
-from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import out_of_place_share
@@ -175,7 +174,7 @@ def correct(
         optimizer: family, as in the plan.
     """
     plan, seen = plan_of(plan), worst(observations)
-    trace = pass_trace(trace, plan.pass_size)
+    trace = trace_under(plan, trace)
     ranks = hardware.ranks_per_host(plan.world_size)
     asked = plan
     if seen.batches is not None and seen.batches != plan.passes:

@@ -50,9 +50,13 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    question = Question(trace, hardware, _without_training(SearchRequest.of(asked, **options), trace))
+    return _answered(trace, hardware, SearchRequest.of(asked, **options))
+
+
+def _answered(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True) -> Answer:
+    question = Question(trace, hardware, _without_training(request, trace))
     try:
-        plan = plan_or_shortage(*question)
+        plan = plan_or_shortage(*question, moves=moves)
     except PlanError as error:
         raise with_levers(error, question._replace(request=question.request.in_replicas(1))) from None
     return Answer(plan, question._replace(request=question.request.in_replicas(plan.replicas)))
@@ -94,7 +98,23 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
         request = dataclasses.replace(request, activations=None)
     else:
         trace = step.trace(profile)
-    return _checked(plan_from_trace(trace, profile, request), step)
+    answer = plan_from_trace(trace, profile, request)
+    chosen = answer.plan.step.swap_bytes and not trace.step.swap_bytes
+    return _checked(_with_exact_moves(answer, step) if chosen and step.model is not trace else answer, step)
+
+
+def _with_exact_moves(answer: Answer, step: StepQuestion) -> Answer:
+    """The answer with the bytes of a trace in which layers move their inputs, as the search has chosen; without moves,
+    if they do not: a layer may be called with keywords alone."""
+    plan, (trace, profile, request) = answer.plan, answer.question
+    chosen = tuple(dataclasses.replace(each, swap_bytes=0) for each in plan.step.activations)
+    moving = dataclasses.replace(step, activations=chosen).trace(profile)
+    if 2 * moving.step.swap_bytes * plan.pass_size > plan.step.swap_bytes:
+        try:
+            return plan_from_trace(moving, profile, dataclasses.replace(request, pass_size=plan.pass_size))
+        except PlanError as error:
+            logger.debug("inputs of layers do not move as predicted: %s", error)
+    return _answered(trace, profile, request, moves=False)
 
 
 def _checked(answer: Answer, step: StepQuestion) -> Answer:

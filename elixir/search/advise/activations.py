@@ -19,6 +19,7 @@ from elixir.search.planner import budgets_of, everything_on_host, glance_s, plan
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
+from elixir.search.propose.moved_inputs import WORTHWHILE
 from elixir.search.propose.swapped_units import SwappedUnits, Swaps
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
@@ -56,10 +57,23 @@ def trace_that_keeps(
     own = [UnitActivations(name, None) for module, name in repeated_layers(model).items() if checkpoints_itself(module)]
     whole = replace(step, activations=tuple(own)).trace(hardware, model)
     _check_trace(whole)
-    filled = _filling(whole, hardware, replace(request, activations=None))
-    if filled is None and not own:
-        return whole
-    return whole if filled is None else replace(step, activations=filled).trace(hardware, model)
+    request = replace(request, activations=None)
+    found = []
+    if request.pass_size in (1, "auto"):
+        filled = _filling(whole, hardware, replace(request, pass_size=1))
+        found.append(whole if filled is None else replace(step, activations=filled).trace(hardware, model))
+    if request.pass_size != 1 and not (found and _is_again(found[0])):
+        again = tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)
+        found.append(replace(step, activations=again).trace(hardware, model))
+    if len(found) == 1:
+        return found[0]
+    one, several = (_planned_s(Question(each, hardware, request)) for each in found)
+    return found[one > several * WORTHWHILE]
+
+
+def _is_again(trace: StepTrace) -> bool:
+    """Whether all units run again as a whole, so that several micro-batches could pass them together."""
+    return bool(trace.step.activations) and all(each.keep == () for each in trace.step.activations)
 
 
 def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
@@ -80,11 +94,6 @@ def _check(step: StepQuestion, request: SearchRequest) -> None:
         raise InputError("activations='auto' makes several traces of a model; give the model, not a trace")
     if step.forward or step.generate:
         raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
-    if request.pass_size != 1:
-        raise InputError(
-            f"activations='auto' does not go with pass_size={request.pass_size}, whose layers run again as a whole; "
-            "leave out one of them"
-        )
 
 
 def _check_trace(whole: StepTrace) -> None:
@@ -193,9 +202,13 @@ class _Trials:
 
     def _planned_s(self, count: int) -> float:
         """Seconds of the step with a filling after a full search, which a first look may misjudge a little."""
-        nominal = replace(self.request, assume="nominal")
-        plan = planned(Question(self.kept.filled(count), self.hardware, nominal))
-        return math.inf if plan is None else plan.predicted.step_s
+        return _planned_s(Question(self.kept.filled(count), self.hardware, self.request))
+
+
+def _planned_s(question: Question) -> float:
+    """Seconds of the step after a full search, at the rates of the machine; infinite if nothing fits."""
+    plan = planned(question._replace(request=replace(question.request, assume="nominal")))
+    return math.inf if plan is None else plan.predicted.step_s
 
 
 def _peak(trace: StepTrace) -> int:

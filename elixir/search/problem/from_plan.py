@@ -9,8 +9,17 @@ from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import PackedChunk, Packing
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.swapped_trace import with_inputs_on_host
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
+
+
+def trace_under(plan: Plan, trace: StepTrace) -> StepTrace:
+    """The step as it runs under a plan: in passes, with inputs of layers on the host if the search put them there."""
+    moving = [each.unit for each in plan.step.activations if each.swap]
+    if plan.pass_size > 1 and trace.pass_size == 1 and not trace.step.swap_bytes:
+        trace = with_inputs_on_host(trace, moving)
+    return pass_trace(trace, plan.pass_size)
 
 
 def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
@@ -24,7 +33,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
-    trace = pass_trace(trace, plan.pass_size).fetching_as_one(plan.step.joined)
+    trace = trace_under(plan, trace).fetching_as_one(plan.step.joined)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elixir.errors import InputError
-from elixir.step_trace import Access, StepTrace, enclosing
+from elixir.step_trace import Access, StepTrace, Transfer, enclosing
 
 
 @dataclass
@@ -84,17 +84,7 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
         ),
         input_bytes=size * trace.input_bytes,
         pass_size=size,
-        transfers=tuple(
-            replace(
-                each,
-                nbytes=size * each.nbytes,
-                begins=stage_of[each.begins],
-                ends=stage_of[each.ends],
-                begins_after=0,
-                ends_after=0,
-            )
-            for each in trace.transfers
-        ),
+        transfers=tuple(_together(each, size, stages, stage_of) for each in trace.transfers),
         host_peak_bytes=size * trace.host_peak_bytes,
         step=replace(
             trace.step,
@@ -108,6 +98,21 @@ def _fetched_bytes(trace: StepTrace, position: int) -> int:
     their turn have theirs brought back one micro-batch ahead."""
     back = (each for each in trace.transfers if each.planned and each.direction == "host_to_device")
     return sum(each.nbytes for each in back if each.begins < position <= each.ends + 1)
+
+
+def _together(each: Transfer, size: int, stages: list[_Stage], stage_of: list[int]) -> Transfer:
+    """The copies of all micro-batches as one. Each micro-batch's leaves while that one computes; it comes back while
+    the one before computes, so that all have to be there when the last one begins."""
+    begins, ends = stage_of[each.begins], stage_of[each.ends]
+    if not each.planned:
+        return replace(each, nbytes=size * each.nbytes, begins=begins, ends=ends, begins_after=0, ends_after=0)
+    begins = ends if each.direction == "device_to_host" else max(ends - 1, 0)
+    of_begin, of_end = (sum(len(access.operations) for access in stages[number].accesses) for number in (begins, ends))
+    if each.direction == "device_to_host":
+        begins_after, ends_after = 0, size * of_end
+    else:
+        begins_after, ends_after = (size - 1) * of_begin, (size - 1) * of_end
+    return Transfer(each.direction, size * each.nbytes, begins, ends, True, begins_after, ends_after)
 
 
 def _stages(trace: StepTrace, layers: tuple[str, ...]) -> list[_Stage]:

@@ -6,7 +6,7 @@ after it, until the backward of the one after it begins. The trace of the choice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ class SwappableStep:
     """Bytes that units of a step could move.
 
     Args:
-        whole: the trace of the step that keeps everything, whose units can run again.
+        whole: the trace of the step, whose units keep everything and can run again, or keep nothing.
     """
 
     def __init__(self, whole: StepTrace) -> None:
@@ -33,20 +33,24 @@ class SwappableStep:
         runs = {names[run.unit]: run for run in reversed(whole.unit_runs) if run.phase == "forward"}
         self.following = {name: after for name, after in pairwise(names) if after in runs}
         """The unit that runs after each."""
-        self.input_bytes: dict[str, int] = {}
-        """Bytes of the tensor that a unit gets from the one before it: what that leaves and does not save."""
+        left: dict[str, int] = {}
+        """Bytes that a unit leaves and does not save: what the one after it gets."""
         for name, after in self.following.items():
-            if name in self._forwards and name in runs:
+            if name in runs and (name in self._forwards or name in whole.step.checkpointed):
                 begin, end = (whole.accesses[runs[each].first].kept_bytes for each in (name, after))
-                saved = sum(each.saved_bytes for each in self._forwards[name].operators)
-                self.input_bytes[after] = max(end - begin - saved, 0)
-        # The first one's comes from elsewhere, and is as large as those of others.
-        first = next(iter(self.following), "")
-        self.input_bytes.setdefault(first, self.input_bytes.get(self.following.get(first, ""), 0))
+                forward = self._forwards.get(name)
+                saved = 0 if forward is None else sum(each.saved_bytes for each in forward.operators)
+                left[name] = max(end - begin - saved, 0)
+        before = {after: name for name, after in self.following.items() if name in left}
+        self.input_bytes: dict[str, int] = {}
+        """Bytes of the tensor that a unit gets from the one before it. It leaves one as large: what else lies between
+        two units, such as all that a decoder gets at first, is no input of one."""
+        for name in left:
+            self.input_bytes[name] = min(left[each] for each in (before.get(name, name), name))
 
     def able(self, name: str) -> bool:
         """Whether a unit can move anything: another one runs after it."""
-        return name in self._forwards and name in self.following and self.input_bytes.get(name, 0) >= SMALLEST_BYTES
+        return self.input_bytes.get(name, 0) >= SMALLEST_BYTES
 
     def saved_bytes(self, name: str) -> int:
         """Bytes that a unit which keeps everything saves, its input and what is too small to move left out."""
@@ -66,6 +70,26 @@ class SwappableStep:
         for operator in self._moved(each.unit) if each.swap == WHOLE else ():
             found[operator.access] = found.get(operator.access, 0) + operator.saved_bytes
         return found
+
+
+def movable_inputs(trace: StepTrace) -> tuple[str, ...]:
+    """The units that keep nothing and could move their input, in order; without the first, whose input a model may hold
+    for as long as its forward runs."""
+    step = SwappableStep(trace)
+    return tuple(name for name in trace.step.checkpointed if step.able(name) and name in step.following.values())
+
+
+def with_inputs_on_host(trace: StepTrace, units: Collection[str]) -> StepTrace:
+    """The step in which some units that keep nothing move their input.
+
+    Args:
+        trace: of one micro-batch that moves nothing.
+        units: some of `movable_inputs`.
+    """
+    moving = {name: UnitActivations(name, (), FIRST_INPUT) for name in units}
+    activations = {each.unit: each for each in trace.step.activations} | moving
+    step = replace(trace.step, activations=tuple(activations.values()))
+    return swapped_trace(replace(trace, step=step), SwappableStep(trace))
 
 
 def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
@@ -91,10 +115,13 @@ def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
         change[gone] += each.swap_bytes
         change[backward[after].first] -= each.swap_bytes
         transfers += _transfers(trace, each, step, gone - 1, forward, backward)
-    freed = np.cumsum(change[:count]).tolist()
+    freed = np.cumsum(change[:count])
+    before = np.maximum(freed, np.concatenate(([0], freed[:-1])))  # what comes back is not there when an access begins
     accesses = tuple(
-        replace(access, live_bytes=access.live_bytes - less, kept_bytes=access.kept_bytes - less) if less else access
-        for access, less in zip(trace.accesses, freed, strict=True)
+        replace(access, live_bytes=access.live_bytes - less, kept_bytes=access.kept_bytes - of_kept)
+        if of_kept
+        else access
+        for access, less, of_kept in zip(trace.accesses, freed.tolist(), before.tolist(), strict=True)
     )
     return replace(
         trace,

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.request import check_count
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
@@ -105,7 +104,7 @@ def simulate_step(
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
     check_count("ranks_per_host", ranks_per_host)
     say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
-    trace = pass_trace(trace, plan.pass_size)
+    trace = trace_under(plan, trace)
     rates = Rates(
         hardware,
         main_dtype(trace),

@@ -6,16 +6,20 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 
+from elixir.access import swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search.planner import plan_or_shortage, simple_plan
+from elixir.search.problem import swapped_trace
 from elixir.search.problem.pass_trace import pass_trace
+from elixir.search.problem.swapped_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from tests.common.one_pass import batches, family, hf_loss
 
@@ -105,6 +109,58 @@ def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None
     best = planned(deep, "auto")
     seconds = {size: planned(deep, size).predicted.step_s for size in (1, 2, 4, 8)}
     assert best.pass_size == min(size for size, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())) > 1
+
+
+@pytest.fixture
+def small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has tensors of tiny models be worth a copy."""
+    for module in (swapping, swapped_trace):
+        monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
+
+
+@pytest.mark.usefixtures("small_inputs")
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_inputs_on_the_host_are_predicted_as_they_are_traced(name: str) -> None:
+    made, batch = family(name, layers=4, hidden=128)(), batches(name, 1)[0][0]
+
+    def traced(*activations: UnitActivations) -> StepTrace:
+        return trace_step(
+            made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=profile_for("cpu"), activations=activations
+        )
+
+    plain = traced()
+    units = movable_inputs(plain)
+    assert set(units) == {unit.name for unit in plain.units[1:-1]}
+    mine = with_inputs_on_host(plain, units)
+    real = traced(*(UnitActivations(name, (), FIRST_INPUT) for name in units))
+    assert len(mine.accesses) == len(real.accesses)
+    for size in (2, 4, 16):
+        found, expected = pass_trace(mine, size), pass_trace(real, size)
+        states = size * len(units) * torch.get_rng_state().nbytes  # of generators, which are not told from inputs
+        assert highest(found) + states == pytest.approx(highest(expected), rel=0.02)
+        assert highest(found) < highest(pass_trace(plain, size))
+        ends = [[(each.direction, each.begins, each.ends) for each in it.transfers] for it in (found, expected)]
+        assert sorted(ends[0]) == sorted(ends[1])
+
+
+def highest(trace: StepTrace) -> int:
+    return max(access.live_bytes for access in trace.accesses)
+
+
+@pytest.mark.usefixtures("small_inputs")
+def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
+    made, batch = family("llama", layers=8, hidden=128)(), batches("llama", 1)[0][0]
+    step = trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=slow_link())
+    request = SearchRequest(
+        world_size=1, accumulation=8, pass_size="auto", device_memory="22MiB", host_memory="64GiB", assume="nominal"
+    )
+    found = plan_or_shortage(step, slow_link(), request)
+    without = plan_or_shortage(step, slow_link(), request, moves=False)
+    assert found.step.swap_bytes > 0 == without.step.swap_bytes
+    assert found.predicted.step_s < without.predicted.step_s / 1.01
+    assert found.predicted.host_parts["swapped_activations"] == found.step.swap_bytes
+    assert simulate_step(found, step, slow_link()).step_s == pytest.approx(found.predicted.step_s, rel=1e-6)
+    assert plan_or_shortage(step, slow_link(), replace(request, device_memory="1GiB")).step.swap_bytes == 0
 
 
 @pytest.mark.parametrize(("accumulation", "sizes"), [(1, (1,)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 12)), (7, (1, 7))])

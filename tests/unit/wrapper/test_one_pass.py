@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import elixir
 from elixir import api
 from elixir.access import swapping
 from elixir.errors import InputError
+from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
+from elixir.search.problem import swapped_trace
 from elixir.search.replan import Correction, Observation
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
+from tests.common.tiny_models import tiny
 
 FAMILIES = ("llama", "gpt2", "t5", "mixtral")
 
@@ -176,6 +180,60 @@ def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.Monkey
         assert after.observed[way] - before.observed[way] == after.predicted[way] - before.predicted[way] == moved
     assert after.observed["loads"] == after.predicted["loads"] == before.observed["loads"]
     assert plans[1].predicted.device_parts["activations"] < plans[0].predicted.device_parts["activations"]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_layers_that_a_plan_runs_again_run_twice(monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
+    calls = [0]
+
+    def make() -> nn.Module:
+        model = tiny("gpt2", layers=3).train()
+        model.transformer.h[1].mlp.register_forward_hook(lambda *given: calls.__setitem__(0, calls[0] + 1))
+        return model
+
+    steps = batches("gpt2", 3)
+    plan = plan_for(make(), steps[0][0], accumulation=3, again=True, on_host=on_host)
+    calls[0] = 0
+    found = in_passes(make, steps, plan)
+    assert calls[0] == 2 * 2 * 3
+    assert found.same_as(plainly(make, steps))
+
+
+@pytest.mark.parametrize("own", ["none", "non-reentrant"])
+def test_a_search_moves_inputs_as_they_are_and_makes_layers_run_again(
+    monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    for module in (swapping, swapped_trace):
+        monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
+    link = dict.fromkeys(("host_to_device_bytes_per_s", "device_to_host_bytes_per_s"), 10000000.0)
+
+    def make() -> nn.Module:
+        return tiny("llama", checkpoint=own, layers=6, hidden=64).train()
+
+    steps = batches("llama", 8)
+    plan = elixir.optimal_search(
+        make(),
+        1,
+        inp=steps[0][0],
+        step_fn=lambda model, batch: hf_loss(model, batch).backward(),
+        hardware=replace(preset("cpu"), **link),
+        device_memory="2MiB",
+        host_memory="1GiB",
+        accumulation=8,
+        pass_size="auto",
+        assume="nominal",
+        activations="auto" if own == "none" else None,
+    ).plan
+    assert plan.pass_size > 1
+    assert all(each.keep == () for each in plan.step.activations)
+    found = in_passes(make, steps, plan, max_norm=0.5)
+    report = found.reports[-1]
+    assert plan.step.swap_bytes > 0
+    for way in ("host_to_device", "device_to_host", "loads"):
+        assert report.observed[way] == report.predicted[way]
+    if plan.passes == 1:
+        assert found.same_as(plainly(make, steps, max_norm=0.5))
 
 
 def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
