@@ -62,7 +62,7 @@ class Use:
     memory_alone: bool = False
     """See `memory_alone`."""
     kept_position: int = 0
-    """Where in the ledger's log its bytes kept are read. If a unit has begun since the use before, then there. If one
+    """The position in the ledger's log at which its bytes kept are read. If a unit has begun since the use before, then there. If one
     has ended, where the next module began: what the unit was called with may be held until it has returned."""
 
 

@@ -42,11 +42,11 @@ class SwappableStep:
                 saved = 0 if forward is None else sum(each.saved_bytes for each in forward.operators)
                 left[name] = max(end - begin - saved, 0)
         before = {after: name for name, after in self.following.items() if name in left}
-        self.input_bytes: dict[str, int] = {}
+        self.input_bytes = {name: min(left[each] for each in (before.get(name, name), name)) for name in left}
         """Bytes of the tensor that a unit gets from the one before it. It leaves one as large: what else lies between
         two units, such as all that a decoder gets at first, is no input of one."""
-        for name in left:
-            self.input_bytes[name] = min(left[each] for each in (before.get(name, name), name))
+        self.between = tuple(name for name in left if name in before and left[before[name]] == left[name])
+        """Units that get from the one before it as much as they leave, and nothing else."""
 
     def able(self, name: str) -> bool:
         """Whether a unit can move anything: another one runs after it."""
@@ -73,10 +73,10 @@ class SwappableStep:
 
 
 def movable_inputs(trace: StepTrace) -> tuple[str, ...]:
-    """The units that keep nothing and could move their input, in order; without the first, whose input a model may hold
-    for as long as its forward runs."""
+    """The units that keep nothing and could move their input, in order; without the first of a stack, whose input a
+    model may hold for as long as its forward runs."""
     step = SwappableStep(trace)
-    return tuple(name for name in trace.step.checkpointed if step.able(name) and name in step.following.values())
+    return tuple(name for name in trace.step.checkpointed if step.able(name) and name in step.between)
 
 
 def with_inputs_on_host(trace: StepTrace, units: Collection[str]) -> StepTrace:

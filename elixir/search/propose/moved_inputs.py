@@ -22,7 +22,7 @@ def sizes_of_passes(question: Question) -> tuple[int, ...]:
 
 
 def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[Question], float]) -> Question | None:
-    """The pass that seems fastest of those in which half of the layers, or all, have their inputs on the host.
+    """Looks for the pass that seems fastest, if half of the layers, or all, have their inputs on the host.
 
     None if none is faster, by what is worthwhile, than the fastest plan without. The device has more room then, which
     does not help a step that takes hardly longer than its compute.

@@ -119,7 +119,7 @@ class _Begin(torch.autograd.Function):
 
 
 def beginnings(roots: Roots) -> tuple[list[Any], list[torch.Tensor]]:
-    """What autograd is called with for `roots`, which are given away, and the gradients of that."""
+    """Takes `roots` over: tensors and gradients for a call of autograd, which holds neither for long."""
     tensors, gradients = [], []
     with torch.enable_grad():
         while roots:

