@@ -62,8 +62,9 @@ class Use:
     memory_alone: bool = False
     """See `memory_alone`."""
     kept_position: int = 0
-    """The position in the ledger's log at which its bytes kept are read. If a unit has begun since the use before, then there. If one
-    has ended, where the next module began: what the unit was called with may be held until it has returned."""
+    """The position in the ledger's log at which its bytes kept are read. If a unit has begun since the use before, then
+    there. If one has ended, where the next module began: what the unit was called with may be held until it has
+    returned."""
 
 
 @dataclass(slots=True)

@@ -61,9 +61,16 @@ class GradientStages:
         self._first: dict[nn.Parameter, int] = {}  # the first stage that uses a parameter
         self._done = 2**62  # the lowest stage all of whose gradients have come
         self._parts: dict[nn.Parameter, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
-        staying = [parameter for parameter in engine.places if parameter.requires_grad and not self._leaves(parameter)]
-        self._before = {parameter: parameter.grad for parameter in staying}
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
         """The gradients of earlier passes, of parameters with which gradients stay."""
+        self._handles: list[Any] = []
+        self._classes: list[tuple[Any, Any]] = []
+
+    def open(self) -> None:
+        """Watches the parameters with which gradients stay, until `close`."""
+        places = self._engine.places
+        staying = [parameter for parameter in places if parameter.requires_grad and not self._leaves(parameter)]
+        self._before = {parameter: parameter.grad for parameter in staying}
         self._handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in staying]
         self._classes = [(parameter, type(parameter)) for parameter in staying]
         for parameter, own in self._classes:

@@ -136,6 +136,7 @@ class OnePass:
         ]
         self._engine.uses.used_in_pass = self._used
         self._engine.swapping.paused = True
+        self._stages.open()
         try:
             for number, layer in enumerate(self._layers):
                 layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
