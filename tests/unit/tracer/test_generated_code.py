@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
@@ -81,3 +83,61 @@ def test_layers_without_generated_code_are_traced_uncompiled() -> None:
 def test_the_peak_is_that_of_a_real_compiled_step(checkpoint: str) -> None:
     row = peak_row("llama", checkpoint, 0.1, torch.float32)
     assert passes(row), row
+
+
+HOST = torch.ones(16)
+
+
+class OnHost(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x, HOST)  # type: ignore[no-any-return]
+
+
+class WithAutocast(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return super().forward(x)
+
+
+class SetsGrad(Layer):
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        x = x.detach()
+        x.requires_grad = True
+        return super().forward(x)
+
+
+class KeepsSome(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.run = checkpoint
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return self.run(super().forward, x, use_reentrant=False, context_fn=kept)  # type: ignore[return-value]
+
+
+def made_of(layer: type[Layer]) -> Model:
+    model = Model()
+    model.layers = nn.ModuleList(map(layer, range(2)))
+    return model
+
+
+def tuned() -> Model:
+    model = Model()
+    for layer in model.layers:
+        layer.compile(options={"max_autotune": True})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (OnHost, "a tensor on the host among its arguments"),
+        (WithAutocast, "autocast"),
+        (tuned, "code that is chosen by running it"),
+        (partial(made_of, SetsGrad), "it sets requires_grad"),
+        (partial(made_of, KeepsSome), "a checkpoint that keeps some results"),
+    ],
+)
+def test_layers_that_inductor_cannot_be_asked_for_say_why(make: Any, why: str) -> None:
+    assert why in traced(make()).assumptions[-1]

@@ -150,6 +150,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "recorded too little": (
         lambda: cpu_trace(mlp(), INP, lambda m, i: m(i["x"]).topk(2)[0].sum().backward(), routing=RecordedRouting([])),
         TraceError, "recorded"),
+    "recorded for another shape": (
+        lambda: cpu_trace(mlp(), INP, lambda m, i: m(i["x"]).topk(2)[0].sum().backward(),
+                          routing=RecordedRouting([torch.zeros(1, 5, dtype=torch.int64)])),
+        TraceError, "has shape"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import BalancedRouting
+from elixir.tracer.values.unknown_number import UnknownNumber
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
 
@@ -389,3 +391,10 @@ def test_default_routing_is_balanced() -> None:
     model, inp = experts()
     default = trace_step(model, inp, default_step, hardware=H200)
     assert default == trace_step(model, inp, default_step, hardware=H200, routing=BalancedRouting())
+
+
+def test_an_unknown_number_has_no_special_methods_of_others() -> None:
+    """`copy`, `numpy` and torch ask an object for such before they treat it as one of theirs."""
+    number = UnknownNumber(int, "n")
+    assert not any(hasattr(number, name) for name in ("__array__", "__deepcopy__", "_sympy_"))
+    assert str(copy.copy(number)) == "n"

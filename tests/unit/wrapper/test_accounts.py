@@ -148,6 +148,9 @@ def test_a_step_far_beyond_its_range_is_remarked_upon_once(caplog: pytest.LogCap
             ]
             pair.train(3)
             assert ("likely causes: " in str(pair.module.last_report)) == bool(remarks)
+            assert pair.module.last_report is not None
+            of_preset = dataclasses.replace(pair.module.last_report, hardware_name="h200")  # that nobody measured here
+            assert ("likely causes: the rates of h200" in str(of_preset)) == bool(remarks)
         assert caplog.text.count("likely causes: ") == remarks
         assert (f"the rates of {plan.hardware_name} are not this machine's" in caplog.text) == bool(remarks)
 

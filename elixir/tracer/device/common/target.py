@@ -8,6 +8,7 @@ rule names its source; `docs/appendix/tracer_rules.md` says which ones a measure
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ _CONTIGUOUS_FIRST = frozenset(
 """Kernels that write a contiguous first result on every device, where the meta kernels keep the argument's strides."""
 
 
-class Target:
+class Target(ABC):
     """The device that a trace pretends to run on; this base has the rules of every device.
 
     Args:
@@ -63,13 +64,13 @@ class Target:
         """Bytes that the allocator takes for a request of `nbytes`."""
         return nbytes
 
+    @abstractmethod
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """The kernel `scaled_dot_product_attention` chooses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def optimizer_kernel(self) -> OptimizerKernel:
         """How `torch.optim` runs by default."""
-        raise NotImplementedError
 
     def matmul_workspace_bytes(self) -> int:
         """Bytes that the matrix library allocates, through PyTorch's allocator, at the first product on a thread."""
