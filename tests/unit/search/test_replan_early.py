@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan, same_packing
 from elixir.search import plan_from_trace
@@ -50,6 +52,9 @@ def test_the_machine_is_as_fast_as_it_is(planned: Planned, early: EarlyShares) -
     assert found.host_adam_numel_per_s == pytest.approx(machine.host_adam_numel_per_s, rel=1e-3)
     assert compute == pytest.approx(1.0, rel=1e-3)
     assert simulated_s(plan, trace, found, seen, compute_scale=compute) == pytest.approx(seen.step_s, rel=1e-3)
+    for step_s in (0.0, math.inf):
+        with pytest.raises(InputError, match="must take a finite time above 0 s"):
+            calibrated(trace, machine, plan, replace(seen, step_s=step_s))
 
 
 @pytest.mark.parametrize("slower", [1.0, 3.0, 30.0])

@@ -19,6 +19,7 @@ from torch import nn
 import elixir
 from elixir.errors import TraceError
 from elixir.tracer import user_objects
+from elixir.tracer.user_objects import user_objects_restored
 from tests.common.tracing import CPU, H200, cpu_trace, sum_step
 
 INP = {"x": torch.ones(2, 4)}
@@ -308,3 +309,15 @@ def test_copies_of_tensors_that_a_step_makes_and_writes_to_go_with_them() -> Non
     cpu_trace(nn.Linear(4, 4), INP, step, hardware=H200)
     alive = [item.numel() for item in gc.get_objects() if type(item) is torch.Tensor and item.numel() == size]
     assert alive == []
+
+
+def test_tensors_are_copied_beforehand_where_no_operator_is_seen() -> None:
+    model, kept = nn.Linear(2, 2), [torch.zeros(3)]
+
+    def step() -> None:
+        kept[0].add_(1)
+        kept.append(torch.ones(1))
+
+    with user_objects_restored(model, model, step, writes_unseen=True):
+        step()
+    assert [each.tolist() for each in kept] == [[0.0, 0.0, 0.0]]
