@@ -154,3 +154,17 @@ def test_runs_end_where_another_phase_begins() -> None:
 def test_activations_of_a_unit_that_is_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="'layers.9'"):
         cpu_trace(Stack(8, 8), INP, sum_step, activations=(UnitActivations("layers.9", **options),))
+
+
+def test_the_forward_of_units_is_known_operator_by_operator() -> None:
+    trace = cpu_trace(Stack(8, 8), INP, sum_step)
+    (forward,) = trace.forwards
+    assert forward.units == ("layers.0", "layers.1")
+    assert [made.operator for made in forward.operators] == [
+        "aten.addmm.default", "aten.tanh.default", "aten.addmm.default", "aten.add.Tensor"
+    ]  # fmt: skip
+    assert [made.operation and trace.operations[made.operation].flops for made in forward.operators] == [128, 0, 128, 0]
+    assert [(made.made_bytes, made.saved_bytes, made.keepable) for made in forward.operators] == [
+        (64, 0, True), (64, 64, True), (32, 0, True), (32, 0, True)
+    ]  # fmt: skip
+    assert (forward.again, forward.accesses_again) == (2, 2)

@@ -46,7 +46,9 @@ def test_every_operator_keeps_its_kind_flops_and_bytes() -> None:
     found = {operation.kind for operation in trace.operations}
     assert {"reduction", "activation", "elementwise"} < found
     product = 2 * 256 * 128 * 512
-    assert product in {operation.flops for operation in trace.operations}
+    read_or_written = 256 * 128 + 128 * 512 + 256 * 512
+    products = {(operation.flops, operation.moved_bytes) for operation in trace.operations if operation.flops}
+    assert products == {(product, 4 * (read_or_written + bias)) for bias in (512, 0)}
     forward = [event for event in trace.accesses if event.phase == "forward"]
     assert sum(trace.access_flops(event) for event in forward) == product
     assert all(not operation.flops for operation in trace.operations if operation.kind == "elementwise")

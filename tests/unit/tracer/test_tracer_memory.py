@@ -85,6 +85,12 @@ class Square(torch.autograd.Function):
         return inner @ w.t(), x.t() @ inner
 
 
+def summed_thrice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    result: torch.Tensor = h.mul(2).sum(-1) + h.mul(3).sum(-1) + h.mul(4).sum(-1)
+    return result
+
+
 def recomputed_function(reentrant: bool) -> nn.Module:
     def run(m: Any, x: torch.Tensor) -> torch.Tensor:
         def body(x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +148,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
                                    x(64, 64)),
     "recomputed function": lambda: (recomputed_function(False), x(64, 64)),
     "recomputed function, reentrant": lambda: (recomputed_function(True), x(64, 64)),
+    "gradients that the engine adds up": lambda: (Fn(summed_thrice, a=nn.Linear(16, 512)), x(256, 16)),
     "vmap": lambda: (Fn(lambda m, x: torch.vmap(m.a)(x), a=mlp()), x(64, 64)),
 }  # fmt: skip
 
