@@ -60,7 +60,7 @@ def operation_of(
     if "attention" in packet.__name__:
         return Operation("attention", dtype, flops, moved_bytes)
     at = PRODUCTS.get(packet)
-    if at is None or len(inputs) < at + 2 or inputs[at].dim() < 2:
+    if at is None:
         return Operation("square", dtype, flops, moved_bytes)
     rows, inner = inputs[at].shape[-2:]
     return Operation(product_class(int(rows), int(inner), int(inputs[at + 1].shape[-1])), dtype, flops, moved_bytes)
