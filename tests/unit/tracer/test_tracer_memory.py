@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe, observe_step
+from elixir.tracer import peaks
 from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_step, trace_step
 
 SCALARS_BYTES = 64
@@ -308,6 +309,15 @@ def test_totals_hang_together() -> None:
         )
         assert max(event.live_bytes for event in trace.accesses) == trace.activation_peak_bytes
         assert sum(c.bytes for c in trace.peak_contributors) == trace.backward_peak_bytes
+
+
+def test_a_thinned_curve_keeps_the_highest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = cpu_trace(mlp(), x(64, 64), sum_step)
+    monkeypatch.setattr(peaks, "MAX_STEP_SAMPLES", 3)
+    thinned = cpu_trace(mlp(), x(64, 64), sum_step)
+    assert len(thinned.curve) == 3 < len(whole.curve)
+    assert set(thinned.curve) < set(whole.curve)
+    assert max(sample.total for sample in thinned.curve) == whole.backward_peak_bytes
 
 
 @pytest.mark.parametrize("recompute", [False, True])
