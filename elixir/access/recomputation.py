@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections import Counter
@@ -85,12 +86,12 @@ class Recomputation:
     def _apply(self, module: nn.Module, each: UnitActivations) -> None:
         keep, swapping = each.keep, self._swapping if each.swap else None
         had = {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")}
-        switched = hasattr(module, _SWITCH)
-        ours: dict[str, Any] = {_SWITCH: keep is not None} if switched else {}
+        # Layers of transformers would checkpoint themselves in training mode alone, and without their cache.
+        ours: dict[str, Any] = {_SWITCH: False} if hasattr(module, _SWITCH) else {}
         if keep is not None:
             function = _checkpoint_that_keeps(keep)
             ours[FUNCTION] = function if swapping is None else functools.partial(_moving, swapping, each.unit, function)
-            ours["forward"] = functools.partial(_run, module, switched, module.forward)
+            ours["forward"] = functools.partial(_run, module, module.forward)
         elif swapping is not None:
             ours["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
         vars(module).update(ours)
@@ -119,60 +120,52 @@ def _moving(swapping: Swapping, unit: str, function: Callable[..., Any], *args: 
         return function(*args, **kwargs)
 
 
-def _run(module: nn.Module, switched: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module, in a checkpoint unless one is around it; one with a switch for that checkpoints itself,
-    in training mode."""
-    if not torch.is_grad_enabled():
+def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module, in its checkpoint unless one is around it."""
+    if not torch.is_grad_enabled() or is_in_checkpoint():
         return forward(*args, **kwargs)
-    args, kwargs = without_cache(module, args, kwargs)
-    if (switched and module.training) or is_in_checkpoint():
-        return forward(*args, **kwargs)
+    args, kwargs = with_own_caches(args, kwargs)
     return vars(module)[FUNCTION](functools.partial(_forward, module, forward, **kwargs), *args)
 
 
 def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = with_own_caches(args, kwargs)
     return forward(*args, **kwargs)
 
 
-def without_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer that runs again, without a cache: each run would add its keys and values.
-
-    Training reads no empty cache. Checkpoints of transformers leave it out likewise.
-
-    Raises:
-        InputError: the cache has keys and values of earlier tokens, which the layer reads.
-    """
+def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one of several runs of a layer, which adds its keys and values to a cache that only it sees."""
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, kwargs
-    if any(_is_filled(each, module) for each in (*args, *kwargs.values()) if _is_cache(each)):
-        raise InputError(
-            f"a {type(module).__name__} gets a cache of earlier tokens, to which it would add its own again when it "
-            "runs again in backward; plan without activations= and pass_size="
-        )
-    _say_that_caches_stay_empty()
-    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    return tuple(None if _is_cache(value) else value for value in args), kept
+    _say_that_caches_stay()
+    owned = {name: _own(value) if _is_cache(value) else value for name, value in kwargs.items()}
+    return tuple(_own(value) if _is_cache(value) else value for value in args), owned
 
 
 def _is_cache(value: object) -> bool:
+    """Whether this is a cache of keys and values, as transformers' models take it."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _is_filled(cache: Any, module: nn.Module) -> bool:
-    """Whether a cache has states of a layer."""
-    for each in module.modules():
-        index = getattr(each, "layer_idx", None)
-        if isinstance(index, int):
-            try:
-                return int(cache.get_seq_length(index)) > 0
-            except ValueError:  # linear attention has a state instead
-                return bool(cache.has_previous_state(index))
-    return False
+def _own(value: Any, *, in_place: bool = False) -> Any:
+    """A copy of a cache down to its tensors; those that a layer writes `in_place` are copied, too."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if in_place else value
+    if isinstance(value, list):
+        return [_own(each, in_place=in_place) for each in value]
+    if isinstance(value, dict):
+        return {key: _own(each, in_place=in_place) for key, each in value.items()}
+    if isinstance(value, type) or not hasattr(value, "is_compileable"):
+        return value
+    # What transformers can compile has tensors that stay where they are.
+    copied, in_place = copy.copy(value), bool(value.is_compileable)
+    vars(copied).update((name, _own(each, in_place=in_place)) for name, each in vars(value).items())
+    return copied
 
 
 @functools.cache
-def _say_that_caches_stay_empty() -> None:
-    logger.warning("layers that run again in backward get no cache of keys and values, so the model returns it empty")
+def _say_that_caches_stay() -> None:
+    logger.warning("layers that run again in backward add nothing to the cache of keys and values that they are given")
 
 
 def _checkpoint_that_keeps(keep: tuple[Result, ...]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from elixir.access.own_checkpoint import without_checkpoint
-from elixir.access.recomputation import without_cache
+from elixir.access.recomputation import with_own_caches
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
@@ -75,6 +75,11 @@ class _Course:
         layers, as LayerDrop does; its glue is then where that of the others is."""
         earlier = [number for number in self.regions if number < turn]
         return len(earlier) if (earlier[-1] if earlier else -1) == turn - 1 else None
+
+
+def _with_own_caches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = with_own_caches(args, kwargs)
+    return call(*args, **kwargs)
 
 
 class OnePass:
@@ -159,12 +164,14 @@ class OnePass:
         course = next((course for course in self._courses if course.call is here), None)
         if here is None or course is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        args, kwargs = without_cache(self._layers[number], args, kwargs)
+        args, kwargs = with_own_caches(args, kwargs)
         times = course.times[number] = course.times.get(number, 0) + 1
         here.has_left_layer = False
         here.park((times, number))
         self._stages.use(self._layers[number].parameters())
-        region = Region(self._names[number], call, course.trail, self._device, self._engine.swapping)
+        region = Region(
+            self._names[number], partial(_with_own_caches, call), course.trail, self._device, self._engine.swapping
+        )
         output = region.forward(args, kwargs)
         course.regions[self._turns - 1] = region
         self._stages.now += 1

@@ -245,7 +245,7 @@ def test_a_hook_on_a_weight_gets_whole_gradients_or_is_refused() -> None:
         in_passes(hooked("transformer.wte.weight"), steps, plan)
 
 
-def test_layers_leave_out_a_cache_to_which_each_run_would_add() -> None:
+def test_each_run_of_a_layer_adds_to_a_cache_only_it_sees() -> None:
     def make() -> nn.Module:
         model = family("llama")().eval()  # in which transformers checkpoints nothing itself
         model.config.use_cache = True

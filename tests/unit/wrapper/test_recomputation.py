@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.access.own_checkpoint import checkpoint_function, unentered_function
-from elixir.access.recomputation import Recomputation, checkpoints_itself, recomputing
+from elixir.access.recomputation import Recomputation, checkpoints_itself, recomputing, with_own_caches
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import preset
 from elixir.plan.activations import check_activations
@@ -188,18 +188,41 @@ def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
     model.close()
 
 
-@pytest.mark.parametrize(("name", "training"), [("llama", False), ("gpt2", True)])
-def test_layers_that_run_again_leave_out_an_empty_cache(name: str, training: bool) -> None:
-    """Models on transformers' defaults give their layers one, in training, too."""
-    it = case(name, "none")
+@pytest.mark.parametrize(
+    ("name", "training", "tokens"),
+    [("llama", False, False), ("gpt2", True, False), ("gpt2", True, True)],
+)
+def test_layers_that_run_again_leave_the_cache_as_it_was(name: str, training: bool, tokens: bool) -> None:
+    """Models on transformers' defaults make one, in training, too; others get one with tokens, such as prefixes."""
+    transformers, it = pytest.importorskip("transformers"), case(name, "none")
     it.model.train(training).config.use_cache = True
-    plan = plan_that_keeps(it, "products")
-    with Pair(it, plan, device="cpu") as pair:
+
+    def loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+        cache = None
+        if tokens:
+            cache, states = transformers.DynamicCache(), torch.linspace(-1, 1, 2 * 4 * 3 * 16).view(2, 4, 3, 16)
+            for layer in range(2):
+                cache.update(states, states.sin(), layer)
+        found: torch.Tensor = model(**inp, cache=cache).loss
+        return found
+
+    it = replace(it, loss=loss)
+    with Pair(it, plan_that_keeps(it, "products"), device="cpu") as pair:
         pair.train(2)
         pair.assert_same_weights()
 
 
-def test_what_a_layer_cannot_run_again_is_refused_in_words() -> None:
+def test_a_cache_that_is_written_in_place_is_copied_for_each_run() -> None:
+    transformers = pytest.importorskip("transformers")
+    cache = transformers.StaticCache(case("llama").model.config, max_cache_len=8)
+    cache.update(torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16), 0)
+    (), given = with_own_caches((), {"cache": cache})
+    given["cache"].update(torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, 2, 16), 0)
+    assert (given["cache"].get_seq_length(), cache.get_seq_length()) == (5, 3)
+    assert cache.layers[0].keys.sum() == 2 * 3 * 16
+
+
+def test_a_second_backward_over_kept_results_is_refused_in_words() -> None:
     it = case("llama", "none")
     model = ElixirModule(it.model, plan_that_keeps(it, "products"), device="cpu")
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
@@ -207,11 +230,6 @@ def test_what_a_layer_cannot_run_again_is_refused_in_words() -> None:
     optimizer.backward(loss, retain_graph=True)
     with pytest.raises(InputError, match="results of its operators for one backward only; add the losses up"):
         optimizer.backward(loss)
-    cache = pytest.importorskip("transformers").DynamicCache(config=it.model.config)
-    for layer in range(2):
-        cache.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), layer)
-    with pytest.raises(InputError, match="cache of earlier tokens.*plan without activations="):
-        model(**it.inp, past_key_values=cache)
     model.close()
 
 
