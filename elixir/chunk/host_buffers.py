@@ -13,17 +13,21 @@ So a slow lane holds up the work that fills its buffers, and nothing else. A kin
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.lanes import MemoryUses
-from elixir.errors import StateError
+from elixir.errors import StateError, readable_bytes
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
+
+logger = logging.getLogger(__name__)
 
 STAGING = "staging"
 """Kind: CPU Adam rounds new weights of low precision into one buffer, in the pass in which it steps their masters,
@@ -37,10 +41,15 @@ FILE_WINDOW = "weights from files"
 """Kind: weights that live in files pass through here: the disk lane reads a shard into one buffer while the one before
 is copied to the device from the other."""
 SWAPPED = "activations"
-"""Kind: activations of units wait here for their backward. Each buffer belongs to one storage until that is over."""
+"""Kind: activations of units wait here for their backward, each storage in a part of the one buffer."""
 WINDOW = "states from a disk"
 """Kind: masters and states that live on a disk are here while they are stepped, read ahead or written back
 (`elixir.chunk.state_window`)."""
+LARGEST_ALIGNMENT_BYTES = 16
+"""Parts of a buffer begin at a multiple of the largest power of two that divides their size, up to this, which
+suffices for every dtype."""
+NOTICEABLE_GROWTH = 1.01
+"""More than this times what a plan has of a kind is said."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,59 @@ class HostBuffer:
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
+class _Lent:
+    """Parts of one buffer that are lent."""
+
+    def __init__(self) -> None:
+        self._inside: dict[int, tuple[int, int]] = {}  # by identity of the part: where it begins and ends
+        self.beside: dict[int, HostBuffer] = {}
+        """Parts with memory of their own, likewise."""
+        self.returned: deque[HostBuffer] = deque()
+        """Parts that nothing refers to any more. The garbage collector may return some at any moment."""
+        self.most_bytes = 0
+        """The most bytes that all parts took when some were next to the buffer."""
+        self.has_grown = False
+
+    @property
+    def nothing(self) -> bool:
+        return not self._inside and not self.beside
+
+    def taken_back(self) -> list[HostBuffer]:
+        """Forgets parts that were returned; those of them that have memory of their own."""
+        found = []
+        while self.returned:
+            part = self.returned.popleft()
+            self._inside.pop(id(part), None)
+            if self.beside.pop(id(part), None) is not None:
+                found.append(part)
+        return found
+
+    def room(self, nbytes: int, buffer_bytes: int) -> int | None:
+        """The first byte for a new part, after all others or in a gap between them; None if there is no room.
+
+        Backward returns parts in about the opposite order of forward, so that there are few gaps.
+        """
+        alignment = min(nbytes & -nbytes, LARGEST_ALIGNMENT_BYTES)
+        top = max((end for _, end in self._inside.values()), default=0)
+        found = -(-top // alignment) * alignment
+        if found + nbytes <= buffer_bytes:
+            return found
+        for (_, end), (begin, _) in pairwise([(0, 0), *sorted(self._inside.values())]):
+            found = -(-end // alignment) * alignment
+            if found + nbytes <= begin:
+                return found
+        return None
+
+    def add(self, part: HostBuffer, begin: int | None) -> None:
+        """Enters a part, which has memory of its own if it begins nowhere."""
+        if begin is not None:
+            self._inside[id(part)] = begin, begin + part.memory.nbytes
+            return
+        self.beside[id(part)] = part
+        needed = sum(each.memory.nbytes + LARGEST_ALIGNMENT_BYTES for each in self.beside.values())
+        self.most_bytes = max(self.most_bytes, needed + max((end for _, end in self._inside.values()), default=0))
+
+
 class HostBuffers:
     """All such buffers of one rank.
 
@@ -97,7 +159,7 @@ class HostBuffers:
         self._arena = arena
         self._kinds: dict[str, BufferKind] = {}
         self._turns: dict[str, deque[HostBuffer]] = {}  # by kind; the next one first
-        self._lent: set[int] = set()  # identities of buffers that take no turns meanwhile
+        self._lent: dict[str, _Lent] = {}  # by kind
 
     def add(self, kind: BufferKind) -> None:
         """Takes up a kind.
@@ -109,6 +171,7 @@ class HostBuffers:
             raise StateError(f"host buffers of the kind '{kind.name}' are there already")
         self._kinds[kind.name] = kind
         self._turns[kind.name] = deque(HostBuffer() for _ in range(kind.count))
+        self._lent[kind.name] = _Lent()
         for buffer in self._turns[kind.name] if kind.at_once else ():
             self._make_room(kind, buffer, kind.buffer_bytes)
 
@@ -122,8 +185,9 @@ class HostBuffers:
         kind = self._kinds.pop(name, None)
         if kind is None:
             return
-        for buffer in self._turns.pop(name):
-            self._lent.discard(id(buffer))
+        buffers = self.of(name)
+        del self._turns[name], self._lent[name]
+        for buffer in buffers:
             buffer.uses.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
             self._give_up(kind, buffer)
 
@@ -148,24 +212,40 @@ class HostBuffers:
         return buffer
 
     def lend(self, name: str, nbytes: int) -> HostBuffer:
-        """Lends a buffer of a kind with room for `nbytes`, until `give_back`: the smallest that is free; the largest,
-        which grows, if none has room; or a new one if none is free.
+        """Lends a part of the one buffer of a kind, until `give_back`; if that has no room, memory next to it.
 
-        Work on it comes after `HostBuffer.uses`.
+        As long as no more is lent at once than the kind is for, whatever the sizes, there is no other memory. What was
+        next to the buffer is in it as soon as nothing is lent. Work on a part comes after `HostBuffer.uses`.
         """
-        free = sorted(
-            (each for each in self._turns[name] if id(each) not in self._lent), key=lambda each: each.memory.nbytes
-        )
-        buffer = next((each for each in free if each.memory.nbytes >= nbytes), free[-1] if free else HostBuffer())
-        self._make_room(self._kinds[name], buffer, nbytes)
-        if not free:
-            self._turns[name].append(buffer)
-        self._lent.add(id(buffer))
-        return buffer
+        kind, whole, lent = self._kinds[name], self._turns[name][0], self._lent[name]
+        for extra in lent.taken_back():
+            extra.uses.failures()  # a lane may still use the memory; its error is reported elsewhere
+            self._give_up(kind, extra)
+        most = max(kind.buffer_bytes, lent.most_bytes)
+        if lent.nothing and whole.memory.nbytes < most:
+            if most > kind.buffer_bytes * NOTICEABLE_GROWTH and not lent.has_grown:
+                lent.has_grown = True
+                logger.warning(
+                    "%s take %s of host memory, for which the plan has %s: a batch is larger than the one that was "
+                    "traced; plan for the largest (inp=)",
+                    kind.counted_as.replace("_", " "),
+                    readable_bytes(most),
+                    readable_bytes(kind.buffer_bytes),
+                )
+            self._make_room(kind, whole, most)
+        begin = lent.room(nbytes, whole.memory.nbytes)
+        if begin is None:
+            part = HostBuffer()
+            self._make_room(kind, part, nbytes)
+        else:
+            part = HostBuffer(whole.memory[begin : begin + nbytes], whole.uses)
+        lent.add(part, begin)
+        return part
 
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Takes back a buffer that was lent, by any thread."""
-        self._lent.discard(id(buffer))
+    def give_back(self, name: str, part: HostBuffer) -> None:
+        """Takes back a part that was lent, by any thread and at any moment."""
+        if name in self._lent:
+            self._lent[name].returned.append(part)
 
     def take_only(self, name: str, nbytes: int) -> HostBuffer:
         """Takes a buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or
@@ -178,7 +258,7 @@ class HostBuffers:
 
     def of(self, name: str) -> list[HostBuffer]:
         """All buffers of a kind."""
-        return [*self._turns[name]]
+        return [*self._turns[name], *self._lent[name].beside.values()]
 
     def failures(self) -> list[Exception]:
         """Errors of the work on buffers, once it is over; the buffers are free."""
@@ -212,8 +292,9 @@ class HostBuffers:
         buffer.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-SWAPPED_KIND = BufferKind(SWAPPED, "swapped_activations", 0, 0)
-"""Buffers are made when they are first needed: their number and sizes follow from what units save."""
+def swapped_kind(plan: Plan) -> BufferKind:
+    """The buffer for activations that move to the host, made when the first of them does."""
+    return BufferKind(SWAPPED, "swapped_activations", plan.step.swap_bytes, 1, at_once=False)
 
 
 def staging_kind(plan: Plan) -> BufferKind:

@@ -88,4 +88,4 @@ class SentTensor:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # of work that failed, which was reported where it was waited for
             self.forget()
-        self._mover.buffers.give_back(self._buffer)
+        self._mover.buffers.give_back(SWAPPED, self._buffer)

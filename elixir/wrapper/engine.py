@@ -191,7 +191,7 @@ class Engine:
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
         wide = self.options.reduce_fp32 and self.group.size > 1
         summands = kinds.summands_kind(plan, self.device.type, backwards=plan.passes, wide=wide)
-        for kind in (kinds.staging_kind(plan), kinds.file_window_kind(plan), summands, kinds.SWAPPED_KIND):
+        for kind in (kinds.staging_kind(plan), kinds.file_window_kind(plan), summands, kinds.swapped_kind(plan)):
             self.host_buffers.add(kind)
         self.gradients = self._gradient_flow()
         self.cache = RCache(

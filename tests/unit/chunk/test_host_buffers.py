@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import SWAPPED, SWAPPED_KIND, BufferKind, HostBuffers, summands_kind
+from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffer, HostBuffers, summands_kind
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import StateError
 from tests.common.samples import make_plan
@@ -83,17 +84,6 @@ def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
     lane.close()
 
 
-def test_lent_buffers_grow_rather_than_become_more() -> None:
-    """Batches that are longer and longer do so."""
-    buffers, arena = made(SWAPPED_KIND)
-    for nbytes in (64, 128, 256, 128):
-        lent = [buffers.lend(SWAPPED, nbytes) for _ in range(3)]
-        assert len({id(buffer) for buffer in lent}) == len(buffers.of(SWAPPED)) == 3
-        for buffer in lent:
-            buffers.give_back(buffer)
-    assert arena.parts("host") == {"swapped_activations": 3 * 256}
-
-
 def test_gradients_that_a_device_adds_up_have_their_buffers_before_the_first_step() -> None:
     unused = make_plan(4)
     plan = replace(unused, chunks=tuple(replace(chunk, reduce_order=0) for chunk in unused.chunks))
@@ -106,3 +96,55 @@ def test_gradients_that_a_device_adds_up_have_their_buffers_before_the_first_ste
     assert {(kind.buffer_bytes, kind.count) for kind in kinds.values()} == {(2 * 2**24, 2)}
     assert summands_kind(plan, "cuda", backwards=2, wide=True).buffer_bytes == 4 * 2**24
     assert summands_kind(unused, "cuda", backwards=2).nbytes == 0
+
+
+LENT = BufferKind(SWAPPED, "swapped_activations", 1024, 1, at_once=False)
+
+
+def lend(buffers: HostBuffers, sizes: Sequence[int]) -> list[HostBuffer]:
+    return [buffers.lend(SWAPPED, nbytes) for nbytes in sizes]
+
+
+def test_parts_of_any_sizes_take_no_more_than_the_buffer_as_long_as_it_has_room() -> None:
+    buffers, arena = made(LENT)
+    assert arena.parts("host") == {}
+    for sizes in ([16] * 4, [256] * 4, [64, 512, 32, 128], [1024], [4, 64, 4, 60]):
+        parts = lend(buffers, sizes)
+        for value, part in enumerate(parts):
+            part.memory.fill_(value)
+        assert [part.memory.unique().tolist() for part in parts] == [[value] for value in range(len(parts))]
+        assert parts[-1].view(1, torch.float32).shape == (1,)
+        for part in reversed(parts):
+            buffers.give_back(SWAPPED, part)
+    assert arena.peak_bytes["host"] == LENT.nbytes == 1024
+
+
+def test_a_part_fills_the_gap_of_one_that_was_returned() -> None:
+    buffers, arena = made(LENT)
+    first, middle, last = lend(buffers, [256, 512, 256])
+    buffers.give_back(SWAPPED, middle)
+    (again,) = lend(buffers, [512])
+    assert again.memory.data_ptr() == middle.memory.data_ptr()
+    assert again.uses is middle.uses  # its writer waits for what still reads the gap
+    assert arena.parts("host") == {"swapped_activations": 1024}
+    assert first.memory.data_ptr() != last.memory.data_ptr()
+
+
+def test_what_has_no_room_lies_next_to_the_buffer_until_that_grows(caplog: pytest.LogCaptureFixture) -> None:
+    """Batches that are longer than the traced one do so."""
+    buffers, arena = made(LENT)
+    for total in (1024, 2000, 1600, 3000):
+        parts = lend(buffers, [total // 4] * 4)
+        assert len({part.memory.data_ptr() for part in parts}) == 4
+        assert arena.parts("host")["swapped_activations"] <= max(2000, total) + 2 * 500
+        for part in parts:
+            buffers.give_back(SWAPPED, part)
+    last = lend(buffers, [8])
+    assert 3000 <= arena.parts("host")["swapped_activations"] <= 3100
+    assert [record.message for record in caplog.records] == [
+        "swapped activations take 1.98 KiB of host memory, for which the plan has 1.00 KiB: a batch is larger than the "
+        "one that was traced; plan for the largest (inp=)"
+    ]
+    buffers.drop(SWAPPED)
+    assert arena.parts("host") == {}
+    buffers.give_back(SWAPPED, last[0])  # of a plan that has gone

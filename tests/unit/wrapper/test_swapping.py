@@ -132,6 +132,27 @@ def test_the_peak_of_a_real_step(swapped: str) -> None:
     assert predicted == pytest.approx(real, rel=0.002)
 
 
+def test_batches_of_other_lengths_take_the_planned_host_memory_or_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("llama")
+    trace = traced(it, "by turns")
+    plan = plan_of(trace, "resident")
+    model = ElixirModule(it.model, plan, device="cpu")
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    planned, taken = trace.step.swap_bytes, {}
+    longer = {name: torch.cat((value, value), 1) for name, value in it.inp.items()}
+    for length in (5, 13, 9, 24, 16, 24, 36, 48):
+        optimizer.backward(it.loss(model, {name: value[:, :length] for name, value in longer.items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+        taken[length] = engine_of(model).arena.parts("host")["swapped_activations"]
+    assert all(nbytes == planned for length, nbytes in taken.items() if length <= 24)
+    assert 1.5 * planned <= taken[36] < 2 * planned
+    assert [
+        record.message for record in caplog.records if "larger than the one that was traced" in record.message
+    ] != []
+    model.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "own", "swapped", "mode"), [each for each in _EVERY if each not in _SAMPLE])
 def test_same_bits_of_every_family(name: str, own: str, swapped: str, mode: str) -> None:
