@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
@@ -56,6 +58,7 @@ class PlacementBuilder:
         self._curve_peak = self._peak_over_time(self._curve, 0.0, bool(gathering))
         self._weights: list[list[int]] = model.device_weights[:, [_SHARDS, _RESIDENT]].tolist()
         self._states: list[int] = model.device_states[:, _RESIDENT].tolist()
+        self._temporaries: list[float] = model.temporaries.tolist()
 
     def with_blocks(self, blocks: int) -> PlacementBuilder:
         """The same as it stands, for so many rCache blocks."""
@@ -109,8 +112,8 @@ class PlacementBuilder:
         curve, temporary, most_over_time = self._curve, self._temporary, over_time
         stepped = [c for c in chunks if state and facts[c].trainable and not self.state[c]]
         if stepped:
-            curve = curve + model.telling_stretches.curves[stepped].sum(axis=0)
-            temporary = max(temporary, float(model.temporaries[stepped].max()))
+            curve = curve + _sum_of(model.telling_stretches.curves, stepped)
+            temporary = max(temporary, *(self._temporaries[c] for c in stepped))
             # With several ranks their gradients take the same way as before.
             kept = [c for c in stepped if facts[c].grad_stretches is not None and model.setting.world_size == 1]
             pooled = [c for c in kept if not facts[c].outsized]
@@ -118,7 +121,7 @@ class PlacementBuilder:
                 outsized = tuple(c for c in outsized if c not in kept)
                 outsized_bytes = model.outsized_grad_bytes(outsized)
             if pooled:
-                opened, grad_chunks = opened - model.filling[pooled].sum(axis=0), grad_chunks - len(pooled)
+                opened, grad_chunks = opened - _sum_of(model.filling, pooled), grad_chunks - len(pooled)
                 most_open = int(opened.max())
             over_time = self._peak_over_time(curve, temporary, self._in_flight(outsized, grad_chunks))
             most_over_time = self._peak_over_time(curve, temporary, self._in_flight(self._outsized, self._grad_chunks))
@@ -197,6 +200,11 @@ class PlacementBuilder:
         blocks = min(self.blocks, streamed) if self.give_back else self.blocks
         grad_blocks = min(open_max + self.model.setting.overlap, grad_chunks) if grad_chunks else 0
         return (blocks + grad_blocks) * self.model.work.packing.block_bytes + outsized_bytes
+
+
+def _sum_of(table: npt.NDArray[Any], rows: Sequence[int]) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = table[rows[0]] if len(rows) == 1 else table[rows].sum(axis=0)
+    return found
 
 
 def by_saving(model: MemoryModel, loads: Sequence[int], *, whole: bool) -> list[int]:

@@ -407,18 +407,22 @@ class Replay:
         self._leaving.append((gone_s, times.pooled[c]))
         return now_s
 
-    def _move(self, number: int, now_s: float) -> float:
-        """Begins a copy of activations, after what its direction of the link has been given so far."""
-        transfer = self._times.transfers[number]
-        lane = OFFLOAD if transfer.direction == "device_to_host" else FETCH
-        self.moved_bytes[lane] += transfer.nbytes * transfer.planned
-        self._moved_s[number] = self._run(lane, "activations", None, now_s, self._times.transfer_s[number])
+    def _move(self, group: int, now_s: float) -> float:
+        """Begins copies of activations, after what their direction of the link has been given so far."""
+        times = self._times
+        for number in times.together[group]:
+            lane, transfer = OFFLOAD if times.outgoing[number] else FETCH, times.transfers[number]
+            self.moved_bytes[lane] += transfer.nbytes * transfer.planned
+            self._moved_s[number] = self._run(lane, "activations", None, now_s, times.transfer_s[number])
         return now_s
 
-    def _moved(self, number: int, now_s: float) -> float:
+    def _moved(self, group: int, now_s: float) -> float:
         """Waits until activations are where they go: the device may then free, or use, them."""
-        lane = OFFLOAD if self._times.transfers[number].direction == "device_to_host" else FETCH
-        return self._wait(now_s, self._moved_s[number], lane)
+        times = self._times
+        for number in times.together[group]:
+            if self._moved_s[number] > now_s:
+                now_s = self._wait(now_s, self._moved_s[number], OFFLOAD if times.outgoing[number] else FETCH)
+        return now_s
 
     def _backward(self, _: int, now_s: float) -> float:
         self._computed(now_s)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,8 +21,8 @@ from elixir.search.simulator.rates import Rates
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
 """Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
-first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then); a
-transfer of activations begins, or is waited for (its number stands for the chunk then)."""
+first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then);
+transfers of activations begin, or are waited for (the number of `WorkTimes.together` stands for the chunk then)."""
 
 _PLACES = 16
 """Places within one access of the trace, in order: see `_AT`."""
@@ -69,7 +70,13 @@ class WorkTimes:
         """Copies of activations to the host and back."""
         ends = [(each.begins, each.begins_after, at, MOVE) for at, each in enumerate(self.transfers)]
         ends += [(each.ends, each.ends_after, at, MOVED) for at, each in enumerate(self.transfers)]
-        self._transfer_events: Ints = np.array(sorted(ends), dtype=np.int64).reshape(-1, 4)
+        at_once = [
+            (key, [each[2] for each in run]) for key, run in groupby(sorted(ends), lambda each: (*each[:2], each[3]))
+        ]
+        self.together = [numbers for _, numbers in at_once]
+        """Transfers that begin, or are waited for, at the same moment, one after the other."""
+        rows = [(access, after, number, kind) for number, ((access, after, kind), _) in enumerate(at_once)]
+        self._transfer_events: Ints = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self.measure(rates, accesses_s)
 
     def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
@@ -102,6 +109,8 @@ class WorkTimes:
         self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
         moved = np.array([each.nbytes for each in self.transfers], dtype=np.int64)
         out = [each.direction == "device_to_host" for each in self.transfers]
+        self.outgoing: list[bool] = out
+        """Whether each of `transfers` goes to the host."""
         self.transfer_s: list[float] = np.where(out, rates.offload(moved), rates.fetch(moved)).tolist()
         """Seconds of `transfers`."""
         self.norm_s: list[float] = rates.device_memory(shard).tolist()
@@ -129,9 +138,12 @@ class WorkTimes:
             return np.zeros(0)
         trace = self.work.facts.trace
         each_s = rates.operations_s(trace)
+        sums: dict[int, list[float]] = {}
         shares = []
         for access, after in self._transfer_events[:, :2].tolist():
-            seconds = np.cumsum(each_s[list(trace.accesses[access].operations)])
+            if access not in sums:
+                sums[access] = np.cumsum(each_s[list(trace.accesses[access].operations)]).tolist()
+            seconds = sums[access]
             shares.append(seconds[after - 1] / seconds[-1] if 0 < after <= len(seconds) and seconds[-1] else 0.0)
         accesses = self._transfer_events[:, 0]
         return np.asarray(self._before_s[accesses] + np.array(shares) * accesses_s[accesses])
