@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
@@ -156,20 +156,29 @@ def least_host_bytes(question: Question) -> int | None:
     return None if nearest is None else nearest.need.host_bytes
 
 
-def glance_s(question: Question) -> float:
-    """About the seconds of the fastest plan at the rates of the machine; infinite where nothing fits."""
+class Glance(NamedTuple):
+    """A first look at a step."""
+
+    step_s: float
+    """About the seconds of its fastest plan at the rates of the machine; infinite where nothing fits."""
+    sizes: tuple[int, ...] = ()
+    """Sizes of chunks by which it was packed, the best first."""
+
+
+def glance(question: Question, sizes: Sequence[int] = ()) -> Glance:
+    """A first look at a step; at packings with these sizes of chunks alone, if some are given."""
     trace, hardware, request = question
     setting, budgets = setting_for(*question), budgets_of(hardware, request)
     if budgets.disk_bytes or request.placement != "auto" or request.chunks_of is not None:
         plan = planned(question._replace(request=replace(request, assume="nominal")), briefly=True)
-        return math.inf if plan is None else plan.predicted.step_s
+        return Glance(math.inf if plan is None else plan.predicted.step_s)
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        return math.inf
+        return Glance(math.inf)
     space = SearchSpace(trace, hardware, setting)
     depth = PREFETCH_DEPTH if setting.overlap else 0
-    sizes = next(iter(space.tiers(request)))()
-    found = find_best(space, budgets, sizes, depth, briefly=True, rounds=FIRST_LOOK).fastest_s
-    return math.inf if found is None else found
+    tried = sizes or next(iter(space.tiers(request)))()
+    found = find_best(space, budgets, tried, depth, briefly=True, rounds=FIRST_LOOK)
+    return Glance(math.inf if found.fastest_s is None else found.fastest_s, found.packings)
 
 
 def everything_on_host(question: Question) -> MemoryNeed:
@@ -301,7 +310,9 @@ def _search(
         depth = PREFETCH_DEPTH if here.setting.overlap else 0
         for tier, sizes in enumerate(here.tiers(request)):
             if placement == "auto":
-                classic = optimal and tier == 0 and not briefly and request.chunks_of is None
+                # The first Elixir kept what the model keeps.
+                alike = request.chunks_of is None and not here.trace.step.activations
+                classic = optimal and tier == 0 and not briefly and alike
                 if request.assume == "nominal":
                     nominal = here.on(possible[0])
                     outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)

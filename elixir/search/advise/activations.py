@@ -12,10 +12,11 @@ from torch import nn
 
 from elixir.access.recomputation import checkpoints_itself
 from elixir.errors import InputError
+from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.prediction import NOTICEABLE_SHARE
-from elixir.search.planner import budgets_of, everything_on_host, glance_s, planned
+from elixir.search.planner import budgets_of, everything_on_host, glance, planned
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
@@ -32,12 +33,27 @@ MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
 MOST_WAYS = 2
 """Ways to move activations for which they are looked for."""
-CLEARLY = 0.97
-"""A step of at most this part of the compute of one that keeps nothing is faster, whatever its plan."""
+PACKINGS = 3
+"""Packings that are looked at for all fillings: the best for the first."""
+CLEARLY = 0.93
+"""A step of at most this part of the compute of one that keeps nothing is faster, whatever its plan. A first look may
+misjudge plans by 3 %. The choice may need so much more memory than was predicted that it takes another 4 %, as steps
+of opt-125m in 0.7 to 1 GiB."""
 
 
+def that_keeps_everything(step: StepQuestion, built: nn.Module) -> StepQuestion:
+    """The step with layers that keep everything, whether or not they checkpoint themselves."""
+    own = [UnitActivations(name, None) for module, name in repeated_layers(built).items() if checkpoints_itself(module)]
+    return replace(step, activations=tuple(own))
+
+
+@garbage_collection_paused()
 def trace_that_keeps(
-    step: StepQuestion, hardware: HardwareProfile, request: SearchRequest, built: nn.Module | None = None
+    step: StepQuestion,
+    hardware: HardwareProfile,
+    request: SearchRequest,
+    built: nn.Module | None = None,
+    whole: StepTrace | None = None,
 ) -> StepTrace:
     """The step with the activations with which its plan is fastest at the rates of the machine.
 
@@ -46,6 +62,7 @@ def trace_that_keeps(
         hardware: the machine.
         request: what is asked of the plan.
         built: the model, where it was built before.
+        whole: the trace of `that_keeps_everything`, where it was made before.
 
     Raises:
         InputError: the step trains nothing, its layers do not repeat or are compiled, or it has checkpoints that cannot
@@ -54,17 +71,18 @@ def trace_that_keeps(
     """
     _check(step, request)
     model = step.build() if built is None else built
-    own = [UnitActivations(name, None) for module, name in repeated_layers(model).items() if checkpoints_itself(module)]
-    whole = replace(step, activations=tuple(own)).trace(hardware, model)
+    whole = that_keeps_everything(step, model).trace(hardware, model) if whole is None else whole
     _check_trace(whole)
+
+    def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
+        return replace(step, activations=own).trace(hardware, model)
+
     request = replace(request, activations=None)
     found = []
     if request.pass_size in (1, "auto"):
-        filled = _filling(whole, hardware, replace(request, pass_size=1))
-        found.append(whole if filled is None else replace(step, activations=filled).trace(hardware, model))
+        found.append(_chosen(whole, hardware, replace(request, pass_size=1), traced))
     if request.pass_size != 1 and not (found and _is_again(found[0])):
-        again = tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)
-        found.append(replace(step, activations=again).trace(hardware, model))
+        found.append(traced(tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)))
     if len(found) == 1:
         return found[0]
     one, several = (_planned_s(Question(each, hardware, request)) for each in found)
@@ -85,8 +103,7 @@ def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: S
     if trace.checkpointed_modules:
         trace = replace(StepQuestion.again(trace), checkpoint="none").trace(hardware)
     _check_trace(trace)
-    filled = _filling(trace, hardware, request)
-    return trace if filled is None else swapped_trace(kept_trace(trace, filled), SwappableStep(trace))
+    return _chosen(trace, hardware, request, lambda own: swapped_trace(kept_trace(trace, own), SwappableStep(trace)))
 
 
 def _check(step: StepQuestion, request: SearchRequest) -> None:
@@ -107,45 +124,70 @@ def _check_trace(whole: StepTrace) -> None:
         raise InputError(f"activations='auto' cannot keep less than everything: {why}; leave it out")
 
 
-def _filling(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> tuple[UnitActivations, ...] | None:
-    """The activations of the fastest plan; None if everything is kept."""
+@garbage_collection_paused()
+def _chosen(
+    whole: StepTrace,
+    hardware: HardwareProfile,
+    request: SearchRequest,
+    made: Callable[[tuple[UnitActivations, ...]], StepTrace],
+) -> StepTrace:
+    """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
+
+    Args:
+        whole: the step that keeps everything.
+        hardware, request: of the plan.
+        made: gives the step with some activations. What it needs may differ a little from what was predicted for the
+            choice.
+    """
     ranks = request.world_size, hardware.ranks_per_host(request.world_size)
     rates = Rates(hardware, main_dtype(whole), *ranks)
     kept = KeptResults(whole, rates.operations_s(whole))
-    trials = _Trials(kept, hardware, request)
-    compute_s = float(rates.accesses_s(kept.filled(0)).sum())
-    count = trials.best(compute_s)
-    step_s = trials.step_s.get(count, math.inf)
-    units = SwappedUnits(kept, rates)
-    swaps = None if count == len(kept.changes) and step_s < math.inf else trials.swapped(units, compute_s, step_s)
+    trials = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request)
+    (own, step_s), nothing = trials.choice(), kept.activations(0)
+    found = whole if own is None else made(own)
     logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
-    if swaps is not None:
-        return units.activations(swaps)
-    return None if count == len(kept.changes) else kept.activations(count)
+    if own == nothing or step_s <= CLEARLY * trials.least_s(0):
+        return found
+    simpler = [whole] if own is not None and trials.may_keep_everything else []
+    several = *simpler, made(nothing), found
+    return min(several, key=lambda each: _planned_s(Question(each, hardware, request)))
 
 
 @dataclass
 class _Trials:
-    """Fillings whose plans were looked for."""
+    """Fillings whose plans were looked for, and ways to move activations."""
 
     kept: KeptResults
+    units: SwappedUnits
+    rates: Rates
     hardware: HardwareProfile
     request: SearchRequest
     step_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of the step with each; infinite if nothing fits."""
+    """Seconds of the step with each filling; infinite if nothing fits."""
+    sizes: tuple[int, ...] = ()
+    """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
 
-    def best(self, compute_s: float) -> int:
-        """The number of changes with which the step is fastest; 0 if nothing fits.
+    def choice(self) -> tuple[tuple[UnitActivations, ...] | None, float]:
+        """The activations with which the step is fastest, None if everything is kept; and about its seconds."""
+        every, may_keep_everything = len(self.kept.changes), self.may_keep_everything
+        way, way_s = (None, math.inf) if may_keep_everything else self._moved(math.inf)
+        if way is None or self._may_beat(way_s):
+            count = self._best(way_s)
+            found_s = self._seconds(count)
+            if may_keep_everything and (count < every or found_s == math.inf):
+                way, way_s = self._moved(found_s)
+            if way is None or way_s >= found_s * (1 - NOTICEABLE_SHARE):
+                return None if count == every else self.kept.activations(count), found_s
+        return self.units.activations(way), way_s
 
-        Args:
-            compute_s: seconds of compute of a step that keeps nothing. No filling is faster than its compute, and
-                compute takes less with each change.
-        """
-        saved_s = self.kept.saved_s
+    def _may_beat(self, way_s: float) -> bool:
+        """Whether a filling may be about as fast as a way to move activations, which is clearly faster than nothing
+        kept."""
+        return self.least_s(self._most) * (1 - NOTICEABLE_SHARE) <= way_s or way_s > CLEARLY * self.least_s(0)
 
-        def least_s(count: int) -> float:
-            return self.request.accumulation * (compute_s - saved_s[count])
-
+    def _best(self, most_s: float) -> int:
+        """The number of changes with which the step is fastest; 0 if nothing fits. Those whose compute takes longer
+        than `most_s` are not looked at."""
         here = self._most
         while here and self._seconds(here) == math.inf and len(self.step_s) < MOST_TRIALS:
             here -= max(1, here // 4)
@@ -156,53 +198,73 @@ class _Trials:
                 count
                 for count in around
                 if count not in self.step_s
-                and least_s(count) < self._seconds(here)
+                and self.least_s(count) < min(self._seconds(here), most_s)
                 and self._seconds(count) < self._seconds(here)
             ]
             here = min(better, key=self._seconds, default=here)
             stride = stride if better else stride // 2
-        if here and self._seconds(here) > CLEARLY * least_s(0):
-            here = min((0, here), key=self._planned_s)
-            self._seconds(here)
         return here
 
-    def swapped(self, units: SwappedUnits, compute_s: float, step_s: float) -> Swaps | None:
-        """The way to move activations with which the step is fastest; None if none is faster than `step_s`."""
+    def least_s(self, count: int) -> float:
+        """Seconds of compute with a filling, which none is faster than; they are fewer with each change."""
+        return self.request.accumulation * (self._compute_s - self.kept.saved_s[count])
+
+    def _moved(self, step_s: float) -> tuple[Swaps | None, float]:
+        """The way to move activations with which the step is fastest, and its seconds; None if none is faster than
+        `step_s`."""
         (device, host), (device_need, host_need) = self._room
         ways = sorted(
-            units.ways(device - device_need, host - host_need, compute_s),
+            self.units.ways(device - device_need, host - host_need, self._compute_s),
             key=lambda way: (way.step_s, way.whole, way.inputs),
         )
         best = None
         for way in ways[:MOST_WAYS]:
             if self.request.accumulation * way.step_s < step_s * (1 - NOTICEABLE_SHARE):
-                found = glance_s(Question(units.trace(way), self.hardware, self.request))
-                if found < step_s * (1 - NOTICEABLE_SHARE):
-                    best, step_s = way, found
-        return best
+                found_s = self._glance_s(self.units.trace(way))
+                if found_s < step_s * (1 - NOTICEABLE_SHARE):
+                    best, step_s = way, found_s
+        return best, step_s
+
+    @cached_property
+    def _nothing(self) -> StepTrace:
+        """The step that keeps nothing."""
+        return self.kept.filled(0)
+
+    @cached_property
+    def _compute_s(self) -> float:
+        """Seconds of its compute."""
+        return float(self.rates.accesses_s(self._nothing).sum())
 
     @cached_property
     def _room(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Budgets of device and host, and the need of both if nothing is kept and everything is on the host."""
         budgets = budgets_of(self.hardware, self.request)
-        need = everything_on_host(Question(self.kept.filled(0), self.hardware, self.request))
+        need = everything_on_host(Question(self._nothing, self.hardware, self.request))
         return (budgets.device_bytes, budgets.host_bytes), (need.device_bytes, need.host_bytes)
 
     @cached_property
     def _most(self) -> int:
         """The most changes with which the least that a plan needs of the device fits."""
         (budget, _), (least, _) = self._room
-        rest = least - _peak(self.kept.filled(0))
+        rest = least - _peak(self._nothing)
         return _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
 
     def _seconds(self, count: int) -> float:
         if count not in self.step_s:
-            self.step_s[count] = glance_s(Question(self.kept.filled(count), self.hardware, self.request))
+            self.step_s[count] = self._glance_s(self.kept.filled(count))
         return self.step_s[count]
 
-    def _planned_s(self, count: int) -> float:
-        """Seconds of the step with a filling after a full search, which a first look may misjudge a little."""
-        return _planned_s(Question(self.kept.filled(count), self.hardware, self.request))
+    def _glance_s(self, trace: StepTrace) -> float:
+        """A first look at a step; what chunks are best for the first of them is nearly so for all."""
+        found = glance(Question(trace, self.hardware, self.request), self.sizes)
+        if not self.sizes and found.step_s < math.inf:
+            self.sizes = found.sizes[:PACKINGS]
+        return found.step_s
+
+    @property
+    def may_keep_everything(self) -> bool:
+        """Whether the device may have room for all activations."""
+        return self._most == len(self.kept.changes)
 
 
 def _planned_s(question: Question) -> float:
