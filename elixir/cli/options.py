@@ -347,7 +347,10 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --reserve --disk-memory"
-_SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
+_SEARCH = (
+    "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume "
+    "--activations"
+)
 _ADAPTED = "--lora --quantised"
 _ASKED = (
     "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step " + _ADAPTED
@@ -377,7 +380,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         "What goes where, and when, so that the step fits the machine.",
         {
             "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --weights "
-            "--placement --no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
+            "--placement --no-overlap --search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

@@ -9,7 +9,9 @@ from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
+from elixir.plan.activations import activations_text
 from elixir.plan.plan import Plan
+from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_or_shortage, setting_for
 from elixir.search.propose.sizes import Budgets
@@ -80,6 +82,8 @@ class SweepRow:
     """Micro-batches of an optimizer step, `batch` samples each."""
     replicas_bytes: int | None = None
     """Per rank and step, between replicas."""
+    activations: str | None = None
+    """The results that layers keep or move, in words, where that was chosen."""
 
 
 @dataclass
@@ -90,24 +94,32 @@ class Traces:
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
 
-    def get(self, model: str, batch: int, hardware: HardwareProfile) -> StepTrace:
+    def get(self, model: str, batch: int, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
+        """The step of one combination, with activations that are chosen for it if the request says so."""
+        step = replace(self.step, model=model, batch=batch)
         key = (model, batch, hardware.device_kind, hardware.compute_capability)
         if key not in self._known:
             try:
-                self._known[key] = self._trace(model, batch, hardware)
+                built = self._built(step)
+                asked = step if request.activations is None else that_keeps_everything(step, built)
+                self._known[key] = asked.trace(hardware, built)
             except ElixirError as error:
                 self._known[key] = error
         found = self._known[key]
         if isinstance(found, ElixirError):
             raise found
-        return found
+        return (
+            found
+            if request.activations is None
+            else trace_that_keeps(step, hardware, request, self._built(step), found)
+        )
 
-    def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> StepTrace:
-        step = replace(self.step, model=model, batch=batch)
+    def _built(self, step: StepQuestion) -> nn.Module:
+        model = str(step.model)
         if model not in self._models:
             self._models.clear()  # models come one after the other, and some configs make large ones
             self._models[model] = step.build()
-        return step.trace(hardware, self._models[model])
+        return self._models[model]
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -139,10 +151,6 @@ def try_out(
     }
     try:
         _check_network(hardware, world_size)
-        trace = traces.get(model, batch, hardware)
-        known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
-        known["seq"] = trace.step.seq
-        _check_room(trace, hardware, request, budgets)
         found = replace(
             request,
             device_memory=budgets.device_bytes,
@@ -150,7 +158,11 @@ def try_out(
             device_reserve=None,
             host_reserve=None,
         )
-        plan = plan_or_shortage(trace, hardware, found)
+        trace = traces.get(model, batch, hardware, found)
+        known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
+        known["seq"] = trace.step.seq
+        _check_room(trace, hardware, request, budgets)
+        plan = plan_or_shortage(trace, hardware, replace(found, activations=None))
         step = simulate_step(plan, trace, hardware)
     except ElixirError as error:
         if isinstance(error, PlanError) and budgets.device_slack_bytes:
@@ -178,6 +190,7 @@ def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
         "host_peak_bytes": predicted.host_peak_bytes,
         "disk_peak_bytes": predicted.disk_peak_bytes,
         "bound_by": step.bound_by,
+        "activations": activations_text(plan.activations) or None,
         **plan.counts,
         "block_count": plan.block_count,
         **{f"{link}_bytes": amount for link, amount in predicted.moved_bytes.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import preset
 from elixir.models.loading import build
 from elixir.models.step import default_input, default_step
+from elixir.plan.activations import activations_text
 from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
+from elixir.search.searches import answer_to
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.sweep import doublings, fit, sweep
 from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
@@ -97,6 +100,29 @@ def test_what_does_not_fit_says_why_and_gives_no_numbers(rows: list[SweepRow]) -
         assert "\n" not in row.reason
         assert (row.step_s, row.tokens_per_s, row.device_peak_bytes, row.bound_by) == (None,) * 4
     assert reasons(rows)[0] == many.reason
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+def test_a_row_with_chosen_activations_is_that_of_their_plan(share: float) -> None:
+    """It is never slower than without: with less memory the choice needs more than was predicted, and is dropped."""
+    step = replace(STEP, seq=256, use_fused_kernels=True)
+    budgets = {"device_memory": int(share * GIB), "host_memory": "16GiB", "assume": "nominal"}
+    rows = [
+        sweep([MODEL], ["h200"], batches=[16], step=each, activations=activations, **budgets)[0]
+        for each, activations in ((step, None), (replace(step, checkpoint="non-reentrant"), None), (step, "auto"))
+    ]
+    whole, again, chosen = rows
+    request = SearchRequest(world_size=1, optimizer_type="AdamW", activations="auto", **budgets)
+    plan = answer_to(replace(step, model=MODEL, batch=16), preset("h200"), request, read_host=False).plan
+    assert (chosen.step_s, chosen.device_peak_bytes) == (plan.predicted.step_s, plan.predicted.device_peak_bytes)
+    assert chosen.activations == activations_text(plan.activations) != ""
+    assert whole.activations is again.activations is None
+    assert not whole.fits
+    assert chosen.step_s is not None
+    assert again.step_s is not None
+    assert chosen.step_s < again.step_s if share == 1.0 else chosen.step_s == again.step_s
+    found = fit(MODEL, ["h200"], batch=16, counts=[1], step=step, activations="auto", **budgets)
+    assert found.best == chosen
 
 
 @pytest.mark.slow
