@@ -2,16 +2,18 @@
 
     python benchmark/search_optimality.py [--only exhaustive bound] [--instances 200] [--models opt-13b ...] [--dry]
 
-Two parts:
+Three parts:
 
 * ``exhaustive``: random instances of at most 8 chunks, one rank and two. All homes, block counts and prefetch depths of
   all packings that the search looks at are simulated, but for homes whose floor is above the best so far (floors are
   compared with simulations by tests). `ratio` is the chosen plan's step over the best one's.
 * ``bound``: OPT models under five device and three host budgets on the H200 preset. `ratio` is the chosen plan's step
   over `benchmark.certificate.lower_bound`.
+* ``activations`` (only if it is asked for): the cases of ``bound`` with ``activations="auto"``, at the profile's rates.
+  `ratio` is the step of that plan over the faster one of two: all layers run again in backward, or none.
 
 Appends to ``results/search_optimality.csv``. Fails if fewer than 95 % of the instances are equal to the best (to a
-nanosecond), any is more than 1 % worse, or any plan is below its bound.
+nanosecond), any is more than 1 % worse, any plan is below its bound, or any with chosen activations is slower than without.
 """
 
 from __future__ import annotations
@@ -21,20 +23,26 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark.certificate.lower_bound import lower_bound
 from benchmark.common import Row, append_rows, conditions, percentiles
-from benchmark.search_vs_original import trace
+from benchmark.search_vs_original import BATCH, SEQUENCE, trace
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.optimizer_states import StateSize
+from elixir.plan.activations import activations_text
 from elixir.search import plan_from_trace
+from elixir.search.advise.activations import trace_that_keeps
+from elixir.search.planner import planned
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.question import Question, StepQuestion
+from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.small_searches import best_of_all, small_search
@@ -49,6 +57,7 @@ HOST_SHARES = (0.7, 0.9, 10.0)
 `HOST_BYTES_PER_NUMEL`."""
 HOST_BYTES_PER_NUMEL = 2 + 2 + 4 + 8
 WORLD_SIZES = (1, 8)
+NO_PLAN = "no plan found"
 
 
 def row(part: str, case: str, world_size: int, chunks: int, **values: object) -> Row:
@@ -100,7 +109,7 @@ def exhaustive(instances: int) -> Iterator[Row]:
             ratio=1.0 if equal else None if step_s is None else step_s / best_s,
             search_s=round(between - started, 4),
             reference_search_s=round(ended - between, 4),
-            note="equal" if equal else "no plan found" if step_s is None else "slower",
+            note="equal" if equal else NO_PLAN if step_s is None else "slower",
         )
 
 
@@ -140,7 +149,7 @@ def _against_bound(
     seconds = {"search_s": round(between - started, 4), "reference_search_s": round(ended - between, 4)}
     if plan is None or not plan.overlap:
         if least is not None:
-            note = "no plan found" if plan is None else "only without overlap, which the bound is not for"
+            note = NO_PLAN if plan is None else "only without overlap, which the bound is not for"
             yield row("bound", name, world_size, 0, **values, **seconds, note=note)
         return
     if least is None:
@@ -159,6 +168,46 @@ def _against_bound(
     )
 
 
+def activations(models: Sequence[str]) -> Iterator[Row]:
+    """All cases of the models that have a plan with chosen activations, or without."""
+    hardware = preset("h200")
+    for name in models:
+        question = StepQuestion(model=name, batch=BATCH, seq=SEQUENCE, dtype="bf16")
+        again, whole, built = trace(name), trace(name, "none"), question.build()
+        everything = again.numel * HOST_BYTES_PER_NUMEL
+        for world_size, device_gib, share in itertools.product(WORLD_SIZES, DEVICE_GIB, HOST_SHARES):
+            request = SearchRequest(
+                world_size=world_size,
+                device_memory=device_gib * GIB,
+                host_memory=int(share * everything),
+                assume="nominal",
+            )
+            started = time.process_time()
+            plans = [planned(Question(step, hardware, request)) for step in (again, whole)]
+            between = time.process_time()
+            chosen = trace_that_keeps(question, hardware, replace(request, activations="auto"), built, whole)
+            plan = planned(Question(chosen, hardware, request))
+            ended = time.process_time()
+            seconds = [each.predicted.step_s for each in plans if each is not None]
+            if plan is None and not seconds:
+                continue
+            step_s, reference_s = None if plan is None else plan.predicted.step_s, min(seconds, default=None)
+            yield row(
+                "activations",
+                name,
+                world_size,
+                0 if plan is None else len(plan.chunks),
+                device_bytes=request.device_memory,
+                host_bytes=request.host_memory,
+                step_s=step_s,
+                reference_s=reference_s,
+                ratio=None if step_s is None or reference_s is None else step_s / reference_s,
+                search_s=round(ended - between, 4),
+                reference_search_s=round(between - started, 4),
+                note=NO_PLAN if plan is None else activations_text(plan.activations) or "all units keep everything",
+            )
+
+
 def failures(rows: Sequence[Row]) -> list[str]:
     """The rows that miss their bar."""
     found = []
@@ -172,6 +221,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     for line in rows:
         if line["part"] == "bound" and line["ratio"] is not None and line["ratio"] < 1:
             found.append(f"{line['case']}: {line['ratio']} of its lower bound")
+        if line["part"] == "activations" and (line["note"] == NO_PLAN or (line["ratio"] or 0) > 1 + EQUAL_S):
+            found.append(f"{line['case']}: {line['ratio']} of the plan without chosen activations")
     return found
 
 
@@ -190,14 +241,16 @@ def summary(rows: Sequence[Row]) -> None:
             f"{name}: p20 {p20:.4f}  p50 {p50:.4f}  p80 {p80:.4f}  max {max(ratios):.4f}  "
             f"within 5 %: {within} of {len(ratios)}"
         )
-    for note in ("no plan found", "only without overlap, which the bound is not for"):
+    for note in (NO_PLAN, "only without overlap, which the bound is not for"):
         print(f"{note}: {sum(line['note'] == note for line in rows)}")
 
 
 def main() -> int:
     """Runs, appends, summarises; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=("exhaustive", "bound"), default=["exhaustive", "bound"])
+    parser.add_argument(
+        "--only", nargs="+", choices=("exhaustive", "bound", "activations"), default=["exhaustive", "bound"]
+    )
     parser.add_argument("--instances", type=int, default=200)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--dry", action="store_true", help="append nothing")
@@ -205,11 +258,12 @@ def main() -> int:
     rows: list[Row] = []
     if "exhaustive" in arguments.only:
         rows += exhaustive(arguments.instances)
-    if "bound" in arguments.only:
-        for line in bound(arguments.models):
+    for part, cases in (("bound", bound), ("activations", activations)):
+        for line in cases(arguments.models) if part in arguments.only else ():
             rows.append(line)
-            ratio = "" if line["ratio"] is None else f"{line['ratio']:.4f} of the bound"
-            print(f"{line['case']} x {line['world_size']}, {line['device_bytes'] / GIB:.0f} GiB: {ratio}{line['note']}")
+            ratio = "" if line["ratio"] is None else f"{line['ratio']:.4f} of the reference "
+            case = f"{line['case']} x {line['world_size']}, {line['device_bytes'] / GIB:.0f} GiB"
+            print(f"{case}: {ratio}{line['note']}", flush=True)
     if not arguments.dry:
         append_rows("search_optimality", rows)
     summary(rows)

@@ -42,9 +42,9 @@ HOST_MEMORY = "16TiB"
 BATCH, SEQUENCE = 8, 1024
 
 
-def trace(name: str) -> StepTrace:
+def trace(name: str, checkpoint: str = "non-reentrant") -> StepTrace:
     """One step with checkpointing in bf16."""
-    model = build(name, dtype=torch.bfloat16, checkpoint="non-reentrant")
+    model = build(name, dtype=torch.bfloat16, checkpoint=checkpoint)
     batch = default_input(model, batch=BATCH, seq=SEQUENCE)
     hardware = preset("h200")
     return trace_step(model, batch, default_step, dtype=torch.bfloat16, hardware=hardware, model_name=name)
