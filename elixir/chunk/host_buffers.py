@@ -101,7 +101,7 @@ class _Lent:
     def __init__(self) -> None:
         self._inside: dict[int, tuple[int, int]] = {}  # by identity of the part: where it begins and ends
         self.beside: dict[int, HostBuffer] = {}
-        """Parts with memory of their own, likewise."""
+        """Parts next to the buffer, likewise."""
         self.returned: deque[HostBuffer] = deque()
         """Parts that nothing refers to any more. The garbage collector may return some at any moment."""
         self.most_bytes = 0
@@ -113,7 +113,7 @@ class _Lent:
         return not self._inside and not self.beside
 
     def taken_back(self) -> list[HostBuffer]:
-        """Forgets parts that were returned; those of them that have memory of their own."""
+        """Forgets parts that were returned; those of them that lie next to the buffer."""
         found = []
         while self.returned:
             part = self.returned.popleft()
@@ -139,7 +139,7 @@ class _Lent:
         return None
 
     def add(self, part: HostBuffer, begin: int | None) -> None:
-        """Enters a part, which has memory of its own if it begins nowhere."""
+        """Enters a part, which lies next to the buffer if it begins nowhere."""
         if begin is not None:
             self._inside[id(part)] = begin, begin + part.memory.nbytes
             return

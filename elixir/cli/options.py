@@ -347,10 +347,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --reserve --disk-memory"
-_SEARCH = (
-    "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume "
-    "--activations"
-)
+_SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
 _ADAPTED = "--lora --quantised"
 _ASKED = (
     "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step " + _ADAPTED
@@ -380,7 +377,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         "What goes where, and when, so that the step fits the machine.",
         {
             "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --weights "
-            "--placement --no-overlap --search-batch --allow --no-levers --json --brief --plot --out",
+            "--placement --no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),
@@ -401,14 +398,14 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
             "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --prices --tokens "
             "--csv --plot --json",
             STEP: "--seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile "
-            f"{_ADAPTED} {_SEARCH}",
+            f"{_ADAPTED} {_SEARCH} --activations",
         },
     ),
     "fit": (
         "The smallest known machine that can train a model, and how fast.",
         {
-            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --prices --tokens --json "
-            "--brief",
+            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --activations --network --no-overlap --prices "
+            "--tokens --json --brief",
             STEP: _ASKED,
         },
     ),
