@@ -181,6 +181,11 @@ def glance(question: Question, sizes: Sequence[int] = ()) -> Glance:
     return Glance(math.inf if found.fastest_s is None else found.fastest_s, found.packings)
 
 
+def glance_s(question: Question) -> float:
+    """`Glance.step_s`."""
+    return glance(question).step_s
+
+
 def everything_on_host(question: Question) -> MemoryNeed:
     """The need with everything on the host, chunks as small as is sensible and as few blocks as can be."""
     setting = setting_for(*question)
