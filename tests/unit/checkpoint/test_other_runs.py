@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint import load_checkpoint, loading, save_checkpoint
+from elixir.checkpoint_format import saved_tensor
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_tensor import Piece
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
@@ -189,3 +191,12 @@ def test_a_folder_that_nobody_may_write_to_fails_the_save_alone(code: int, tmp_p
             save_checkpoint(tmp_path / "file", run.state(), wait=True, files=Files())
         save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
     assert verify(tmp_path / "run") == ()
+
+
+def test_what_is_read_in_parts_is_cut_where_spans_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each span, which has one checksum, is read once."""
+    for module in (loading, saved_tensor):
+        monkeypatch.setattr(module, "SPAN_BYTES", 40)
+    pieces = tuple(Piece(f"{start}.safetensors", start, 25, 8, (1, 2, 3)) for start in (0, 25))
+    saved = saved_tensor.SavedTensor("float32", (50,), None, None, pieces)
+    assert loading._ranges(saved, 4, 50) == [(4, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)]
