@@ -82,6 +82,15 @@ def test_parameters_point_where_the_weights_are() -> None:
     assert all(is_absent(parameter) for parameter in parameters)
 
 
+def test_a_chunk_whose_weights_stay_is_resident_once_attached() -> None:
+    chunk = make_chunk()
+    chunk.whole = torch.zeros(384)
+    for _ in range(2):
+        chunk.attach()
+        assert chunk.state is ChunkState.RESIDENT
+        assert all(chunk.shows(slot) for slot in chunk.slots)
+
+
 def test_a_chunk_without_memory_says_so() -> None:
     chunk = make_chunk(7, rank=3)
     with pytest.raises(StateError, match="rank 3: chunk 7 has no weights yet"):
