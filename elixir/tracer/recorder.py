@@ -101,7 +101,6 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._regions.beginning.clear()
         self._autocast.close()
 
     @property

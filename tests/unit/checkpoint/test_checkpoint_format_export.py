@@ -17,7 +17,7 @@ from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
 from tests.common.checkpoints import save
-from tests.common.file_faults import FailingFiles
+from tests.common.file_faults import FailingFiles, RecordingFiles
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,17 @@ def test_a_failed_export_leaves_nothing_new(folder: Path, tmp_path: Path) -> Non
             assert "No space left" in str(error)  # noqa: PT017
             assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
     assert at > 30
+
+
+def test_an_export_is_on_the_disk_before_its_files_have_their_names(folder: Path, tmp_path: Path) -> None:
+    files = RecordingFiles()
+    export_hf(folder, tmp_path / "out", max_shard_size="20KiB", config={}, files=files)
+    done = {
+        name: [at for at, each in enumerate(files.log) if each.name == name] for name in ("write", "sync", "rename")
+    }
+    assert {files.log[at].path for at in done["write"]} == {files.log[at].path for at in done["sync"]}
+    assert max(done["sync"]) < min(done["rename"])
+    assert files.log[-1].name == "sync_folder"
 
 
 class Killed(BaseException):

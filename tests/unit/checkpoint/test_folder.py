@@ -215,6 +215,11 @@ def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> No
         run.train(1)  # training goes on
         with contextlib.suppress(CheckpointError):  # what comes last may fail after the commit
             saving.wait()
+        assert not [
+            each
+            for fd in os.listdir("/proc/self/fd")
+            if (each := os.path.realpath(f"/proc/self/fd/{fd}")).startswith(str(folder))
+        ]
         assert verify(folder) == ()
         with open_checkpoint(folder) as saved:
             number = saved.value("number")

@@ -88,7 +88,12 @@ def test_a_plan_has_the_seconds_that_its_simulation_has(
 
 def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
     device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
-    given: dict[str, Any] = {"placement": "auto", "device_memory": device, "assume": "scenarios"}
+    given: dict[str, Any] = {
+        "placement": "auto",
+        "device_memory": device,
+        "assume": "scenarios",
+        "search": "minimum_waste",
+    }
     levers = {lever.options: lever.plan for lever in answered(stack, **given).levers()}
     for name, value in (("accumulation", 4), ("moments", "8bit")):
         (promised,) = (plan for options, plan in levers.items() if dict(options) == {name: str(value)})

@@ -332,3 +332,12 @@ def test_old_weight_norm_can_be_copied() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4)))
     model(INP["x"])
     assert cpu_trace(model, INP, sum_step).unused_parameters == ()
+
+
+def test_an_error_of_the_step_names_the_line_that_raised() -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(TraceError) as caught:
+        cpu_trace(mlp(), INP, step)
+    assert f"{__file__}:{step.__code__.co_firstlineno + 1}" in str(caught.value)

@@ -17,6 +17,7 @@ from elixir.step_trace import StepTrace
 from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.attention import Attention
+from elixir.tracer.device.routed_functions import _FusedRmsNorm
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
@@ -422,3 +423,11 @@ def test_a_convolution_lays_its_result_out_as_the_real_one_does(image: str, turn
             assert said[0] == said[1], (batch, channels, side, kernel, groups)
             compared += 1
     assert compared == 30
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_fused_rms_norm_keeps_one_factor_a_row(axes: int) -> None:
+    x, shape = torch.zeros(3, 4, 8, dtype=torch.bfloat16, device="meta"), [4, 8][2 - axes :]
+    output, factor = _FusedRmsNorm.apply(x, shape, None, None)
+    assert (output.shape, output.dtype) == (x.shape, x.dtype)
+    assert (factor.numel(), factor.dim(), factor.dtype) == (12 if axes == 1 else 3, 3, torch.float32)
