@@ -265,6 +265,7 @@ class Interception:
 
     def remove(self) -> None:
         """Restores the classes of parameters and removes all hooks."""
+        self.leave_all()
         if self._scripts is not None:
             self._scripts()
         for parameter, original in self._classes:
@@ -279,10 +280,21 @@ class Interception:
         while self._checkpoints:
             self._checkpoints.pop().remove()
         self._calls.clear()  # with checkpoints, which hold this object: it would live until the garbage collector runs
+
+    def leave_all(self) -> None:
+        """Leaves the modules that an exception has ended on this thread: PyTorch calls no hook after an interruption.
+
+        Call it where the exception has passed all contexts that were entered inside of the modules.
+        """
         while self._open:
-            hooks = self._open.pop().hooks
-            if hooks is not None:
-                hooks.__exit__(None, None, None)
+            self._end(self._open.pop())
+
+    @staticmethod
+    def _end(opened: _Open) -> None:
+        if opened.hooks is not None:
+            opened.hooks.__exit__(None, None, None)
+        if opened.end is not None:
+            opened.end()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         outer, hooks = innermost_saved_tensors_hooks(), None
@@ -310,10 +322,7 @@ class Interception:
             return output
         while True:
             opened = self._open.pop()
-            if opened.hooks is not None:
-                opened.hooks.__exit__(None, None, None)
-            if opened.end is not None:
-                opened.end()
+            self._end(opened)
             kept = self._listener.left(opened.module, output if opened.module is module else None)
             if opened.module is module:
                 return kept

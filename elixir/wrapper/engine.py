@@ -341,6 +341,8 @@ class Engine:
 
     def forward_failed(self) -> None:
         """Notes that it has raised."""
+        if self.access is not None:
+            self.access.leave_all()
         self.phase.leave_forward()
         self._failed("a forward")
 
