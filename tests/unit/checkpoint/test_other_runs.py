@@ -23,6 +23,7 @@ from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
+from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, hf_loss, make_plan
 from tests.common.resuming import Run, differing, two_groups
@@ -200,3 +201,24 @@ def test_what_is_read_in_parts_is_cut_where_spans_end(monkeypatch: pytest.Monkey
     pieces = tuple(Piece(f"{start}.safetensors", start, 25, 8, (1, 2, 3)) for start in (0, 25))
     saved = saved_tensor.SavedTensor("float32", (50,), None, None, pieces)
     assert loading._ranges(saved, 4, 50) == [(4, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "is_said"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float32, False),
+    ],
+)
+def test_weights_that_are_rounded_are_said(
+    theirs: torch.dtype, mine: torch.dtype, is_said: bool, tmp_path: Path
+) -> None:
+    save(tmp_path, {"weight/w": torch.ones(3, dtype=theirs)})
+    out = torch.empty(3, dtype=mine)
+    with open_checkpoint(tmp_path) as saved:
+        states = loading.CheckpointStates(saved, ["w"], {})
+        assert bool(states.fill_weights("w", 0, out)) == is_said
+        states.filled()
+    assert out.tolist() == [1.0] * 3

@@ -88,6 +88,11 @@ def test_a_limit_that_is_asked_for_is_of_the_next_step_alone() -> None:
         pair.plain_optimizer.step()
         pair.backward()  # to the gradients that were clipped
         pair.step()
+        pair.backward()
+        same_norm(pair)
+        for module in (pair.module, pair.plain):
+            module.zero_grad()
+        pair.train(1)
         pair.assert_same_weights()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,9 @@ def test_the_device_peak_of_a_report_is_that_of_the_plan() -> None:
             assert "not measured" in str(report)
 
 
-def test_a_step_far_beyond_its_range_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_far_beyond_its_range_is_remarked_upon_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = case("opt")
     plan = make_plan(it, "streamed")
     for slowest_s, remarks in ((1e-6, 1), (1e6, 0)):
@@ -151,6 +154,10 @@ def test_a_step_far_beyond_its_range_is_remarked_upon_once(caplog: pytest.LogCap
             assert pair.module.last_report is not None
             of_preset = dataclasses.replace(pair.module.last_report, hardware_name="h200")  # that nobody measured here
             assert ("likely causes: the rates of h200" in str(of_preset)) == bool(remarks)
+            monkeypatch.setattr(os, "getloadavg", lambda: (3000.0,) * 3)
+            busy = f"the machine is busy (load 3000 on {os.cpu_count()} cores)"
+            assert (busy in str(pair.module.last_report)) == bool(remarks)
+            monkeypatch.undo()
         assert caplog.text.count("likely causes: ") == remarks
         assert (f"the rates of {plan.hardware_name} are not this machine's" in caplog.text) == bool(remarks)
 

@@ -331,6 +331,20 @@ def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -
     module.close()
 
 
+def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.manual_seed(1)
+    made = {
+        (seed, name): OwnInitialisation(model, seed).parameter(name)
+        for seed in (0, 1000)
+        for name in ("0.weight", "1.weight")
+    }
+    torch.manual_seed(2)
+    assert torch.equal(OwnInitialisation(model, 1000).parameter("0.weight"), made[1000, "0.weight"])
+    assert len({tuple(values.flatten().tolist()) for values in made.values()}) == 4
+
+
 def test_adapters_on_meta_begin_as_peft_makes_them() -> None:
     from peft import LoraConfig, get_peft_model
 
