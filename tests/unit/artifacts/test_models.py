@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
+from elixir.models.adapters import adapted
+from elixir.models.compiled_layers import check_compile, layers_compiled
 from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe, model_names
-from elixir.models.step import default_input, default_step
+from elixir.models.samples import planning_batch
+from elixir.models.step import default_input, default_step, refused_overflow
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
 # Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
@@ -571,3 +574,35 @@ def test_fingerprint_sees_everything_a_plan_depends_on() -> None:
 def test_fingerprint_of_a_lazy_model_asks_for_a_forward() -> None:
     with pytest.raises(InputError, match="run one forward"):
         fingerprint(nn.LazyLinear(3))
+
+
+class Nothing(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> int:
+        raise IndexError(index)
+
+
+def too_large() -> None:
+    with refused_overflow():
+        torch.empty(2**62, 2**62, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: build("opt-125m", lora=0), InputError, "rank of the adapters, 1 or more, found 0"),
+        (lambda: build("opt-125m", lora=4, quantised="int3"), InputError, "int3"),
+        (lambda: build("opt-125m", quantised="nf4", device="cpu"), InputError, "quantised= plans on meta"),
+        (lambda: adapted(nn.Sequential(nn.ReLU()), lora=4), InputError, "no linear layers"),
+        (lambda: check_compile("yes"), InputTypeError, "compile must be True, False or a dict"),
+        (lambda: layers_compiled(nn.ReLU(), True, keep=False).__enter__(), InputError, "ReLU has none"),
+        (lambda: planning_batch(torch.utils.data.DataLoader(Nothing(), batch_size=2, shuffle=False)), InputError, "is empty"),
+        (too_large, InputError, "too large to count their bytes"),
+        (lambda: torch.ops.elixir.unpack(torch.ones(2), torch.ones(1), [4], torch.float32), NotImplementedError, "on meta"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_model_or_batch_is_refused(call: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()

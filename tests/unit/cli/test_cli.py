@@ -598,3 +598,23 @@ def test_a_slow_command_says_without_a_terminal_that_it_works(
     with output.progress() as slow:
         slow("opt-125m on 2 x h200", 1, 2)
     assert capsys.readouterr().err == "2/2 opt-125m on 2 x h200\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("opt-125m --search-batch --activations auto", "leave out --activations"),
+        ("opt-125m --search-batch --allow kernels", "leave out --allow"),
+        ("opt-125m --search-batch --accumulation 2", "leave out --accumulation"),
+        ("opt-125m --search-batch --inp module:function", "leave out --search-batch"),
+        ("TRACE --search-batch", "has settled the batch; name the model"),
+        ("TRACE", "which is no preset; give --hardware"),
+        ("opt-125m --forward --optimizer SGD", "--forward trains nothing; leave out --optimizer"),
+        ("opt-125m --generate 512", "expected PROMPT+NEW tokens"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(
+    flags: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = dataclasses.replace(make_trace(layers=2), device="mine").save(tmp_path / "trace.json")
+    assert says in fails(capsys, "plan", *flags.replace("TRACE", str(trace)).split())

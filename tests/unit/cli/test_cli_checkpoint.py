@@ -12,6 +12,7 @@ from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import main
 from elixir.files import aligned_buffer
 from tests.common import checkpoints
+from tests.common.command_line import fails
 
 
 @pytest.fixture
@@ -88,3 +89,11 @@ def test_prune(runs: Path) -> None:
     assert main(["checkpoint", "prune", str(runs), "--keep", "1"]) == 0
     assert [path.name for path in runs.iterdir()] == ["step-00000030"]
     assert main(["checkpoint", "prune", str(runs / "step-00000030"), "--keep", "1"]) == 2
+
+
+def test_a_folder_without_a_whole_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{tmp_path} holds no checkpoint" in fails(capsys, "checkpoint", "show", str(tmp_path))
+    assert f"{tmp_path} holds no checkpoints" in fails(capsys, "checkpoint", "prune", str(tmp_path))
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "index.json").write_text("{")
+    assert "step-00000001" in fails(capsys, "checkpoint", "show", str(tmp_path))

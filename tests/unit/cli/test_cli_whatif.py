@@ -150,6 +150,8 @@ def test_a_price_file_that_makes_no_sense_is_refused_by_line(
 
 def test_the_length_of_a_run_needs_prices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tokens needs --prices" in fails(capsys, "fit", "opt-125m", "--tokens", "1e9")
+    for tokens in ("-1", "inf", "many"):
+        assert "a positive number such as 1e9" in fails(capsys, "fit", "opt-125m", f"--tokens={tokens}")
 
 
 def test_the_example_of_prices_names_presets() -> None:
