@@ -157,6 +157,9 @@ def test_what_a_header_cannot_hold_is_refused_before_a_byte_is_written(
     with pytest.raises(InputError, match="shorten them"):
         SliceWriter(tmp_path / "a", [Slice("k" * 6000, (4,), torch.int8, 0, 4)])
     assert list(tmp_path.iterdir()) == []
+    fits = slices.slice_header([Slice("k", (4,), torch.int8, 0, 4)])
+    monkeypatch.setattr(slices, "LARGEST_HEADER_BYTES", len(fits) - 8)
+    assert slices.slice_header([Slice("k", (4,), torch.int8, 0, 4)]) == fits
 
 
 def test_ranks_that_do_not_agree_are_found(tmp_path: Path) -> None:

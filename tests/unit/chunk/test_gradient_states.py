@@ -78,6 +78,19 @@ def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> N
     assert set(gradient.memory[: chunk.slots[0].numel].tolist()) == {4.0}
 
 
+def test_zeros_for_other_ranks_are_not_taken_for_what_was_dropped_before() -> None:
+    chunk = make_chunk(0)
+    flow, _ = make_flow([chunk])
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gradient = flow.by_chunk[0]
+    for slot in chunk.slots:
+        gradient.drop(slot.name, flow._lanes.offload, one_rank=False)
+    assert gradient.state is GradState.NONE
+    gradient.hold_zeros()
+    gradient.drop(chunk.slots[0].name, flow._lanes.offload, one_rank=False)
+    assert gradient.state is GradState.HOME
+
+
 def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened() -> None:
     chunks = [make_chunk(index) for index in range(3)]
     flow, _ = make_flow(chunks, block_count=3)

@@ -43,6 +43,14 @@ def test_an_optimizer_takes_losses_and_has_no_other_names(pair: Pair) -> None:
         _ = pair.optimizer.lr
 
 
+def test_states_are_loaded_outside_of_a_forward(pair: Pair) -> None:
+    states = pair.optimizer.state_dict()
+    handle = pair.module.module[1].register_forward_hook(lambda *_: pair.optimizer.load_state_dict(states))
+    with pytest.raises(InputError, match="load_state_dict.* is for outside of the model's forward and backward"):
+        pair.module(**pair.case.inp)
+    handle.remove()
+
+
 def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     threads = pair.engine.host_share.all_cores + 1
     module = ElixirModule(
