@@ -48,6 +48,9 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "moved_to_host_bytes": lambda amount: {"moved_to_host_bytes": amount} if amount else {},
     "kept_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
+    "activation_bytes": lambda _: {},
+    "fetch_wanted": lambda way: {} if way is None else {"fetch_wanted": way},
+    "reserve_bytes": lambda amount: {"reserve_bytes": amount} if amount else {},
     "activations": lambda units: {} if units == [] else {"activations": units},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""

@@ -57,6 +57,7 @@ from elixir.wrapper.account.step_report import StepReport
 
 LIST = Path(__file__).parent / "results" / "transformers_classes.json"
 ROWS = LIST.with_suffix(".csv")
+HOST_PEAKS = LIST.with_name("host_peaks_of_classes.csv")
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -453,11 +454,11 @@ def make_list(limit_s: float) -> None:
             print(f"{len(classes):4} {name}: {found.get('error', 'trains')}", flush=True)
 
 
-def judged() -> set[str]:
+def judged(path: Path) -> set[str]:
     """Classes that have a row by this version of transformers, with the same limit of oneDNN's instruction set."""
-    if not ROWS.exists():
+    if not path.exists():
         return set()
-    with ROWS.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         same = [row for row in rows if row["transformers"] == transformers.__version__ and not row["error"]]
         return {
@@ -480,7 +481,7 @@ def main() -> int:
     if args.list:
         make_list(args.limit)
         return 0
-    rows, done = [], judged() if args.resume else set()
+    rows, done = [], judged(HOST_PEAKS if args.host_peaks else ROWS) if args.resume else set()
     started = time.monotonic()
     for task, kind, name in listed():
         if name in done or task not in args.tasks or not (args.only is None or kind in args.only):
@@ -492,6 +493,8 @@ def main() -> int:
             row |= dict.fromkeys(("predicted_host_bytes", "observed_host_bytes", "above_percent", "cpu_s"))
             rows.append(row | apart(host_peak, task, kind, name))
             print(f"{name}: {rows[-1]['error'] or rows[-1]['above_percent']}", flush=True)
+            if not args.no_record:
+                append_rows(HOST_PEAKS.stem, rows[-1:])
             continue
         row = dict.fromkeys(COLUMNS) | {"class": name, "task": task, **conditions()} | apart(judge, task, kind, name)
         row["transformers"] = transformers.__version__
@@ -503,8 +506,6 @@ def main() -> int:
     if args.host_peaks:
         above = sum((row["above_percent"] or 0) > 0 for row in rows)
         print(f"observed above predicted: {above} of {len(rows)}")
-        if not args.no_record:
-            append_rows("host_peaks_of_classes", rows)
         return 0
     for what in ("traced", "identical"):
         print(f"{what}: {sum(bool(row[what]) for row in rows)} of {len(rows)}")

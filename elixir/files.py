@@ -231,17 +231,25 @@ class Files:
         return content
 
     def write_whole(self, path: PathLike, content: Buffer) -> None:
-        """Writes a file next to `path`, synchronises it, and renames it there, over another one if there is one.
+        """`write_new` with one buffer."""
+
+        def write(temporary: str) -> None:
+            with self.create(temporary) as file:
+                file.write(content, 0)
+                file.sync()
+
+        self.write_new(path, write)
+
+    def write_new(self, path: PathLike, write: Callable[[str], object]) -> None:
+        """Has `write` write a file next to `path`, and renames it there, over another one if there is one.
 
         Whatever is killed when, `path` is the old file or the whole new one. After a crash of the machine it may be the
-        old one still, until the folder is synchronised.
+        old one still, until the folder is synchronised; or a damaged one, if `write` has not synchronised the file.
         """
         name = os.fspath(path)
         temporary = temporary_name(name)
         try:
-            with self.create(temporary) as file:
-                file.write(content, 0)
-                file.sync()
+            write(temporary)
             self.replace(temporary, name)
         except BaseException:
             with contextlib.suppress(FileError):

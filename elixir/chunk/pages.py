@@ -54,6 +54,16 @@ def host_zeros(numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return _touched(numel * dtype.itemsize)[1].view(dtype)
 
 
+def separate_copy(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in host memory. A large one has separate pages, which are gone when it is freed: the C library would keep
+    them, or leave gaps between what it has freed before."""
+    nbytes = source.numel() * dtype.itemsize
+    if nbytes < HUGE_PAGE_BYTES or os.name != "posix" or not source.is_contiguous():
+        return source.to("cpu", dtype, copy=True)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(source.shape).copy_(source)
+
+
 def _touched(nbytes: int) -> tuple[_Pages, torch.Tensor]:
     memory = _Pages(nbytes)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)

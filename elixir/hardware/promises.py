@@ -75,11 +75,11 @@ class Outstanding:
         return f"models that run under plans in this process ({self.plans}) may still take {more}"
 
 
-def outstanding(device: str) -> Outstanding:
-    """The memory that living plans were promised and have not taken yet, of `device` (such as ``cuda:0``) and of the
-    host."""
+def outstanding(device: str, but: Promised | None = None) -> Outstanding:
+    """The memory that living plans, `but` one, were promised and have not taken yet, of `device` (such as ``cuda:0``)
+    and of the host."""
     on_device = on_host = 0
-    plans = list(_AT_WORK)
+    plans = [each for each in _AT_WORK if each is not but]
     for each in plans:
         promised, taken = each.promised, each.taken
         ahead = max(promised.device_bytes - taken.device_bytes, 0)
@@ -91,7 +91,7 @@ def outstanding(device: str) -> Outstanding:
     return Outstanding(len(plans), on_device, on_host)
 
 
-def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str) -> None:
+def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str, but: Promised | None = None) -> None:
     """Refuses a plan that takes more memory than is free and not promised to other plans at work in this process.
 
     Args:
@@ -99,11 +99,12 @@ def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str) -> 
         free: what is free now.
         device: on which the plan computes; a ``cpu`` has the host's memory.
         name: of the model, for the error.
+        but: the promise to this model, if it is on the ledger already.
 
     Raises:
         InputError: says how much is missing, and what to do.
     """
-    others = outstanding(device)
+    others = outstanding(device, but)
     wanted = [("host", needed.host_bytes, free.host_bytes - others.host_bytes)]
     if device != "cpu":
         wanted.append(("device", needed.device_bytes, free.device_bytes - others.device_bytes))

@@ -22,7 +22,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.optimizer_list import OptimizerList, as_several
 from elixir.integrations.options import Options, as_inp, read_options
-from elixir.integrations.run import Run
+from elixir.integrations.run import Run, state_dict_bytes
 from elixir.models.samples import planning_batch
 from elixir.models.step import default_step
 from elixir.models.together import Together
@@ -221,7 +221,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             model, optimizers, inp = self._elixir_found(args)
             several = as_several(optimizers)
             plain = [model, *(several if isinstance(several, list) else [several])]
-            run = self.wrap(model, optimizers, inp=inp)
+            saved = state_dict_bytes(model) if self.is_main_process else 0  # by `save_state`
+            run = self.wrap(model, optimizers, inp=inp, between_steps=saved)
             made = dict(zip(map(id, plain), [run.module, *run.optimizers], strict=True))
             args = tuple(made.get(id(each), each) for each in args)
         return super().prepare(*args, device_placement=device_placement)

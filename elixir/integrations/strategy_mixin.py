@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +14,9 @@ import torch
 
 from elixir.api import dry_run, wrap
 from elixir.errors import InputError
+from elixir.files import FILES
 from elixir.integrations.options import as_inp, read_options
-from elixir.integrations.run import Planned, Run
+from elixir.integrations.run import Planned, Run, state_dict_bytes
 from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
@@ -200,6 +202,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             inp, step_fn = as_inp(batch, self._elixir_traced)
             options |= {"inp": inp, "step_fn": step_fn, "accumulation": accumulation}
             options["clipping"] = clips
+        options.setdefault("between_steps", self._elixir_saved_bytes(trainer))
         self.lightning_module.train()
         if self._elixir_only_plan:
             raise Planned(dry_run(self.lightning_module, self.optimizers, **options))
@@ -300,9 +303,24 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             plain(optimizer).load_state_dict(state)
 
+    def _elixir_saved_bytes(self, trainer: Any) -> int:
+        """Bytes of the weights and states that this rank has together while Lightning saves them."""
+        weights_only = [getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks]
+        if not weights_only or not self.is_global_zero:
+            return 0
+        return state_dict_bytes(self.lightning_module, () if all(weights_only) else self.optimizers)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves as DDPStrategy does, and writes the plan next to the checkpoint."""
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        """Saves as DDPStrategy does, and writes the plan next to the checkpoint.
+
+        Under a plan Lightning's default file is written as it is made: Lightning would first have a copy in memory.
+        """
+        copies = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and storage_options is None
+        if not (self._elixir_runs and copies and "://" not in str(filepath)):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        elif self.is_global_zero:
+            FILES.make_folder(Path(filepath).parent)
+            FILES.write_new(filepath, partial(torch.save, checkpoint))
         if self._elixir_runs:
             self.elixir.save_plan(Path(filepath).parent)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.optimizer_list import OptimizerList, as_one
 from elixir.integrations.options import Options, read_options
-from elixir.integrations.run import Planned, Run
+from elixir.integrations.run import Planned, Run, state_dict_bytes
 from elixir.models.samples import generators_untouched
 from elixir.models.together import Together, together
 from elixir.plan.plan import Plan
@@ -175,6 +176,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             "accumulation": self.args.gradient_accumulation_steps,
             "inp": lambda: rows_of(self, self._elixir_loader),
             "step_fn": self._elixir_step,
+            "between_steps": self._elixir_saved_bytes(),
             **({"max_norm": self.args.max_grad_norm} if self.args.max_grad_norm > 0 else {}),
             **({"weights": self._elixir_weights} if self._elixir_weights is not None else {}),
         }
@@ -263,6 +265,14 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             state_dict = self.elixir.state_dict(rank0_only=rank0_only, only=only)
             self.elixir.save_plan(self.args.output_dir)
         super()._save(output_dir, state_dict=state_dict)
+
+    def _elixir_saved_bytes(self) -> int:
+        """Bytes of the weights that this rank has together while Trainer saves them."""
+        args = self.args
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" or not args.should_save:
+            return 0
+        has_adapters = hasattr(self.model, "peft_config")
+        return state_dict_bytes(self.model, only=partial(self._elixir_adapters, "") if has_adapters else None)
 
     def _elixir_adapters(self, name: str, parameter: torch.nn.Parameter) -> bool:
         """Whether PEFT may save a parameter: one that is trained, or an embedding, which it saves if it was resized."""

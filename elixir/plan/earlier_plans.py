@@ -15,7 +15,8 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20 no plan
     knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in memory, until 23
     all were for training, until 24 there was one replica, until 25 all units were compiled, until 26 each micro-batch
-    was a pass, until 27 no model by name had adapters, and until 28 activations were the model's own business.
+    was a pass, until 27 no model by name had adapters, until 28 activations were the model's own business, and until 29
+    no plan said how weights were asked to be fetched, or what the program takes.
 
     Args:
         data: the fields.
@@ -26,7 +27,7 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
         ArtifactError: the plan asks for something that is gone.
     """
     later: dict[str, Any] = {"frozen_weights": "host", "weight_files": [], "replicas": 1}
-    data = later | {"pass_size": 1} | data
+    data = later | {"pass_size": 1, "fetch_wanted": None, "reserve_bytes": 0} | data
     if isinstance(data["weight_files"], list):
         files = [{"modified_us": None} | each if isinstance(each, dict) else each for each in data["weight_files"]]
         data["weight_files"] = files
@@ -35,7 +36,8 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     if "may_speculate" in data:
         data["may_update_early"] = data.pop("may_speculate")
     if isinstance(data.get("predicted"), dict):
-        predicted = data["predicted"] = {"judgements": [], "regret_if_known": {}} | data["predicted"]
+        later = {"judgements": [], "regret_if_known": {}, "activation_bytes": 0}
+        predicted = data["predicted"] = later | data["predicted"]
         if isinstance(predicted.get("moved_bytes"), dict):
             predicted["moved_bytes"] = {"replicas": 0} | predicted["moved_bytes"]
         if isinstance(predicted.get("host_parts"), dict):

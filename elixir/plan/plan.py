@@ -52,7 +52,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 29
+    schema_version: ClassVar[int] = 30
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -66,6 +66,7 @@ class Plan(Artifact):
         26: {},
         27: {},
         28: {},
+        29: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -153,6 +154,10 @@ class Plan(Artifact):
     """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
     pass_size: int = 1
     """Micro-batches that go through a checkpointed unit before the next one's weights are fetched: those of a pass."""
+    fetch_wanted: Literal["parameters", "units", None] = None
+    """How the search was asked to have weights fetched; None: as it found best."""
+    reserve_bytes: int = 0
+    """Host memory that the search was told the program takes later in each process."""
 
     @property
     def activations(self) -> tuple[UnitActivations, ...]:
@@ -576,6 +581,7 @@ WINDOW_CHUNKS = 3
 _COUNTS = (
     "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "device_budget_bytes",
     "host_budget_bytes", "disk_budget_bytes", "device_reserve_bytes", "host_reserve_bytes",
+    "reserve_bytes",
 )  # fmt: skip
 
 

@@ -92,6 +92,8 @@ class Prediction:
     one was planned for."""
     regret_if_known: dict[str, float] = field(default_factory=dict)
     """The worst regret that is left if one of the fields of `Scenario` is known, by its name."""
+    activation_bytes: int = 0
+    """The most that inputs, activations and workspace take at once, which is not always at the device peak."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -114,7 +116,7 @@ class Prediction:
                 raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
         if sorted(self.moved_bytes) != sorted(LINKS):
             raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
-        for name in ("loads", "hits", "disk_peak_bytes"):
+        for name in ("loads", "hits", "disk_peak_bytes", "activation_bytes"):
             check_at_least(0, name, getattr(self, name))
         if "total" not in self.seconds:
             raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")

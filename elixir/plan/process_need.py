@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elixir.hardware.process_memory import FIRST_USE, HEAP_SHARE, HELD, Resident
+from elixir.hardware.process_memory import FIRST_USE, HEAP_BYTES, HEAP_OF_RANKS, HEAP_SHARE, HELD, Resident
+from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.plan import Plan
 
 LIBRARIES_PART = "libraries"
 """Its name in `ProcessNeed.parts`: pages of files, most of them code."""
+GIVEN_PART = "state_dicts"
+"""The name of the part for full state dicts and all else that the program takes between steps."""
 _LASTING = (
     "buffers",
     "rcache",
@@ -61,7 +64,7 @@ def process_need(
         host_bytes: that the plan keeps on the host for one rank.
         held: by this process before its model is wrapped; None: an estimate.
         replaced_bytes: of `held`, the model's own weights and buffers, which give way to those of the plan.
-        given_bytes: of state dicts that the user's program takes between steps.
+        given_bytes: that the user's program takes between steps, such as full state dicts.
         reserve_bytes: that the user's program takes later.
         in_heap: the C library keeps freed tensors in its heap (`MAPS_VARIABLE`).
     """
@@ -69,16 +72,21 @@ def process_need(
     on_cpu = kind == "cpu"
     passing = predicted.device_peak_bytes - sum(predicted.device_parts.get(name, 0) for name in _LASTING)
     passing = passing if on_cpu else 0
+    freed = max(predicted.activation_bytes - predicted.device_parts.get("activations", 0), 0)
+    gaps = HEAP_BYTES + HEAP_SHARE * freed
+    if plan.shards > 1:
+        gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
+    gathered = max((chunk.numel * MASTER_BYTES for chunk in plan.chunks), default=0) if on_cpu else 0  # one at a time
     parts = {
         LIBRARIES_PART: found.file_bytes + more.file_bytes,
         "program": max(found.own_bytes - replaced_bytes, 0),
         "first_use": more.own_bytes,
         "host": host_bytes,
         "device": predicted.device_peak_bytes if on_cpu else 0,
-        "heap": int(HEAP_SHARE * passing) if in_heap else 0,
+        "heap": int(gaps) if on_cpu and in_heap else 0,
         "collectives": exchanged if on_cpu else 0,
-        "state_dicts": max(given_bytes - passing, 0),
+        GIVEN_PART: max(given_bytes + gathered - passing, 0) if given_bytes else 0,
         "reserve": reserve_bytes,
     }
     return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})

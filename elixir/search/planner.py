@@ -41,7 +41,7 @@ from elixir.search.request import HomeChoice, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,10 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
         judgements=outcome.judgements,
         regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
     )
-    return replace(plan, assume=request.assume, predicted=predicted)
+    reserve_bytes = parse_bytes(request.reserve or 0)
+    return replace(
+        plan, assume=request.assume, fetch_wanted=request.fetch, reserve_bytes=reserve_bytes, predicted=predicted
+    )
 
 
 def simple_plan(
@@ -490,6 +493,7 @@ def to_plan(
             host_peak_bytes=sum(host_parts.values()),
             host_parts=host_parts,
             disk_peak_bytes=best.need.disk_bytes,
+            activation_bytes=max((access.live_bytes for access in trace.accesses), default=0),
             moved_bytes={
                 "host_to_device": best.moved.host_to_device_bytes,
                 "device_to_host": best.moved.device_to_host_bytes,

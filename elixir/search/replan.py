@@ -205,7 +205,9 @@ def correct(
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if not keeps:
         what += f"; of the early updates {seen.early.kept:.0%} were kept, so none are planned"
-    found = replace(found, weight_files=plan.weight_files)
+    found = replace(
+        found, weight_files=plan.weight_files, fetch_wanted=plan.fetch_wanted, reserve_bytes=plan.reserve_bytes
+    )
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")
     if over:

@@ -35,9 +35,11 @@ from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
+from elixir.hardware.process_memory import give_back_freed, share_heap
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.torch_private import call_after_backward
+from elixir.units import LARGEST_BYTES
 from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
@@ -74,6 +76,8 @@ class Engine:
         self.model, self.group, self.device, self.options = model, group, device, options
         self.host_share = host_share(group.exchange("cores", host_view()), group.rank)
         """This rank's part of its machine's cores."""
+        if device.type == "cpu":
+            share_heap()
         with contextlib.ExitStack() as started:
             with group.together("start its lanes"):
                 self.lanes = make_lanes(device, options.debug.emulation)
@@ -98,6 +102,8 @@ class Engine:
         """Called when a forward begins, or a pass of several micro-batches."""
         self.renew_shared: Callable[[], None] = lambda: None
         """Called when weights have changed: updates tensors that share memory with them."""
+        self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
+        """Returns the host memory of this rank that is free and that no step takes."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -246,6 +252,7 @@ class Engine:
         """Replaces this plan by another."""
         self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
         self.release_memory()  # before new memory is allocated
+        give_back_freed()
         self.install(plan, build)
 
     def plan_installed(self) -> None:

@@ -93,6 +93,7 @@ class ElixirModule(nn.Module):
             states over several disks. Nothing stays there when the process ends.
         reserve: host memory that the program takes later in each process, such as ``"2GiB"`` for the workers of a data
             loader. What the process holds now is measured.
+        between_steps: host memory that this rank's program takes while no step runs, such as for a full state dict.
         debug: switches for tests of the runtime.
 
     Raises:
@@ -121,6 +122,7 @@ class ElixirModule(nn.Module):
         device: torch.device | str | None = None,
         disk_folder: PathLike | Sequence[PathLike] | None = None,
         reserve: str | int | None = None,
+        between_steps: str | int | None = None,
         debug: Debug | None = None,
     ) -> None:
         super().__init__()
@@ -158,7 +160,12 @@ class ElixirModule(nn.Module):
             undone.callback(self._fused.remove)
             self._engine = engine = Engine(module, ranks, where, options)
             undone.push(partial(_undo, self._origins, engine))
-            self._promise = PlanPromise(module, engine, parse_bytes(reserve or 0))
+            self._promise = PlanPromise(
+                module,
+                engine,
+                reserve_bytes=parse_bytes(reserve or 0),
+                between_steps_bytes=parse_bytes(between_steps or 0),
+            )
             with ranks.together("have the memory that the plan takes"):
                 self._promise.refuse_exceeded(made)
             kept = self._cast if follow else None
@@ -173,6 +180,7 @@ class ElixirModule(nn.Module):
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
             self._account = StepAccount(engine, self._promise)
             engine.stepped = self._account.step_over
+            engine.spare_host_bytes = self._promise.spare_host_bytes
             self._shared_weights.attach(engine)
             promises.enter(self._promise)
             self._passes = self._passes_of(module)
@@ -312,6 +320,8 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         engine.settle()
         engine.take_back()
+        with engine.group.together("have the memory that the plan takes"):
+            self._promise.refuse_exceeded(agreed)
         if engine.state_reader is not None:
             engine.state_reader.let_go()  # a checkpoint may still be written from memory that is freed next
         before = self.plan

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
+from elixir.hardware.process_memory import give_back_freed
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.late_units import refuse_compiled_around
@@ -163,6 +164,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.uses.refuse_inside("state_dict() of an optimizer")
         engine.settle_together("state_dict() of an optimizer")
+        give_back_freed()  # of the last step
         wanted = not rank0_only or engine.group.rank == 0
         found = whole_states(engine, self._stepper, self.param_groups, wanted=wanted)
         values = (value for state in found.get("state", {}).values() for value in state.values())

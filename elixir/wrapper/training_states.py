@@ -15,6 +15,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import BufferKind
 from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
+from elixir.hardware.process_memory import give_back_freed
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import first_inside
@@ -287,12 +288,14 @@ class TrainingStates:
 
     @property
     def pool_bytes(self) -> int:
-        """The host memory that the plan gives this rank for copies while a checkpoint is written."""
-        return self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
+        """The host memory of this rank for copies while a checkpoint is written: what the plan gives, if it is free."""
+        planned = self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
+        return min(planned, self._engine.spare_host_bytes()) if planned else 0
 
     def make_pool(self, nbytes: int) -> torch.Tensor:
         """Allocates host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
         buffers = self._engine.host_buffers
+        give_back_freed()  # of the last step
         buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, nbytes, count=1, at_once=False))
         return buffers.take(_COPIES, nbytes).memory
 

@@ -11,13 +11,13 @@ from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_k
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
-from elixir.hardware.process_memory import MAPS_VARIABLE, resident
+from elixir.hardware.process_memory import MAPS_VARIABLE, give_back_freed, resident
 from elixir.hardware.promises import Memory
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.plan.process_need import ProcessNeed, process_need
-from elixir.units import dtype_bytes
+from elixir.plan.process_need import GIVEN_PART, ProcessNeed, process_need
+from elixir.units import LARGEST_BYTES, dtype_bytes
 from elixir.wrapper.engine import Engine
 
 
@@ -28,12 +28,16 @@ class PlanPromise:
         model: as it is before it is wrapped.
         engine: of the model.
         reserve_bytes: host memory of this rank that the user's program takes later.
+        between_steps_bytes: host memory that it takes while no step runs.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, reserve_bytes: int = 0) -> None:
-        self._engine, self._reserve_bytes = engine, reserve_bytes
+    def __init__(
+        self, model: nn.Module, engine: Engine, *, reserve_bytes: int = 0, between_steps_bytes: int = 0
+    ) -> None:
+        self._engine, self._reserve_bytes, self._between_steps_bytes = engine, reserve_bytes, between_steps_bytes
         self.ranks = engine.host_share.in_memory_group
         self.device = str(engine.device)
+        give_back_freed()  # such as what tracing and planning took
         self.held = resident()
         """This process before the model was wrapped; None where the operating system does not tell."""
         self._most_bytes = 0
@@ -65,10 +69,26 @@ class PlanPromise:
             host_bytes=host_bytes,
             held=self.held,
             replaced_bytes=self._replaced["cpu"],
-            given_bytes=sum(given.values()),
+            given_bytes=max(sum(given.values()), self._between_steps_bytes),
             reserve_bytes=self._reserve_bytes,
             in_heap=MAPS_VARIABLE not in os.environ,
         )
+
+    def need_of(self, plan: Plan) -> ProcessNeed:
+        """The peak of this process under a plan, without copies for a checkpoint, which a run can do without."""
+        return self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes))
+
+    def spare_host_bytes(self) -> int:
+        """Host memory that is free for this rank, less what its next steps take; `LARGEST_BYTES` if it is not known."""
+        now = resident()
+        try:
+            free = free_host_bytes()
+        except InputError:  # this operating system does not tell it
+            return LARGEST_BYTES
+        if now is None:
+            return LARGEST_BYTES
+        later = self.need_of(self._engine.plan).own_bytes - now.own_bytes
+        return max(free // self.ranks - max(later, 0), 0)
 
     def peaks(self, need: ProcessNeed) -> tuple[int, int] | None:
         """The observed peak of this process and the predicted one, both of its whole life; None where it is not known,
@@ -94,15 +114,16 @@ class PlanPromise:
         if now is None:
             return
         on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
-        copies = plan.predicted.checkpoint_bytes // engine.host_share.on_machine
-        need = self.need(plan, rank_host_bytes(plan, engine.device.type, plan.passes) + copies)
-        later = need.own_bytes - now.own_bytes
-        on_its_device = plan.predicted.device_peak_bytes - self._replaced[engine.device.type]
+        need = self.need_of(plan)
+        mine = need.parts.get(GIVEN_PART, 0)  # full state dicts, which one rank holds
+        later = (need.own_bytes - mine - now.own_bytes) * self.ranks + mine
+        running = engine.arena.live_bytes("device") if engine.has_plan else self._replaced[engine.device.type]
         promises.refuse_exceeded(
-            Memory(on_its_device, later * self.ranks),
+            Memory(plan.predicted.device_peak_bytes - running, later),
             Memory(int(min(on_device, 2**62)), on_host),
             self.device,
             name=name,
+            but=self,
         )
 
 

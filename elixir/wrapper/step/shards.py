@@ -10,6 +10,7 @@ import torch
 
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
+from elixir.hardware.process_memory import give_back_freed
 from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.segments import Segment
@@ -89,6 +90,7 @@ class Shards:
                 shard.load(MovedStates(mine, passes))
             for segment in shard.segments:  # only now, since the write to a disk at the end of `at_hand` may fail
                 self._moving.pop(segment.name, None)
+            give_back_freed()  # or all states would be there twice
         for stored, shard in self._left:
             stored.forget(shard)
         self._left.clear()

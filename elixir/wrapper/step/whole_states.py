@@ -11,6 +11,7 @@ import torch
 
 from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError, InputTypeError
 from elixir.memory_order import is_dense, order_of
 from elixir.models.inner_tensors import first_inside
@@ -44,7 +45,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
                 whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
                 for slot in shard.chunk.slots if wanted else ():
                     if kind in found.of_parameter.get(slot.name, ()):
-                        value = slot.part_of(whole).to("cpu", copy=True)
+                        value = separate_copy(slot.part_of(whole), whole.dtype)
                         state.setdefault(numbers[slot.name], {})[kind] = value
     if not wanted:
         return {}

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError
+from elixir.hardware.process_memory import give_back_freed
 from elixir.models.casting import cast_dtype
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
@@ -138,6 +140,7 @@ class ModelState:
         if self._uses.saving:  # called for a module around this one
             return original(*args, **kwargs)
         self._engine.settle_together("state_dict()")
+        give_back_freed()  # of the last step
         self._engine.renew_shared()
         self._uses.saving = True
         try:
@@ -178,9 +181,10 @@ class ModelState:
                 own = self._full is None or part.itemsize == 1  # float8 has no wider type in torch's table
                 wide = part.dtype if own else torch.promote_types(part.dtype, torch.float32)
                 dtype = cast_dtype(parameter, self._dtype or wide)
-                keeps = self._full is not False
-                copied = part.to("cpu", dtype, copy=not filed) if keeps else torch.empty(0, device="cpu")
-                self._given[parameter] = copied
+                if self._full is False:
+                    self._given[parameter] = torch.empty(0, device="cpu")
+                else:
+                    self._given[parameter] = part.to("cpu", dtype) if filed else separate_copy(part, dtype)
             destination[key] = self._given[parameter]
         for name, buffer in module._buffers.items():
             if buffer is None or not isinstance(value := destination.get(prefix + name), torch.Tensor):

@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -220,6 +221,30 @@ def test_gradients_are_out_of_reach_and_their_norm_is_logged(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_checkpoints_are_written_as_they_are_made_unless_the_user_has_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Writer(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            seen.append(Path(path).name)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    strategies = ElixirStrategy(**ON_HOST), ElixirStrategy(**ON_HOST, checkpoint_io=Writer())
+    found = []
+    for number, strategy in enumerate(strategies):
+        folder = tmp_path / str(number)
+        if not number:
+            monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", lambda *_: seen.append("a copy"))
+        fitted(strategy, folder, callbacks=[ModelCheckpoint(folder, "{step}")], max_steps=2)
+        monkeypatch.undo()
+        (path,) = folder.glob("*.ckpt")
+        found.append(states(path))
+    assert seen == [path.name]
+    assert same(*found)
+
+
 def test_stops_early_and_tests_the_best_weights(tmp_path: Path) -> None:
     outcomes = []
     for name, strategy in (("plain", "ddp"), ("ours", ElixirStrategy(**ON_HOST))):

@@ -22,7 +22,7 @@ from elixir.search.propose.trials import FEW_CHUNKS
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import GIB
+from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -256,6 +256,15 @@ def test_a_plan_from_a_file_asks_for_the_same_scenarios(clipping: bool | None) -
     assert [each.scenario for each in again.predicted.judgements] == [
         each.scenario for each in plan.predicted.judgements
     ]
+
+
+def test_a_plan_from_a_file_says_how_weights_were_to_be_fetched_and_what_the_program_takes(
+    stack: StepTrace, short_bytes: int
+) -> None:
+    plan = Plan.from_json(planned(stack, short_bytes, fetch="parameters", reserve="3MiB").to_json())
+    answer = Answer.of(plan, stack, MACHINE)
+    assert (answer.question.request.fetch, answer.process_need.parts["reserve"]) == ("parameters", 3 * MIB)
+    assert Answer.of(planned(stack, short_bytes), stack, MACHINE).question.request.fetch is None
 
 
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:

@@ -16,6 +16,8 @@ import elixir
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.profile import preset
+from elixir.integrations.run import state_dict_bytes
+from elixir.search import optimal_search
 from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
 from elixir.units import GIB, MIB
@@ -101,6 +103,46 @@ def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatc
     elixir.ElixirModule(it.model, plan).close()
     with pytest.raises(InputError, match="more suffice"):
         elixir.ElixirModule(it.model, plan, reserve="1MiB")
+
+
+def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, inp = wrapped(reserve="1GiB")  # which the program has not taken yet
+    before = model.plan
+    other = optimal_search(
+        case("gpt2").model, 1, inp=inp, hardware="cpu", chunks_of=before, optimizer_type=before.optimizer,
+        device_memory="16MiB", host_memory="1GiB",
+    ).plan  # fmt: skip
+    free = {"bytes": MIB}
+    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: free["bytes"])
+    with pytest.raises(InputError, match="more suffice"):
+        model.rehome(other)
+    assert model.plan is before
+    free["bytes"] = FREE
+    model.rehome(other)
+    assert [chunk.home for chunk in model.plan.chunks] != [chunk.home for chunk in before.chunks]
+    hf_loss(model, inp).backward()
+    optimizer.step()
+
+
+def test_full_state_dicts_count_as_far_as_they_exceed_what_a_step_has() -> None:
+    it = case("gpt2")
+    expected = state_dict_bytes(it.model, [torch.optim.AdamW(it.model.parameters())])
+    model, optimizer, inp = wrapped(between_steps="1GiB")
+
+    def step() -> dict[str, int]:
+        hf_loss(model, inp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model.last_report.process_parts
+
+    peak_bytes = model.plan.predicted.device_peak_bytes
+    assert GIB - peak_bytes <= step()["state_dicts"] < GIB  # activations are gone while it is there
+    states = optimizer.state_dict(rank0_only=True)["state"].values()
+    given = [
+        *model.state_dict(rank0_only=True).values(),
+        *(each[name] for each in states for name in each if name != "step"),
+    ]
+    assert sum({each.data_ptr(): each.nbytes for each in given}.values()) == expected
 
 
 def test_a_report_tells_the_process_from_what_it_was_predicted(caplog: pytest.LogCaptureFixture) -> None:
