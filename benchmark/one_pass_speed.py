@@ -8,8 +8,9 @@ micro-batch. The rows say
 
 * bytes over the link either way, as counted and as predicted, over those of one micro-batch;
 * seconds, and CPU seconds of the process, of a pass over those of a loop: medians of the ratios of neighbours;
-* simulated seconds of a step in passes over measured ones. The simulation is calibrated, as in `simulated_vs_measured`,
-  on steps of one micro-batch that are not judged: everything resident, and everything streamed without a link.
+* simulated seconds of a step in passes over measured ones. The simulation is calibrated on steps that are not judged:
+  rates, as in `simulated_vs_measured`, on one micro-batch with everything resident, and with everything streamed without
+  a link; the seconds of compute of a micro-batch, Python's own work included, on passes of `COUNTS[1]` without a link.
 
 Appends to ``results/one_pass_speed.csv``; fails where a bar is missed.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -58,14 +60,17 @@ from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 SHAPE = describe("llama-2-7b").changed(
-    name="llama 3x128", layers=3, hidden=128, heads=4, kv_heads=4, ffn=344, vocabulary=512
+    name="llama 4x256", layers=4, hidden=256, heads=4, kv_heads=4, ffn=688, vocabulary=2048
 )
-BATCH, SEQUENCE = 1, 32
+BATCH, SEQUENCE = 1, 96
+"""Some 70 ms of compute a micro-batch on one core: with much less, waits of threads for each other are most of a step."""
 COUNTS = (1, 4, 16)
 SHARES = (4.0, 0.25)
 """Seconds of one pass of all weights over the link, over those of a micro-batch's compute."""
 SECONDS_BARS = {4.0: 0.25, 0.25: 1.03}
 BYTES_BAR, ERROR_BAR = 1.1, 0.05
+CALIBRATION_STEPS = 40
+"""Halvings of an interval, to the rounding of numbers."""
 
 
 class Accumulating(Run):
@@ -129,6 +134,16 @@ def trace_for(known: Calibration, plan: Plan) -> StepTrace:
     return scaled(known.trace, known.machine, *factors)
 
 
+def compute_scale(known: Calibration, plan: Plan, step_s: float) -> float:
+    """The factor on seconds of compute with which a step of this plan takes so long without emulated links."""
+    trace, low, high = trace_for(known, plan), 0.1, 10.0
+    for _ in range(CALIBRATION_STEPS):
+        middle = math.sqrt(low * high)
+        found = simulate_step(plan, trace, known.machine, compute_scale=middle).step_s
+        low, high = (middle, high) if found < step_s else (low, middle)
+    return math.sqrt(low * high)
+
+
 def work(rounds: int) -> list[dict[str, Any]]:
     """All cases: measured seconds and bytes, and what was simulated."""
     torch.set_num_threads(1)
@@ -158,10 +173,12 @@ def work(rounds: int) -> list[dict[str, Any]]:
         return found
 
     judged = [(f"{kind} {n}", speed) for speed in speeds.values() for n in COUNTS[1:] for kind in ("loop", "pass")]
-    seen = take_turns([("resident", None), ("streamed", None)], judged, rounds, turn)
+    lone_pass = (f"pass {COUNTS[1]}", None)
+    seen = take_turns([("resident", None), ("streamed", None), lone_pass], judged, rounds, turn)
     calibrating = seen["resident", None], plans["streamed"], seen["streamed", None]
     known = calibrate(trace, hardware, plans["resident"], *calibrating)
     one = seen["streamed", None][-1].report.observed
+    scale = compute_scale(known, plans[lone_pass[0]], statistics.median(step.step_s for step in seen[lone_pass]))
     found = []
     for share, speed in speeds.items():
         for n in COUNTS[1:]:
@@ -169,6 +186,7 @@ def work(rounds: int) -> list[dict[str, Any]]:
             plan, report = plans[f"pass {n}"], one_pass[-1].report
             machine = with_link_speed(known.machine, speed)
             pairs = list(zip(loop, one_pass, strict=True))
+            simulated_s = simulate_step(plan, trace_for(known, plan), machine, compute_scale=scale).step_s
             cpu_pairs = zip(cpu[f"loop {n}", speed], cpu[f"pass {n}", speed], strict=True)
             found.append(
                 {
@@ -178,8 +196,8 @@ def work(rounds: int) -> list[dict[str, Any]]:
                     "pass_s": statistics.median(step.step_s for step in one_pass),
                     "ratio": statistics.median(b.step_s / a.step_s for a, b in pairs),
                     "cpu_ratio": statistics.median(b / a for a, b in cpu_pairs),
-                    "simulated_s": simulate_step(plan, trace_for(known, plan), machine).step_s,
-                    "simulated_ratio": simulate_step(plan, trace_for(known, plan), machine).step_s
+                    "simulated_s": simulated_s,
+                    "simulated_ratio": simulated_s
                     / simulate_step(plans[f"loop {n}"], trace_for(known, plans[f"loop {n}"]), machine).step_s,
                     "to_device_over_one": report.observed["host_to_device"] / one["host_to_device"],
                     "to_host_over_one": report.observed["device_to_host"] / one["device_to_host"],
