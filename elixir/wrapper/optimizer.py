@@ -296,6 +296,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        self._engine.gradients.dropped()
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Returns the global norm of the gradients, on the device; the next `step` clips to `max_norm`.

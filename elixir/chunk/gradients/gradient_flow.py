@@ -269,6 +269,11 @@ class GradientFlow:
         """Whether this rank got any gradient since they were last cleared."""
         return any(own.opened is not None or own.kept is not None or own.arrived for own in self.by_chunk.values())
 
+    def dropped(self) -> None:
+        """Counts backwards anew if `drop` has left no gradient; all ranks call this alike."""
+        with self._lock:
+            self._backwards = self._backwards if self.any_held() else 0
+
     def clear(self, *, to_none: bool = True) -> None:
         """Forgets all gradients, also those on their way, or replaces them by zeros."""
         with self._lock:

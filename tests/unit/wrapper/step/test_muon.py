@@ -104,6 +104,22 @@ def test_accumulated_and_clipped_gradients_give_the_bits_of_torch(mode: str) -> 
     module.close()
 
 
+def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients() -> None:
+    """Replicas sum gradients in the last backward of a step, and norms are of its sums."""
+    given = case("llama")
+    plan = make_plan(given, "streamed", optimizer_type="Muon")
+    module = ElixirModule(given.model, plan)
+    first, second = (ElixirOptimizer(module, each) for each in optimizers(given.model, plan.matrices))
+    gradients = engine_of(module).gradients
+    for _ in range(2):
+        first.backward(given.loss(module, given.inp))
+    first.zero_grad()
+    assert gradients.backward_count == 2
+    second.zero_grad()
+    assert gradients.backward_count == 0
+    module.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
