@@ -40,7 +40,7 @@ TURNED: dict[Any, Any] = {**dict(PAIRS), **{new: old for old, new in PAIRS}}
 LIMIT_S = 20
 """A change that the tests have not noticed after so many seconds of processor time counts as not noticed."""
 FIRST_TESTS = 10
-"""So many tests run before the files of all others are imported."""
+"""Number of tests that run before the files of all others are imported."""
 
 
 def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:

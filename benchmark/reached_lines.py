@@ -38,7 +38,7 @@ LINES = (
 )
 
 Reached = dict[str, list[tuple[str, int]]]
-"""For each file of the package the tests that reach it, such as ``tests/unit/x/test_y.py::test_z``, with a bit for each
+"""The tests that reach a file of the package, by file, such as ``tests/unit/x/test_y.py::test_z``, with a bit for each
 line. On import, or in fixtures of several tests, a file of tests reaches it."""
 
 
@@ -96,7 +96,7 @@ def forked(tests: Iterable[str], data: Path | None, copy: Path, limit_s: int = 0
 
 
 def reached(folders: Iterable[str], copy: Path, *options: str) -> Reached:
-    """What the tests in these folders reach; those that reach few lines are first."""
+    """Gives the tests in these folders by the files that they reach; those that reach few lines are first."""
     tests: Reached = defaultdict(list)
     lines = Counter[str]()
     REACHED.mkdir(parents=True, exist_ok=True)

@@ -195,7 +195,7 @@ def test_a_folder_that_nobody_may_write_to_fails_the_save_alone(code: int, tmp_p
 
 
 def test_what_is_read_in_parts_is_cut_where_spans_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that each span, which has one checksum, is read once."""
+    """Each span, which has one checksum, is read once."""
     for module in (loading, saved_tensor):
         monkeypatch.setattr(module, "SPAN_BYTES", 40)
     pieces = tuple(Piece(f"{start}.safetensors", start, 25, 8, (1, 2, 3)) for start in (0, 25))

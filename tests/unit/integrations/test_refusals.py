@@ -1,4 +1,4 @@
-"""What the integrations cannot use is refused in words."""
+"""The integrations refuse in words what they cannot use."""
 
 from __future__ import annotations
 
