@@ -22,7 +22,7 @@ from typing import Any
 from benchmark.common import append_rows, conditions
 from benchmark.reached_lines import at, forked, in_package, reached, repository_copy
 
-WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint")
+WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint", "unit/artifacts")
 ROOMS = {
     "wrapper": WRAPPER, "chunk": ("unit/chunk", *WRAPPER), "tracer": ("unit/tracer", "unit/access"),
     "search": ("unit/search", "unit/artifacts"), "checkpoint": ("unit/checkpoint",),
