@@ -10,6 +10,7 @@ the peak of its resident memory (``VmHWM``) with what wrapping expected.
 ``--limited`` puts the ranks of a run into a memory control group, where one can be made. When the model is wrapped, the
 group gets 3 % less than what is expected; wrapping must refuse that, and name the room that suffices. With that room,
 which is less than 2 % more than expected, the run must end well. If it does not, it is repeated with 2 % more.
+A group also counts page tables and pages of files that it has written, which are in no prediction.
 
 Ranks are forked from a process that has imported what they need (`benchmark.contract_lives`), which saves most of a
 run's seconds; ``--alone`` starts each by itself, to compare. The device is a CPU, whose memory is the host's, so a
