@@ -249,9 +249,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         With ``pass_size`` 1 this is the loop that it replaces. Otherwise the micro-batches of a pass go through each
         layer together: weights are fetched, and gradients sent home, once for all of them. Losses and, with one pass
-        per step, gradients have the bits of the loop, if each micro-batch has one backward; several passes, or
-        backwards, are summed in another order. Each micro-batch has a thread, of which one runs at a time, and its own
-        random numbers; for those of a loop, set a seed in `step_fn`.
+        per step, gradients have the bits of the loop, if each micro-batch has one forward and one backward; several
+        passes or backwards, and those of shared weights over several forwards, are summed in another order. Each
+        micro-batch has a thread, of which one runs at a time, and its own random numbers; for those of a loop, set a
+        seed in `step_fn`.
 
         Args:
             step_fn: runs forward and backward (`backward` of this optimizer), and may return anything, such as the
