@@ -11,6 +11,7 @@ the compiler are in this file alone; where a version lacks one, all layers run u
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import sys
 import threading
@@ -285,7 +286,10 @@ def _marked(function: Callable[..., Any], *args: Any, context_fn: Any = None, **
 
 
 def _in_a_thread_of_its_own(work: Callable[[], Any], grad: bool) -> Any:
-    """Runs `work` where no mode, hook or autocast of the trace is on: all of these belong to a thread."""
+    """Runs `work` where no mode, hook or autocast of the trace is on: all of these belong to a thread.
+
+    So do settings of the compiler, such as torch's ``activation_memory_budget``, under which the run compiles, too.
+    """
     outcome: list[Any] = []
 
     def run() -> None:
@@ -295,7 +299,7 @@ def _in_a_thread_of_its_own(work: Callable[[], Any], grad: bool) -> Any:
         except BaseException as error:
             outcome.append((None, error))
 
-    thread = threading.Thread(target=run, name="elixir-generated-code")
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="elixir-generated-code")
     thread.start()
     thread.join()
     result, error = outcome[0]

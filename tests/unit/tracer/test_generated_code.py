@@ -85,6 +85,13 @@ def test_the_peak_is_that_of_a_real_compiled_step(checkpoint: str) -> None:
     assert passes(row), row
 
 
+@pytest.mark.slow
+def test_the_peak_is_that_of_a_real_step_compiled_under_a_memory_budget() -> None:
+    with pytest.importorskip("torch._functorch.config").patch(activation_memory_budget=0.5):
+        row = peak_row("llama", "none", 0.0, torch.float32)
+    assert passes(row), row
+
+
 HOST = torch.ones(16)
 
 
