@@ -146,11 +146,11 @@ def _chosen(
     (own, step_s), nothing = trials.choice(), kept.activations(0)
     found = whole if own is None else made(own)
     logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
-    if own == nothing or step_s <= CLEARLY * trials.least_s(0):
-        return found
     simpler = [whole] if own is not None and trials.may_keep_everything else []
-    several = *simpler, made(nothing), found
-    return min(several, key=lambda each: _planned_s(Question(each, hardware, request)))
+    if own != nothing and step_s > CLEARLY * trials.least_s(0):
+        simpler.append(made(nothing))
+    several = *simpler, found
+    return min(several, key=lambda each: _planned_s(Question(each, hardware, request))) if simpler else found
 
 
 @dataclass
