@@ -231,7 +231,7 @@ def summary(rows: Sequence[Row]) -> None:
     groups: dict[str, list[float]] = {}
     for line in rows:
         if line["ratio"] is not None:
-            name = line["part"] if line["part"] == "exhaustive" else f"bound {line['case']} x {line['world_size']}"
+            name = line["part"] if line["part"] == "exhaustive" else "{part} {case} x {world_size}".format(**line)
             groups.setdefault(name, []).append(float(line["ratio"]))
             groups.setdefault(f"all of {line['part']}", []).append(float(line["ratio"]))
     for name, ratios in groups.items():
