@@ -13,6 +13,7 @@ from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError, InputTypeError
+from elixir.hardware.process_memory import give_back_freed
 from elixir.memory_order import is_dense, order_of
 from elixir.models.inner_tensors import first_inside
 from elixir.units import dtype_name
@@ -40,6 +41,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
     for shard in stepper.shards:
         kinds = found.of_chunk.get(shard.chunk.index, {})
+        give_back_freed()  # the last chunk's stay in the heap, where those of another size may not fit
         with shard.chunk.at_hand():
             for kind in sorted(kinds):
                 whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))

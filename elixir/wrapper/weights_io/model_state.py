@@ -198,6 +198,7 @@ class ModelState:
     def _whole_of(self, chunk: Chunk) -> torch.Tensor:
         if self._gathered is None or self._gathered[0] != chunk.index:
             self._gathered = None  # frees the last one before the next is gathered
+            give_back_freed()  # it stays in the heap, where one of another size may not fit
             self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None))
         return self._gathered[1]
 
