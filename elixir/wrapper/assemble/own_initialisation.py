@@ -139,7 +139,7 @@ class OwnInitialisation:
         """Seeds the CPU's generator by the seed and a name; restores the caller's state."""
         before = torch.default_generator.get_state()
         try:
-            torch.default_generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
+            torch.default_generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
             with torch.no_grad(), torch.device("cpu"):
                 yield
         finally:

@@ -337,11 +337,11 @@ def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:
     torch.manual_seed(1)
     made = {
         (seed, name): OwnInitialisation(model, seed).parameter(name)
-        for seed in (0, 1000)
+        for seed in (0, 1)
         for name in ("0.weight", "1.weight")
     }
     torch.manual_seed(2)
-    assert torch.equal(OwnInitialisation(model, 1000).parameter("0.weight"), made[1000, "0.weight"])
+    assert torch.equal(OwnInitialisation(model, 1).parameter("0.weight"), made[1, "0.weight"])
     assert len({tuple(values.flatten().tolist()) for values in made.values()}) == 4
 
 
