@@ -22,13 +22,14 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.optimizer_list import OptimizerList, as_several
 from elixir.integrations.options import Options, as_inp, read_options
-from elixir.integrations.run import Run, state_dict_bytes
+from elixir.integrations.run import Run
 from elixir.models.samples import planning_batch
 from elixir.models.step import default_step
 from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 
 try:
     from accelerate import Accelerator

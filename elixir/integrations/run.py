@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import elixir
 from elixir.models.together import Together
-from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, family_of, state_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -22,33 +20,6 @@ logger = logging.getLogger(__name__)
 STATES = "elixir"
 """Folder inside of a framework's checkpoint for optimizer states and master weights, which all ranks write."""
 PLAN = "elixir_plan.json"
-
-
-def state_dict_bytes(
-    model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    only: Callable[[nn.Parameter], bool] | None = None,
-) -> int:
-    """Bytes of the full state dicts of a model, and of optimizers, as they are under a plan: in float32 or wider.
-
-    Args:
-        model: plain.
-        optimizers: of the model, not stepped yet.
-        only: whether a parameter is in the model's state dict.
-    """
-    total = 0
-    for parameter in model.parameters():
-        if only is None or only(parameter):
-            size = parameter.element_size()
-            total += parameter.numel() * (size if size == 1 else max(size, MASTER_BYTES))
-    for optimizer in optimizers:
-        try:
-            states = state_size(family_of(optimizer))
-        except ValueError:  # of whole matrices; all that cannot be planned for is refused later
-            states = MATRIX_STATES
-        for group in optimizer.param_groups:
-            total += sum(states.nbytes(each.numel(), each.element_size()) for each in group["params"])
-    return total
 
 
 class Planned(Exception):

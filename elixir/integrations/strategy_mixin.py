@@ -16,10 +16,11 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.files import FILES
 from elixir.integrations.options import as_inp, read_options
-from elixir.integrations.run import Planned, Run, state_dict_bytes
+from elixir.integrations.run import Planned, Run
 from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
+from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.optimizer import stepper_of

@@ -26,10 +26,11 @@ from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.optimizer_list import OptimizerList, as_one
 from elixir.integrations.options import Options, read_options
-from elixir.integrations.run import Planned, Run, state_dict_bytes
+from elixir.integrations.run import Planned, Run
 from elixir.models.samples import generators_untouched
 from elixir.models.together import Together, together
 from elixir.plan.plan import Plan
+from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 
 try:
     from transformers import Seq2SeqTrainer, Trainer, TrainingArguments

@@ -16,11 +16,11 @@ import elixir
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.profile import preset
-from elixir.integrations.run import state_dict_bytes
 from elixir.search import optimal_search
 from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
 from elixir.units import GIB, MIB
+from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import case, hf_loss
 from tests.common.peaks import status_bytes
