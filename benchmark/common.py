@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import datetime
 import os
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,10 +63,12 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 def append_rows(name: str, rows: Iterable[Row]) -> Path:
     """Appends to ``results/<name>.csv``; all rows have the columns of the first, and of the file if it exists.
 
+    Files of installed packages in messages are named without the folder of the environment.
+
     Raises:
         SystemExit: the file has other columns; the rows are printed, so that a long run is not lost.
     """
-    rows = list(rows)
+    rows = [{name: _without_folder(value) for name, value in row.items()} for row in rows]
     path = RESULTS / f"{name}.csv"
     columns = list(rows[0])
     if path.exists() and path.stat().st_size:
@@ -82,6 +85,10 @@ def append_rows(name: str, rows: Iterable[Row]) -> Path:
     with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, columns, lineterminator="\n").writerows(rows)
     return path
+
+
+def _without_folder(value: Any) -> Any:
+    return re.sub(r"/\S*/site-packages/", "", value) if isinstance(value, str) else value
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
