@@ -100,7 +100,7 @@ class _Lent:
 
     def __init__(self) -> None:
         self._inside: dict[int, tuple[int, int]] = {}  # by identity of the part: where it begins and ends
-        self.beside: dict[int, HostBuffer] = {}
+        self.separate: dict[int, HostBuffer] = {}
         """Parts next to the buffer, likewise."""
         self.returned: deque[HostBuffer] = deque()
         """Parts that nothing refers to any more. The garbage collector may return some at any moment."""
@@ -110,7 +110,7 @@ class _Lent:
 
     @property
     def nothing(self) -> bool:
-        return not self._inside and not self.beside
+        return not self._inside and not self.separate
 
     def taken_back(self) -> list[HostBuffer]:
         """Forgets parts that were returned; those of them that lie next to the buffer."""
@@ -118,7 +118,7 @@ class _Lent:
         while self.returned:
             part = self.returned.popleft()
             self._inside.pop(id(part), None)
-            if self.beside.pop(id(part), None) is not None:
+            if self.separate.pop(id(part), None) is not None:
                 found.append(part)
         return found
 
@@ -143,8 +143,8 @@ class _Lent:
         if begin is not None:
             self._inside[id(part)] = begin, begin + part.memory.nbytes
             return
-        self.beside[id(part)] = part
-        needed = sum(each.memory.nbytes + LARGEST_ALIGNMENT_BYTES for each in self.beside.values())
+        self.separate[id(part)] = part
+        needed = sum(each.memory.nbytes + LARGEST_ALIGNMENT_BYTES for each in self.separate.values())
         self.most_bytes = max(self.most_bytes, needed + max((end for _, end in self._inside.values()), default=0))
 
 
@@ -258,7 +258,7 @@ class HostBuffers:
 
     def of(self, name: str) -> list[HostBuffer]:
         """All buffers of a kind."""
-        return [*self._turns[name], *self._lent[name].beside.values()]
+        return [*self._turns[name], *self._lent[name].separate.values()]
 
     def failures(self) -> list[Exception]:
         """Errors of the work on buffers, once it is over; the buffers are free."""

@@ -157,7 +157,7 @@ class Plan(Artifact):
     fetch_wanted: Literal["parameters", "units", None] = None
     """How the search was asked to have weights fetched; None: as it found best."""
     reserve_bytes: int = 0
-    """Host memory that the search was told the program takes later in each process."""
+    """Host memory that the program takes later in each process, as the search was asked to leave free."""
 
     @property
     def activations(self) -> tuple[UnitActivations, ...]:

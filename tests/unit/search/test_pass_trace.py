@@ -137,7 +137,7 @@ def test_inputs_on_the_host_are_predicted_as_they_are_traced(name: str) -> None:
     assert len(mine.accesses) == len(real.accesses)
     for size in (2, 4, 16):
         found, expected = pass_trace(mine, size), pass_trace(real, size)
-        states = size * len(units) * torch.get_rng_state().nbytes  # of generators, which are not told from inputs
+        states = size * len(units) * torch.get_rng_state().nbytes  # of generators, which count as inputs
         assert highest(found) <= highest(expected) <= highest(found) + states
         assert highest(found) < highest(pass_trace(plain, size))
         ends = [[(each.direction, each.begins, each.ends) for each in it.transfers] for it in (found, expected)]
