@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to import; ranks are forked after it
 from transformers.models.opt import modeling_opt  # noqa: F401
 
+import elixir.tracer  # noqa: F401  the same
 from elixir.access.whole import holds_others
 from elixir.models.inner_tensors import flat
 from elixir.models.step import default_input

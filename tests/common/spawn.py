@@ -7,6 +7,7 @@ fraction of a second and in a clean process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -124,6 +125,7 @@ def _child_main(
 ) -> None:
     import torch
 
+    gc.freeze()
     torch.set_num_threads(1)
     function(say, *args)
 
@@ -165,6 +167,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork: looking through it takes longer than most ranks do
     torch.set_num_threads(1)
     # Ranks stand for separate machines; what one draws must not depend on another.
     torch.manual_seed(0)
