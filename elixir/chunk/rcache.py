@@ -325,11 +325,12 @@ class RCache:
         backward = self._together and (self._in_backward or backward_is_running())
         if backward:
             self.enter_backward()
-        if self._position >= 0 and wanted <= self._required[self._position]:
+        near = not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used)
+        # With several ranks, a second backward begins at a position that nobody has walked to: it requires nothing.
+        if near and self._position >= 0 and wanted <= self._required[self._position]:
             return
         # With several ranks, uses in forward never walk into the backward part, which other ranks have yet to enter.
         end = self._backward_from if self._together and not backward else len(self._required)
-        near = not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used)
         position = self._next_with(wanted, self._position + 1, end, _LOOKAHEAD if near else None)
         if position is not None:
             # On the way through a joined run, its later positions must not evict what the earlier ones have loaded.

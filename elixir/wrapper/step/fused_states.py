@@ -237,8 +237,7 @@ class FusedStates(States):
 
     def scalars(self, segment: Segment) -> dict[str, Any]:
         """See `States`."""
-        count = self._steps.get(segment.weights)
-        return {} if count is None or not self.has_stepped(segment) else {"step": count}
+        return {"step": self.count(segment)} if self.has_stepped(segment) else {}
 
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""

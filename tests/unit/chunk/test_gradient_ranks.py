@@ -1,0 +1,263 @@
+"""Gradients of several ranks, each a thread here, against sums by hand: every rank ends with the mean, whatever comes
+where, in which order and when."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
+from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
+from elixir.chunk.lanes import make_lanes
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+
+CPU = torch.device("cpu")
+SLOTS = ((0, 5), (5, 2), (8, 4))
+"""Offset and elements of a chunk's parameters; there is a gap, and ranks share one of them."""
+NUMEL = 16
+WAIT_S = 30.0
+
+
+class Meeting:
+    """Where the ranks bring values; all must bring one of the same name."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._brought = threading.Barrier(size, timeout=WAIT_S), [("", None)] * size
+
+    def meet(self, rank: int, what: str, value: Any) -> list[Any]:
+        """The values of all, by rank."""
+        self._brought[rank] = (what, value)
+        self._barrier.wait()
+        brought = list(self._brought)
+        self._barrier.wait()
+        assert {name for name, _ in brought} == {what}
+        return [each for _, each in brought]
+
+
+class RankOf(Group):
+    """One rank of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int, replicas: int) -> None:
+        super().__init__()
+        self.rank, self.size, self.replicas, self._meeting = rank, size, replicas, meeting
+        self.issued: list[str] = []
+
+    def _meet(self, what: str, value: Any) -> list[Any]:
+        self.issued.append(what)
+        return self._meeting.meet(self.rank, what, value)
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        return self._meet(what, value)
+
+    def reduce_mean(self, shard: torch.Tensor, whole: torch.Tensor, what: str = "gradients") -> None:
+        blocks = self._meet(f"reduce {what}", whole.div_(self.size).clone())
+        first = self.rank - self.shard
+        total = torch.stack(blocks[first : first + self.shards]).sum(0).view(self.shards, -1)[self.shard]
+        whole.fill_(float("nan"))  # torch says nothing of it
+        shard.copy_(total)
+
+    def sum_replicas(self, shard: torch.Tensor, what: str = "gradients") -> None:
+        shard.copy_(torch.stack(self._meet(f"sum {what}", shard.clone())[self.shard :: self.shards]).sum(0))
+
+
+@dataclass
+class Backward:
+    """One backward: by rank, the gradients in the order of their arrival; all ranks send or keep them alike."""
+
+    arrivals: list[list[tuple[int, int, float]]]
+    """Chunk, slot, value."""
+    reducing: bool
+    dropped: tuple[int, int] | None
+    """The gradient of a parameter that all ranks forget afterwards."""
+
+
+@dataclass
+class Case:
+    ranks: int
+    replicas: int
+    accumulation: int
+    homes: list[tuple[bool, str, str]]
+    in_order: list[bool]
+    """By chunk, whether the traced step gave it a gradient."""
+    steps: list[list[Backward]]
+    reduce_fp32: bool
+
+    @property
+    def shards(self) -> int:
+        return self.ranks // self.replicas
+
+
+HOMES = [(True, "device", "device"), (True, "device", "host"), (False, "host", "host")]
+
+
+def drawn(seed: int) -> Case:
+    draw = random.Random(seed)
+    ranks, replicas = draw.choice(((2, 1), (2, 1), (4, 2), (3, 1)))
+    count = draw.randint(1, 3)
+
+    def arrivals(share: float) -> list[tuple[int, int, float]]:
+        all_of = [(chunk, slot) for chunk in range(count) for slot in range(len(SLOTS)) if draw.random() < share]
+        all_of += draw.sample(all_of, min(len(all_of), draw.choice((0, 0, 1))))  # a parameter that two nodes use
+        draw.shuffle(all_of)
+        return [(chunk, slot, float(12 * draw.randint(-9, 9))) for chunk, slot in all_of]
+
+    def backward() -> Backward:
+        share = draw.choice((1.0, 1.0, 0.7, 0.3))
+        dropped = (draw.randrange(count), draw.randrange(len(SLOTS))) if draw.random() < 0.25 else None
+        return Backward([arrivals(share) for _ in range(ranks)], draw.random() < 0.7, dropped)
+
+    return Case(
+        ranks,
+        replicas,
+        draw.randint(1, 3),
+        [draw.choice(HOMES) for _ in range(count)],
+        [draw.random() < 0.8 for _ in range(count)],
+        [[backward() for _ in range(draw.randint(1, 3))] for _ in range(3)],
+        draw.random() < 0.3,
+    )
+
+
+def expected(case: Case, step: list[Backward]) -> torch.Tensor:
+    """[chunk, element]: the mean over ranks of the sums over backwards."""
+    total = torch.zeros(len(case.homes), NUMEL)
+    for backward in step:
+        for arrivals in backward.arrivals:
+            for chunk, slot, value in arrivals:
+                offset, numel = SLOTS[slot]
+                total[chunk, offset : offset + numel] += value / case.ranks
+        if backward.dropped is not None:
+            chunk, slot = backward.dropped
+            total[chunk, SLOTS[slot][0] : sum(SLOTS[slot])] = 0
+    return total
+
+
+def got(case: Case, step: list[Backward], rank: int, chunk: int) -> set[str]:
+    """Names of the parameters of which a rank has got a gradient, and none was forgotten since."""
+    names: set[str] = set()
+    for backward in step:
+        names |= {f"p{chunk}.{slot}" for number, slot, _ in backward.arrivals[rank] if number == chunk}
+        if backward.dropped is not None and backward.dropped[0] == chunk:
+            names.discard(f"p{chunk}.{backward.dropped[1]}")
+    return names
+
+
+class Training:
+    """One rank's flow."""
+
+    def __init__(self, case: Case, meeting: Meeting, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.group, self.lanes, self.arena = (
+            RankOf(meeting, rank, case.ranks, case.replicas),
+            make_lanes(CPU),
+            Arena(CPU),
+        )
+        self.numel = NUMEL if NUMEL % case.shards == 0 else NUMEL + case.shards - NUMEL % case.shards
+        self.chunks = list(self._chunks())
+        buffers = HostBuffers(self.arena)
+        buffers.add(BufferKind(SUMMANDS, "gradients", 0, 2, at_once=False))
+        options = FlowOptions(
+            block_count=2,
+            block_bytes=4 * self.numel,
+            reduce_fp32=case.reduce_fp32,
+            places={index: index for index, there in enumerate(case.in_order) if there},
+            accumulation=case.accumulation,
+        )
+        gathering = sorted(self.chunks, key=lambda chunk: not case.in_order[chunk.index])
+        self.flow = GradientFlow(gathering, self.arena, self.lanes, self.group, buffers, options)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        for index, (resident, weights, states) in enumerate(self.case.homes):
+            slots = tuple(ParamSlot(f"p{index}.{slot}", *SLOTS[slot]) for slot in range(len(SLOTS)))
+            plan = ChunkPlan(
+                "float32", True, self.numel, slots, weights, states, resident,  # type: ignore[arg-type]
+                reduce_order=index if self.case.in_order[index] else None,
+            )  # fmt: skip
+            weights_of = [nn.Parameter(torch.zeros(numel)) for _, numel in SLOTS]
+            shards = self.case.shards
+            yield Chunk(index, plan, weights_of, rank=self.rank, world_size=shards, shard=self.rank % shards)
+
+    def backward(self, backward: Backward) -> None:
+        flow, left = self.flow, list(backward.arrivals[self.rank])
+        flow.reducing = backward.reducing
+        flow.begin()
+        for position in range(len(self.chunks)):
+            flow.leave(position)
+            flow.enter(position)
+            for chunk, slot, value in left[:: len(self.chunks) - position]:
+                held = self.chunks[chunk].slots[slot]
+                flow.take(self.chunks[chunk], held, torch.full(held.shape, value))
+            del left[:: len(self.chunks) - position]
+        assert not left
+        flow.flush()
+        if backward.dropped is not None:
+            chunk, slot = backward.dropped
+            flow.drop(self.chunks[chunk], f"p{chunk}.{slot}")
+
+    def step(self, step: list[Backward]) -> None:
+        for backward in step:
+            self.backward(backward)
+        self.flow.reducing = True
+        self.flow.settle()
+        for chunk, mean in zip(self.chunks, expected(self.case, step), strict=True):
+            gradient = self.flow.by_chunk[chunk.index]
+            whole = torch.zeros(self.numel)
+            whole[:NUMEL] = mean
+            here = gradient.memory if gradient.holds else torch.zeros(chunk.shard_numel)
+            for name, part in ((name, held.part) for name, held in chunk.held.items()):
+                if name not in gradient.dropped:
+                    assert torch.equal(here[part], whole[chunk.mine][part]), (chunk.index, name)
+                else:
+                    assert not whole[chunk.mine][part].any()
+            assert gradient.arrived <= got(self.case, step, self.rank, chunk.index) | set()
+            assert gradient.arrived == got(self.case, step, self.rank, chunk.index)
+            assert gradient.opened is None
+            assert gradient.kept is None
+        self.flow.clear()
+        assert not self.flow.any_held()
+
+
+def on_ranks(count: int, work: Callable[[int], None]) -> None:
+    """Runs `work` on a thread for each rank; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_every_rank_ends_with_the_mean(first: int) -> None:
+    for seed in range(first, first + 10):
+        case = drawn(seed)
+        meeting = Meeting(case.ranks)
+        trainings = [Training(case, meeting, rank) for rank in range(case.ranks)]
+
+        def train(rank: int, trainings: list[Training] = trainings, case: Case = case) -> None:
+            for step in case.steps:
+                trainings[rank].step(step)
+
+        on_ranks(case.ranks, train)
+        assert len({tuple(training.group.issued) for training in trainings}) == 1
+        for training in trainings:
+            training.lanes.close()
