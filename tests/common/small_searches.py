@@ -55,7 +55,7 @@ def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = No
     """A trace with at most so many parameters, a machine with random speeds, and budgets between least and most."""
     draw = random.Random(seed)
     world = world_size or draw.choice((1, 2))
-    trace = _trace(draw, draw.randint(2, most_chunks))
+    trace = small_trace(draw, draw.randint(2, most_chunks))
     some = lambda: 10 ** draw.uniform(-0.7, 0.7)  # noqa: E731
     hardware = replace(
         make_hardware(),
@@ -80,7 +80,8 @@ def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = No
     return SmallSearch(space, Budgets(device, int(host * draw.choice((0.8, 1.0, 1.0, 2.0)))), sizes, int(overlap))
 
 
-def _trace(draw: random.Random, count: int) -> StepTrace:
+def small_trace(draw: random.Random, count: int) -> StepTrace:
+    """A step through so many layers of one parameter each: some frozen, one tied, maybe checkpointed."""
     build = TraceBuilder()
     trained = [draw.random() < 0.9 for _ in range(count)]
     trained[0] = trained[0] or not any(trained)

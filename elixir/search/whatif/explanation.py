@@ -196,22 +196,20 @@ class _Variants:
     """The plan in the forms of the search, ready to be weighed with something changed."""
 
     def __init__(self, plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> None:
-        self._plan = plan
+        self._plan, self._placement = plan, placement_of(plan)
+        setting = setting_of(plan, hardware.ranks_per_host(plan.world_size))
+        self._model = MemoryModel(packed_step_of(plan, trace), setting)
+        self._check(trace)
         if not plan.block_bytes:
             # Nothing is streamed; a variant that does needs blocks that hold any chunk.
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
-            plan = replace(plan, block_bytes=largest)
-        ranks_per_host = hardware.ranks_per_host(plan.world_size)
-        setting = setting_of(plan, ranks_per_host)
-        self._model = MemoryModel(packed_step_of(plan, trace), setting)
+            self._model = MemoryModel(packed_step_of(replace(plan, block_bytes=largest), trace), setting)
         self._trace, self._hardware = trace, hardware
         self._cost = SimulatedCost(trace, hardware, setting)
         self._costs: dict[Scenario, SimulatedCost] = {}
         self._gathered = setting.world_size > 1 and all(chunk.resident for chunk in plan.chunks)
-        self._placement = placement_of(plan)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
         self._base = self._weighed(self._placement, plan.block_count)
-        self._check(trace)
 
     def other_homes(self, index: int) -> Iterator[Home]:
         """Yields the other homes in which a search could have put a chunk."""
@@ -289,7 +287,9 @@ class _Variants:
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""
-        expected, found = self._plan.predicted.device_parts, self._base.need.device_parts
+        plan = self._plan
+        expected = plan.predicted.device_parts
+        found = self._model.need(self._placement, plan.block_count).device_parts
         for part, amount in expected.items():
             if found.get(part, 0) != amount:
                 raise InputError(
