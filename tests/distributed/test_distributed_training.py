@@ -127,6 +127,7 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
     inp = batch_of(model, rank, world_size)
     master = copy.deepcopy(model)  # a bf16 model stepped through float32 master weights, gradients averaged by hand
     low = copy.deepcopy(model).to(dtype)
+    groups = len(dist.distributed_c10d._world.pg_map)
     plan = plan_for(model, inp, "host", unified_dtype=dtype)
     module = ElixirModule(
         model, plan, device="cpu", dtype=dtype, reduce_always_fp32=reduce_fp32, debug=Debug(poison=True)
@@ -153,6 +154,7 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
             for high, parameter in zip(master.parameters(), low.parameters(), strict=True):
                 parameter.copy_(high)
     module.close()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
 @pytest.mark.parametrize("reduce_fp32", [False, True])

@@ -60,11 +60,28 @@ def test_two_ranks_go_on_with_the_same_bits(tmp_path: Path, kind: str, options: 
     assert verify(tmp_path / "run") == ()
 
 
+class Stuck(UnsyncedFiles):
+    """Removes no file of an earlier checkpoint."""
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "remove" and path.endswith(".safetensors"):
+            raise FileError(errno.EIO, "Input/output error", path, operation)
+        return super().call(operation, path, function, *args)
+
+
+def _fails_after_its_commit(rank: int, world_size: int) -> None:
+    """All have made the new checkpoint theirs by then, but no rank may take the save for done."""
+    it, plan = runs(rank, world_size, "host")
+    with Run(it, plan, two_groups()) as run, pytest.raises((CheckpointError, FileError), match="Input/output error"):
+        save_checkpoint("run", run.state(step=9), wait=True, files=Stuck() if rank == 1 else FILES)
+
+
 def _on_own_disks(rank: int, world_size: int, folder: str) -> None:
     machine = os.path.join(folder, f"machine-{rank}")
     os.mkdir(machine)
     os.chdir(machine)
     _resumed(rank, world_size, "run", "host", {})
+    _fails_after_its_commit(rank, world_size)
     _resumed(rank, world_size, "run", "host", {})  # replaces the one that is there
     # A machine that lost its disk has nothing to load, and then nobody has.
     it, plan = runs(rank, world_size, "host")

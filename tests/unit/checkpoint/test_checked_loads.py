@@ -164,10 +164,14 @@ def test_parts_that_the_checkpoint_lacks_are_refused(
     assert differing(before, run.bits()) == []
 
 
-def test_optimizers_that_are_only_in_the_checkpoint_are_noted(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+def test_optimizers_that_are_only_in_the_checkpoint_are_noted(
+    run: Run, saved: tuple[Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     edited(saved[0], lambda body: rename_optimizer(body, "optimizer", "other"))
-    notes = load_checkpoint(saved[0], run.state(), files=FILES).notes
+    with caplog.at_level("INFO", "elixir.checkpoint.loading"):
+        notes = load_checkpoint(saved[0], run.state(), files=FILES).notes
     assert "optimizers that are not in the state are skipped: other" in notes
+    assert f"{saved[0]}: {notes[0]}" in caplog.messages
 
 
 def test_parameters_that_the_checkpoint_lacks_are_left_if_it_need_not_be_strict(

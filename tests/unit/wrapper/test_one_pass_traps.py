@@ -295,6 +295,44 @@ def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -
         assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
 
 
+class Noted(Layer):
+    """Notes in `ran` that it runs, unless it was the last one that did."""
+
+    ran: list[nn.Module]
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        if not Noted.ran or Noted.ran[-1] is not self:
+            Noted.ran.append(self)
+        return super().forward(x, *more)
+
+
+class Twice(Stack):
+    """Runs all layers twice; a micro-batch that begins with a positive number leaves out the last one once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = list(self.layers)
+        skips = bool(x[0, 0] > 0)
+        x = self.first(x)
+        for layer in [*layers[: 2 if skips else 3], *layers]:
+            x = self.run(layer, x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def test_7_those_that_skip_the_end_of_a_round_wait_for_the_others() -> None:
+    """Otherwise the weights of the first layer would come once more."""
+    batch = [{"x": sign * torch.ones(4, 8)} for sign in (-1, 1)]
+    make = seeded(lambda: Twice([Noted() for _ in range(3)]))
+    Noted.ran = []
+    plan = plan_for(make(), batch[0], square_loss, accumulation=2)
+    expected = plainly(make, [batch], square_loss)
+    Noted.ran = []
+    assert in_passes(make, [batch], plan, square_loss).same_as(expected)
+    first, second, third = dict.fromkeys(Noted.ran)
+    forward = [first, second, third]
+    assert Noted.ran == [*forward, *forward, *forward[1::-1], *forward[::-1]]
+
+
 def _fingerprint(model: nn.Module) -> str:
     return fingerprint(model)
 
