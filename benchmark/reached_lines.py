@@ -17,6 +17,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe, get_context
@@ -31,6 +32,8 @@ from coverage import Coverage
 
 ROOT = Path(__file__).resolve().parent.parent
 REACHED = ROOT / "out" / "reached_lines"
+RECORDED_S = 10
+"""No further test of a file is recorded after so many seconds of processor time."""
 STALL_S = 90
 """Nothing waits for a test that takes longer than this."""
 LINES = (
@@ -50,6 +53,9 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
             say((report.nodeid or "import") if report.failed and not data else None)
 
         pytest_collectreport = pytest_runtest_logreport
+
+        def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+            item.session.shouldstop = bool(data) and time.process_time() > RECORDED_S
 
         @pytest.hookimpl(trylast=True)  # after `-m` has left out slow cases
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
