@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from elixir.units import MIB
+from elixir.units import LARGEST_BYTES, MIB
 
 STATUS = Path("/proc/self/status")
+_PAGES = "/proc/self/statm"
 _M_ARENA_MAX = -8  # of glibc's malloc.h
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _FIELDS = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
 MAPS_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 """Environment variable with which glibc maps tensors of so many bytes one by one, and gives them back when they are
@@ -22,7 +27,9 @@ HEAP_BYTES, HEAP_SHARE, HEAP_OF_RANKS = 30 * MIB, 0.57, 0.17
 then; on several ranks instead a share of the plan's memory, since gradients and collectives pass through the heap.
 
 Source: measured with torch 2.13.0+cpu and glibc 2.36 on x86-64. 2 to 63 MiB with little freed; 62 to 91 MiB with 59 to
-118 MiB freed; on two ranks 0.15, 0.17 and 0.19."""
+118 MiB freed; on two ranks 0.15, 0.17 and 0.19. `HeapLimit` holds a process to them."""
+HEAP_LOOK_SHARE = 0.015
+"""Memory is given back at this share below the expected peak, since gradients come in large pieces."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,38 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class HeapLimit:
+    """Gives freed memory back when this process holds more than it is expected to.
+
+    A freed gradient leaves a gap in the heap into which the next one of its size does not fit: glibc 2.36 looks for 96
+    bytes more than it then takes, to align a tensor. So all gradients of a backward may leave gaps. Pages that are made
+    anew for the next tensors take as long as a copy, so nothing is given back below the limit.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._limit_bytes = self._next_bytes = LARGEST_BYTES
+
+    def set(self, expected_bytes: int) -> None:
+        """Expects a peak of resident memory from here on."""
+        self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes)
+        if self._file is None:
+            with contextlib.suppress(OSError):
+                self._file = os.open(_PAGES, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._file)
+
+    def look(self) -> None:
+        """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time."""
+        if self._file is not None and self._held_bytes(self._file) > self._next_bytes:
+            give_back_freed()
+            held_bytes = self._held_bytes(self._file)
+            self._next_bytes = max(self._limit_bytes, held_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes))
+
+    @staticmethod
+    def _held_bytes(file: int) -> int:
+        return int(os.pread(file, 128, 0).split()[1]) * PAGE_BYTES
 
 
 def share_heap() -> None:

@@ -78,15 +78,16 @@ def process_need(
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
     gathered = max((chunk.numel * MASTER_BYTES for chunk in plan.chunks), default=0) if on_cpu else 0  # one at a time
+    gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     parts = {
         LIBRARIES_PART: found.file_bytes + more.file_bytes,
         "program": max(found.own_bytes - replaced_bytes, 0),
         "first_use": more.own_bytes,
         "host": host_bytes,
         "device": predicted.device_peak_bytes if on_cpu else 0,
-        "heap": int(gaps) if on_cpu and in_heap else 0,
+        "heap": gaps,
         "collectives": exchanged if on_cpu else 0,
-        GIVEN_PART: max(given_bytes + gathered - passing, 0) if given_bytes else 0,
+        GIVEN_PART: max(given_bytes + gathered - passing - gaps, 0) if given_bytes else 0,
         "reserve": reserve_bytes,
     }
     return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})

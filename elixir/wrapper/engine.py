@@ -35,7 +35,7 @@ from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
-from elixir.hardware.process_memory import give_back_freed, share_heap
+from elixir.hardware.process_memory import HeapLimit, give_back_freed, share_heap
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.torch_private import call_after_backward
@@ -104,6 +104,8 @@ class Engine:
         """Called when weights have changed: updates tensors that share memory with them."""
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
+        self.heap_limit = HeapLimit()
+        """Looked at while backward runs; set where the memory of the process is predicted."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -370,6 +372,7 @@ class Engine:
                 self.gradients.begin()
             if self._pass is None:
                 call_after_backward(self._backward_over)
+        self.heap_limit.look()
         self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:

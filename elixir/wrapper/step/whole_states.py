@@ -41,9 +41,9 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
     for shard in stepper.shards:
         kinds = found.of_chunk.get(shard.chunk.index, {})
-        give_back_freed()  # the last chunk's stay in the heap, where those of another size may not fit
         with shard.chunk.at_hand():
             for kind in sorted(kinds):
+                give_back_freed()  # the last ones stay in the heap, where those of another size may not fit
                 whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
                 for slot in shard.chunk.slots if wanted else ():
                     if kind in found.of_parameter.get(slot.name, ()):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from elixir.hardware.control_groups import own_group
 from elixir.hardware.host_share import HostView, host_share
-from elixir.hardware.process_memory import Resident, estimated_bytes, resident
+from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
 from elixir.plan.process_need import LIBRARIES_PART, process_need
 from elixir.search import optimal_search
-from elixir.units import MIB
+from elixir.units import LARGEST_BYTES, MIB
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
 
@@ -37,6 +39,33 @@ def test_memory_that_this_process_takes_is_its_own() -> None:
     assert after is not None
     assert after.own_bytes - before.own_bytes == pytest.approx(len(taken), rel=0.05)
     assert after.peak_bytes >= after.own_bytes + after.file_bytes - MIB
+
+
+def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
+    if resident() is None or not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("only the C library of Linux gives back")
+
+    def held_bytes() -> int:
+        now = resident()
+        return 0 if now is None else now.own_bytes + now.file_bytes
+
+    limit = HeapLimit()
+    pieces = [torch.zeros(96 << 8) for _ in range(640)]  # of 96 KiB, which are never mapped one by one
+    kept = pieces[::16]
+    del pieces[:]
+    before = held_bytes()
+    limit.look()  # nothing is expected yet
+    limit.set(LARGEST_BYTES)
+    limit.look()
+    assert held_bytes() > before - MIB
+    limit.set(before)  # less a share
+    limit.look()
+    assert held_bytes() < before - 32 * MIB
+    more = torch.zeros(int(HEAP_LOOK_SHARE * before) // 8)  # half of what it may grow by; all of it is in use
+    after = held_bytes()
+    limit.look()
+    assert held_bytes() == pytest.approx(after, abs=MIB)
+    assert len(kept) + len(more) > 40
 
 
 def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -> None:
