@@ -30,7 +30,7 @@ WAIT_S = 30.0
 
 
 class Meeting:
-    """Where the ranks bring values; all must bring one of the same name."""
+    """The place to which ranks bring values; all must bring one of the same name."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._brought = threading.Barrier(size, timeout=WAIT_S), [("", None)] * size

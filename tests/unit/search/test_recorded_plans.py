@@ -65,7 +65,7 @@ SEEDS = (
     36,
     38,
 )
-"""Those of the first 40 that take no longer than others."""
+"""Seeds below 40, without situations that take longer than others."""
 WITH_LEVERS = 2
 """Explained with all levers, which takes longer, since they plan again."""
 
@@ -152,7 +152,7 @@ def rounded(value: Any) -> Any:
 
 
 def outcome(seed: int) -> dict[str, Any]:
-    """What a search of one situation gives: the plan in short and the digest of all of it, or the error."""
+    """The outcome of one search: the plan in short and the digest of all of it, or the error."""
     draw = random.Random(seed)
     trace, machine = small_trace(draw, draw.randint(2, 7)), made_up_machine(draw)
     options = asked(draw, trace.param_bytes)

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Any, Step]] = {
 
 @contextlib.contextmanager
 def kernels_not_run() -> Iterator[None]:
-    """What kernels of the CPU allocate differs between processors."""
+    """Leaves out what kernels of the CPU allocate, which differs between processors."""
     before = kernel_memory.MAX_RUN_FLOPS, kernel_memory.MAX_SLOW_RUN_FLOPS
     kernel_memory.MAX_RUN_FLOPS = kernel_memory.MAX_SLOW_RUN_FLOPS = 0.0
     try:
