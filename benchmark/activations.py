@@ -92,7 +92,7 @@ def fitting(find: Callable[[], T]) -> T | None:
 
 
 def timed(find: Callable[[], T]) -> tuple[T | None, float]:
-    """What fits, and the processor seconds of finding it."""
+    """The budget that fits, and the processor seconds of finding it."""
     started = time.process_time()
     found = fitting(find)
     return found, time.process_time() - started
