@@ -47,8 +47,8 @@ from elixir.wrapper.assemble.frozen_weights import safetensors_in, weight_record
 from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.module import folders_of
 from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.run_options import folders_of
 from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)

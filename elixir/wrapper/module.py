@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,12 +23,7 @@ from elixir.models.quantised import ready_to_move
 from elixir.models.shared_memory import find_shared_memory
 from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
-from elixir.torch_private import (
-    DisableTorchFunctionSubclass,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
+from elixir.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
 from elixir.units import parse_bytes, parse_dtype
 from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.account.step_account import StepAccount
@@ -50,7 +44,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes, refuse_compiled_around
 from elixir.wrapper.passes import Passes
 from elixir.wrapper.run_errors import Call
-from elixir.wrapper.run_options import Debug, RunOptions
+from elixir.wrapper.run_options import Debug, RunOptions, folders_of
 from elixir.wrapper.weights_io.gathered import shown
 from elixir.wrapper.weights_io.model_state import ModelState, in_use
 from elixir.wrapper.weights_io.shared_weights import SharedWeights
@@ -542,16 +536,6 @@ def _undo(origins: Origins, engine: Engine, kind: Any, error: BaseException | No
     finally:
         engine.host_buffers.clear()
         engine.stop()
-
-
-def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
-    """The absolute folders of `disk_folder`; raises `InputTypeError` if they are none."""
-    if given is None:
-        return ()
-    each = [given] if isinstance(given, (str, os.PathLike)) else list(given)
-    if not all(isinstance(folder, (str, os.PathLike)) for folder in each):
-        raise InputTypeError(f"disk_folder must be a folder or a list of folders, got {given!r}")
-    return tuple(os.path.abspath(folder) for folder in each)
 
 
 def refuse_wrapped(module: nn.Module) -> None:

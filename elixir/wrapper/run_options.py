@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elixir.chunk.lanes import Emulation
-from elixir.files import FILES, Files
+from elixir.errors import InputTypeError
+from elixir.files import FILES, Files, PathLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +37,13 @@ class RunOptions:
     fused_kernels: bool = False
     disk_folders: tuple[str, ...] = ()
     debug: Debug = field(default_factory=Debug)
+
+
+def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
+    """The absolute folders of `disk_folder`; raises `InputTypeError` if they are none."""
+    if given is None:
+        return ()
+    each = [given] if isinstance(given, (str, os.PathLike)) else list(given)
+    if not all(isinstance(folder, (str, os.PathLike)) for folder in each):
+        raise InputTypeError(f"disk_folder must be a folder or a list of folders, got {given!r}")
+    return tuple(os.path.abspath(folder) for folder in each)

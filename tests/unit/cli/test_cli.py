@@ -22,7 +22,6 @@ from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import ProcessNeed
 from elixir.search.request import SearchRequest
-from elixir.show.tables import _label, record_of, show_value
 from elixir.step_trace import StepTrace
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
@@ -542,31 +541,6 @@ def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(run(capsys, "models", "--json")[1])
     assert list(record) == list(model_names())
     assert all(name in out for name in record)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [
-        ("param_bytes", 2**31, "2.00 GiB"),
-        ("link_bytes_per_s", 55.3e9, "55.3 GB/s"),
-        ("bfloat16_flops_per_s", 989e12, "989.0 TFLOP/s"),
-        ("float16_flops_per_s", 2.5e9, "2.5 GFLOP/s"),
-        ("host_adam_numel_per_s", 1.5e9, "1.50 G elements/s"),
-        ("total_s", 0.5, "0.500 s"),
-        ("parameters", 1234567, "1,234,567"),
-        ("overlap", True, "yes"),
-        ("measured_at", None, "-"),
-        ("unused", [], "none"),
-    ],
-)
-def test_values_are_shown_in_the_unit_of_their_name(name: str, value: Any, shown: str) -> None:
-    assert show_value(name, value) == shown
-
-
-def test_no_two_fields_of_a_table_have_one_label() -> None:
-    for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
-        labels = [_label(name) for name in record_of(artifact)]
-        assert len(set(labels)) == len(labels)
 
 
 def test_the_installed_command_is_main() -> None:

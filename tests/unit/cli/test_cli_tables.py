@@ -6,11 +6,13 @@ import contextlib
 import io
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from elixir.cli import main, output
-from elixir.show.tables import list_table
+from elixir.show.tables import _label, list_table, record_of, show_value
+from tests.common.samples import make_hardware, make_plan, make_trace
 
 
 class Terminal(io.StringIO):
@@ -71,3 +73,28 @@ def test_signed_numbers_keep_their_units_and_headings_that_cannot_wrap_are_whole
     lines = shown(lambda: output.say_tables(table))
     assert sum("+27.04 MiB" in line or "-1.00 GiB" in line for line in lines) == 2
     assert any("a heading that cannot wrap" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("param_bytes", 2**31, "2.00 GiB"),
+        ("link_bytes_per_s", 55.3e9, "55.3 GB/s"),
+        ("bfloat16_flops_per_s", 989e12, "989.0 TFLOP/s"),
+        ("float16_flops_per_s", 2.5e9, "2.5 GFLOP/s"),
+        ("host_adam_numel_per_s", 1.5e9, "1.50 G elements/s"),
+        ("total_s", 0.5, "0.500 s"),
+        ("parameters", 1234567, "1,234,567"),
+        ("overlap", True, "yes"),
+        ("measured_at", None, "-"),
+        ("unused", [], "none"),
+    ],
+)
+def test_values_are_shown_in_the_unit_of_their_name(name: str, value: Any, text: str) -> None:
+    assert show_value(name, value) == text
+
+
+def test_no_two_fields_of_a_table_have_one_label() -> None:
+    for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
+        labels = [_label(name) for name in record_of(artifact)]
+        assert len(set(labels)) == len(labels)
