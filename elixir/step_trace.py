@@ -304,6 +304,9 @@ class UnitActivations:
     with a checkpoint, or all that one without saves."""
     swap_bytes: int = 0
     """Bytes of these in a backward, of a micro-batch or of all in a pass; 0 until the step is traced."""
+    budget: float | None = None
+    """The activation memory budget with which PyTorch compiles it, if it is compiled: from 0 (keeps its inputs) to 1
+    (all that the compiler would keep). None: as it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +376,9 @@ def renewed_step(step: Any) -> Any:
             {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
             for unit in step["units"]
         ]
+    if isinstance(step["activations"], list):
+        units = step["activations"]
+        step["activations"] = [{"budget": None} | each if isinstance(each, dict) else each for each in units]
     return step
 
 
@@ -381,8 +387,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 11
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {4: {}, 5: {}, 6: {}, 7: {}, 8: {}, 9: {}, 10: {}}
+    schema_version: ClassVar[int] = 12
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {version: {} for version in range(4, 12)}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -456,10 +462,10 @@ class StepTrace(Artifact):
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Traces of version 4 knew no compiled modules, those of version 5 only training, those of version 6 no units
-        but compiled ones, those of version 7 no passes of several micro-batches, and not what is kept when an access
-        begins: at most what is live; those of version 8 no adapters, those of version 9 only what the model does with
-        activations, and no copies to the host; those of version 10 no operators of units."""
+        """Traces of version 4 knew no compiled modules, those of 5 only training, of 6 no units but compiled ones, of 7
+        no passes of several micro-batches, and not what is kept when an access begins: at most what is live; of 8 no
+        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, and of
+        11 no memory budgets."""
         data = {"pass_size": 1, "forwards": [], "transfers": [], "host_peak_bytes": 0} | data
         if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
             data["curve"] = [{"host": 0} | sample for sample in curve]

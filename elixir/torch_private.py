@@ -72,6 +72,57 @@ def while_nothing_compiles() -> Any:
     return getattr(loaded, "compile_lock", None) or nullcontext()
 
 
+def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[..., Any] | None:
+    """Compiles a function that `torch.compile` has returned once more, with another activation memory budget.
+
+    The compiler keeps code by backend, and takes the budget from a setting while it splits forward from backward. So
+    code under a budget has a backend for itself, which all modules with this budget share. None where PyTorch does not
+    say how something was compiled.
+
+    Args:
+        call: a function that `torch.compile` has returned.
+        budget: part of the bytes kept for backward that the compiler would keep by itself, from 0 to 1.
+    """
+    cells = (cell.cell_contents for cell in getattr(call, "__closure__", None) or ())
+    context: Any = next((each for each in cells if hasattr(each, "callback") and hasattr(each, "fullgraph")), None)
+    function: Any = getattr(call, "_torchdynamo_orig_callable", None)
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    if function is None or backend is None:
+        return None
+    unguarded = getattr(getattr(context, "_hooks", None), "guard_filter_fn", None)
+    compiled = torch.compile(
+        function,
+        backend=_UnderMemoryBudget(backend, budget),
+        fullgraph=context.fullgraph,
+        dynamic=getattr(context, "_dynamic", None),
+        options=None if unguarded is None else {"guard_filter_fn": unguarded},
+    )
+    compiled.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
+    return compiled
+
+
+class _UnderMemoryBudget:
+    """A backend of `torch.compile` that compiles as another one does, under an activation memory budget."""
+
+    def __init__(self, backend: Callable[..., Any], budget: float) -> None:
+        self._as = backend, budget
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _UnderMemoryBudget) and self._as == other._as
+
+    def __hash__(self) -> int:
+        return hash(self._as[1])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch._functorch.config as settings
+
+        backend, budget = self._as
+        with settings.patch(activation_memory_budget=budget):
+            return backend(*args, **kwargs)
+
+
 _transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints around the units of a model, which keep some results of their forward and make the others again."""
+"""Checkpoints around the units of a model, which keep some results of their forward and make the others again; compiled
+units are compiled so that they do."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from elixir.access.own_checkpoint import FUNCTION, unentered_function
 from elixir.access.swapping import Swapping
 from elixir.errors import InputError
 from elixir.step_trace import Result, UnitActivations
+from elixir.torch_private import under_memory_budget
 
 logger = logging.getLogger(__name__)
 
 _SWITCH = "gradient_checkpointing"
 """The attribute by which a module of transformers says whether it checkpoints itself."""
+_COMPILED = "_compiled_call_impl"
 _ABSENT = object()
 
 
@@ -46,16 +49,15 @@ class Recomputation:
         self._swapping = swapping
         self._applied: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         """Modules, the attributes that they had, and those that they have now."""
+        self._budgets: dict[nn.Module, UnitActivations] = {}
         wanted = {each.unit: each for each in activations}
         for name, module in model.named_modules() if wanted else ():
             if name in wanted:
-                each = wanted.pop(name)
-                if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+                try:
+                    self._apply(module, wanted.pop(name))
+                except InputError:
                     self.remove()
-                    raise InputError(
-                        f"{name} is compiled, so its results cannot be kept one by one; plan it without activations="
-                    )
-                self._apply(module, each)
+                    raise
         if wanted:
             self.remove()
             raise InputError(f"the model has no unit {min(wanted)!r}, which the plan has; plan this model anew")
@@ -71,21 +73,39 @@ class Recomputation:
                 changed = True
         return changed
 
+    def renew_compiled(self) -> None:
+        """Gives units that were compiled anew since their memory budgets back. No listener may be around their calls.
+
+        Raises:
+            InputError: the compiler does not say how one was compiled.
+        """
+        for module, had, ours in self._applied:
+            call = vars(module).get(_COMPILED)
+            if module in self._budgets and call is not ours[_COMPILED]:
+                had[_COMPILED], ours[_COMPILED] = call, _under_budget(module, self._budgets[module])
+                vars(module).update(ours)
+
     def remove(self) -> None:
         """Gives the modules back what they had."""
         if self._swapping is not None:
             self._swapping.remove()
         while self._applied:
-            module, had, _ = self._applied.pop()
+            module, had, ours = self._applied.pop()
             for name, value in had.items():
+                if name == _COMPILED and vars(module).get(name) is not ours[name]:
+                    continue  # somebody has compiled it anew since
                 if value is _ABSENT:
                     vars(module).pop(name, None)
                 else:
                     vars(module)[name] = value
 
     def _apply(self, module: nn.Module, each: UnitActivations) -> None:
+        alone = each.keep is None and not each.swap
+        if isinstance(module, torch.jit.ScriptModule) or (is_compiled(module) and not alone):
+            raise InputError(
+                f"{each.unit} is compiled, so its results cannot be kept one by one; plan it without activations="
+            )
         keep, swapping = each.keep, self._swapping if each.swap else None
-        had = {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward")}
         # Layers of transformers would checkpoint themselves in training mode alone, and without their cache.
         ours: dict[str, Any] = {_SWITCH: False} if hasattr(module, _SWITCH) else {}
         if keep is not None:
@@ -94,6 +114,10 @@ class Recomputation:
             ours["forward"] = functools.partial(_run, module, module.forward)
         elif swapping is not None:
             ours["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
+        if each.budget is not None:
+            self._budgets[module] = each
+            ours[_COMPILED] = _under_budget(module, each)
+        had = {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward", *ours)}
         vars(module).update(ours)
         self._applied.append((module, had, ours))
 
@@ -101,6 +125,19 @@ class Recomputation:
 def checkpoints_itself(module: nn.Module) -> bool:
     """Whether a module of transformers puts a checkpoint around its own forward."""
     return bool(getattr(module, _SWITCH, False))
+
+
+def _under_budget(module: nn.Module, each: UnitActivations) -> Any:
+    """The function that runs a compiled unit under its memory budget."""
+    call = module._compiled_call_impl
+    found = None if call is None or each.budget is None else under_memory_budget(call, each.budget)
+    if found is None:
+        now = "is not compiled" if call is None else "is compiled in an unknown way"
+        raise InputError(
+            f"{each.unit} {now}, but its plan gives it a memory budget of torch.compile; compile before wrapping "
+            "(elixir.wrap with compile=True), or plan without activations="
+        )
+    return found
 
 
 @contextmanager

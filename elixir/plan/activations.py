@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from elixir.errors import InputError
-from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, Unit, UnitActivations
 
 
 def activations_text(activations: Iterable[UnitActivations]) -> str:
@@ -16,18 +17,24 @@ def activations_text(activations: Iterable[UnitActivations]) -> str:
     >>> activations_text([*units, UnitActivations("layers.8", None)])
     '8 units keep mm and make the rest again, 1 unit keeps everything'
     """
-    alike = Counter((each.keep, each.swap) for each in activations)
     texts = []
-    for (keep, swap), count in alike.items():
+    for way, count in Counter(map(way_of, activations)).items():
         s, units = ("s", "unit") if count == 1 else ("", "units")
-        text = f"{count} {units} keep{s} {kept_text(keep)}" + (f" and make{s} the rest again" if keep else "")
-        texts.append(text + (f", with {result_names(swap)} on the host meanwhile" if swap else ""))
+        text = f"{count} {units} keep{s} {kept_text(way)}" + (f" and make{s} the rest again" if way.keep else "")
+        texts.append(text + (f", with {result_names(way.swap)} on the host meanwhile" if way.swap else ""))
     return ", ".join(texts)
 
 
-def kept_text(keep: tuple[Result, ...] | None) -> str:
+def way_of(activations: UnitActivations) -> UnitActivations:
+    """The way of a unit's activations without the unit: units that do the same have the same one."""
+    return replace(activations, unit="", swap_bytes=0)
+
+
+def kept_text(activations: UnitActivations) -> str:
     """The results that a unit keeps, in words."""
-    return "everything" if keep is None else result_names(keep) or "nothing"
+    if activations.budget is not None:
+        return f"what a compiler keeps under a memory budget of {activations.budget:g}"
+    return "everything" if activations.keep is None else result_names(activations.keep) or "nothing"
 
 
 def result_names(results: Iterable[Result]) -> str:
@@ -40,32 +47,46 @@ def result_names(results: Iterable[Result]) -> str:
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
 
-def check_activations(activations: Iterable[UnitActivations], able: Iterable[str]) -> None:
+def check_activations(activations: Iterable[UnitActivations], units: Iterable[Unit]) -> None:
     """Refuses activations that no run can keep so.
 
     Args:
         activations: of units.
-        able: names of the units that are not compiled.
+        units: all units of the step.
 
     Raises:
-        InputError: a unit or a result comes twice, a unit is none of `able`, or a result is none.
+        InputError: a unit or a result comes twice, a unit is none of `units`, a compiled unit keeps or moves results,
+            another one has a memory budget, or a result is none.
     """
-    seen, known = set[str](), set(able)
+    seen, forms = set[str](), {unit.name: unit.form for unit in units}
     for each in activations:
         if each.unit in seen:
             raise InputError(f"field 'activations' must name each unit once, found {each.unit!r} twice")
         seen.add(each.unit)
-        if each.unit not in known:
-            raise InputError(f"field 'activations': {each.unit!r} is no unit of the step, or a compiled one; plan anew")
+        if each.unit not in forms:
+            raise InputError(f"field 'activations': {each.unit!r} is no unit of the step; plan anew")
+        if forms[each.unit] == "compiled" and (each.keep is not None or each.swap):
+            raise InputError(
+                f"field 'activations': the results of {each.unit!r}, which is compiled, cannot be kept or "
+                "moved one by one; plan anew"
+            )
+        if forms[each.unit] != "compiled" and each.budget is not None:
+            raise InputError(f"field 'budget' must be null for {each.unit!r}, which is not compiled; plan anew")
+        if each.budget is not None and not 0 <= each.budget <= 1:
+            raise InputError(f"field 'budget' of unit {each.unit!r} must be from 0 to 1, found {each.budget}")
         for name, results in (("keep", each.keep or ()), ("swap", each.swap)):
-            if len(set(results)) < len(results):
-                raise InputError(f"field '{name}' of unit {each.unit!r} must name each result once, found {results}")
-            # A checkpoint has inputs alone outside of itself; what a unit without one saves moves as a whole.
-            movable = SAVED if each.keep is None else INPUT
-            for result in results:
-                fits = result.operator == movable if name == "swap" else result.operator not in (INPUT, SAVED)
-                if result.occurrence < 0 or not fits:
-                    expected = repr(movable) if name == "swap" else "results of operators"
-                    raise InputError(
-                        f"field '{name}' of unit {each.unit!r} must name {expected}, counted from 0, found {result}"
-                    )
+            _check_results(each, name, results)
+
+
+def _check_results(each: UnitActivations, name: str, results: tuple[Result, ...]) -> None:
+    if len(set(results)) < len(results):
+        raise InputError(f"field '{name}' of unit {each.unit!r} must name each result once, found {results}")
+    # A checkpoint has inputs alone outside of itself; what a unit without one saves moves as a whole.
+    movable = SAVED if each.keep is None else INPUT
+    for result in results:
+        fits = result.operator == movable if name == "swap" else result.operator not in (INPUT, SAVED)
+        if result.occurrence < 0 or not fits:
+            expected = repr(movable) if name == "swap" else "results of operators"
+            raise InputError(
+                f"field '{name}' of unit {each.unit!r} must name {expected}, counted from 0, found {result}"
+            )

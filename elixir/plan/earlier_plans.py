@@ -15,8 +15,8 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     updated early. Until 18 no plan was judged in scenarios, until 19 early updates had other names, until 20 no plan
     knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in memory, until 23
     all were for training, until 24 there was one replica, until 25 all units were compiled, until 26 each micro-batch
-    was a pass, until 27 no model by name had adapters, until 28 activations were the model's own business, and until 29
-    no plan said how weights were asked to be fetched, or what the program takes.
+    was a pass, until 27 no model by name had adapters, until 28 activations were the model's own business, until 29 no
+    plan said how weights were asked to be fetched, or what the program takes, and until 30 no unit had a memory budget.
 
     Args:
         data: the fields.

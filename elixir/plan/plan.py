@@ -52,7 +52,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 30
+    schema_version: ClassVar[int] = 31
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
@@ -67,6 +67,7 @@ class Plan(Artifact):
         27: {},
         28: {},
         29: {},
+        30: {},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
@@ -254,7 +255,7 @@ class Plan(Artifact):
         check_at_least(1, "pass_size", self.pass_size)
         if self.pass_size > 1 and not self.step.checkpointed:
             raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
-        check_activations(self.activations, (unit.name for unit in self.step.units if unit.form != "compiled"))
+        check_activations(self.activations, self.step.units)
         if self.pass_size > 1 and any(each.keep != () for each in self.activations):
             raise InputError(
                 f"field 'pass_size' above 1 takes units that are made again as a whole, found {self.pass_size} and "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elixir.errors import InputError
-from elixir.plan.activations import kept_text, result_names
+from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.show import style
+from elixir.step_trace import UnitActivations
 from elixir.units import GIB
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
     for _, parts, _, _ in bars:
         lines = -(-sum(size > 0 for size in parts.values()) // _LEGEND_COLUMNS)
         heights.append(bar_in + 0.46 + 0.155 * lines)
-    ways = list(dict.fromkeys((each.keep, each.swap) for each in plan.activations))
+    ways = list(dict.fromkeys(map(way_of, plan.activations)))
     strip_in = 0.5 + 0.155 * len(ways) if ways else 0.0
     height = 0.3 + sum(heights) + 0.12 + map_in + 0.55 + strip_in
     figure = style.new_figure(height)
@@ -163,20 +164,20 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
     style.legend(axes, handles, columns=4, below=below)
 
 
-def _draw_units(axes: Axes, plan: Plan, ways: Sequence[tuple[Any, Any]], *, below: float) -> None:
+def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations], *, below: float) -> None:
     """A cell for each unit whose activations the plan decides on, in order; its colour says what it keeps."""
     colours = (style.PALE, style.ORANGE, style.SKY, style.GREEN, style.PURPLE, style.RED, style.GREY)
     colour_of = {way: colours[number % len(colours)] for number, way in enumerate(ways)}
     for number, each in enumerate(plan.activations):
-        axes.bar([number], [1], width=[1], align="edge", color=colour_of[each.keep, each.swap], edgecolor="white")
+        axes.bar([number], [1], width=[1], align="edge", color=colour_of[way_of(each)], edgecolor="white")
     axes.set_xlim(0, len(plan.activations))
     axes.set_ylim(0, 1)
     axes.set_xticks([])
     axes.set_yticks([0.5], ["units"])
     axes.tick_params(axis="y", length=0)
     handles = [
-        style.swatch(colour, f"keep {kept_text(keep)}" + (f", {result_names(swap)} on the host" if swap else ""))
-        for (keep, swap), colour in colour_of.items()
+        style.swatch(colour, f"keep {kept_text(way)}" + (f", {result_names(way.swap)} on the host" if way.swap else ""))
+        for way, colour in colour_of.items()
     ]
     style.legend(axes, handles, columns=1, below=below)
 

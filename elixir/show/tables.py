@@ -11,7 +11,7 @@ from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import fit_unit
-from elixir.plan.activations import kept_text, result_names
+from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
@@ -392,10 +392,10 @@ def activations_table(plan: Plan) -> Table:
     table = _table("activations of the units")
     for heading in ("units", "kept", "swapped"):
         table.add_column(heading)
-    for (keep, swap), group in groupby(plan.activations, key=lambda each: (each.keep, each.swap)):
+    for way, group in groupby(plan.activations, key=way_of):
         names = [each.unit for each in group]
         units = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]} ({len(names)})"
-        table.add_row(units, kept_text(keep), result_names(swap) or "nothing")
+        table.add_row(units, kept_text(way), result_names(way.swap) or "nothing")
     return table
 
 

@@ -36,6 +36,9 @@ from elixir.tracer.operation_kinds import passing
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
 
+Settings = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Settings of inductor, and of AOTAutograd, under which a layer is compiled."""
+
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _BUILDS_KERNELS = "async_compile = AsyncCompile()"
 """The line of generated code after which its kernels are defined."""
@@ -53,11 +56,25 @@ class GeneratedCode:
     Args:
         layers: name of a layer -> the layer, and settings of inductor; empty for those that it has now.
         cost: gets what each kernel costs.
+        budgets: memory budgets of some layers (`elixir.step_trace.UnitActivations.budget`); others have that which is
+            set.
+
+    Raises:
+        TraceError: a layer with a budget is none of these layers.
     """
 
     def __init__(
-        self, layers: Mapping[str, tuple[nn.Module, Mapping[str, Any]]], cost: Callable[[Operation], None]
+        self,
+        layers: Mapping[str, tuple[nn.Module, Mapping[str, Any]]],
+        cost: Callable[[Operation], None],
+        budgets: Mapping[str, float],
     ) -> None:
+        unknown = sorted(budgets.keys() - layers.keys())
+        if unknown:
+            raise TraceError(
+                f"{unknown[0]} has a memory budget of torch.compile, and what it keeps then is known only of layers "
+                "that inductor compiles for the CPU; plan for a CPU, or without activations="
+            )
         self._cost = cost
         self._kinds: dict[Any, Callable[[list[torch.Tensor]], Any]] = {}
         self._settings: dict[nn.Module, Any] = {}
@@ -67,7 +84,8 @@ class GeneratedCode:
         for name, (layer, settings) in layers.items():
             flags = tuple(_flags(layer, name.rpartition(".")[2]))
             layouts = tuple(map(_layout, _tensors_of(layer).values()))
-            self._settings[layer] = settings, (repr(settings), type(layer), flags, layouts)
+            under = {"activation_memory_budget": budgets[name]} if name in budgets else {}
+            self._settings[layer] = (settings, under), (repr(settings), repr(under), type(layer), flags, layouts)
             layer._compiled_call_impl = partial(self._call, layer)
 
     def remove(self) -> None:
@@ -116,9 +134,10 @@ def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:
 
 
 def _generated(
-    layer: nn.Module, leaves: list[Any], spec: Any, settings: Mapping[str, Any], cost: Callable[[Operation], None]
+    layer: nn.Module, leaves: list[Any], spec: Any, given: Settings, cost: Callable[[Operation], None]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does."""
+    settings, _ = given
     if settings.get("max_autotune") or settings.get("cpp_wrapper"):
         raise NotImplementedError("code that is chosen by running it")
     own = _tensors_of(layer)
@@ -142,7 +161,7 @@ def _generated(
 
     def compiled() -> tuple[Callable[..., Any], list[int]]:
         with _checkpoints_in_the_graph(layer):
-            return _compiled(flat, layouts, len(names), settings, cost)
+            return _compiled(flat, layouts, len(names), given, cost)
 
     run, order = _in_a_thread_of_its_own(compiled, torch.is_grad_enabled())
     return lambda tensors: tree_unflatten(list(run(*[tensors[place] for place in order])), outside[0])
@@ -163,7 +182,7 @@ def _compiled(
     flat: Callable[..., Any],
     layouts: Sequence[Layout],
     weights: int,
-    settings: Mapping[str, Any],
+    given: Settings,
     cost: Callable[[Operation], None],
 ) -> tuple[Callable[..., Any], list[int]]:
     """Returns a compiled function, and which tensors it takes in which order.
@@ -180,8 +199,9 @@ def _compiled(
         fakes = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype, _ in layouts]
     for tensor, (_, _, _, trained) in zip(fakes, layouts, strict=True):
         tensor.requires_grad_(trained)
+    settings, under = given
     ours = {name: value for name, value in settings.items() if getattr(inductor_config, name, value) != value}
-    ahead = {name: value for name, value in _AHEAD.items() if hasattr(aot_config, name)}
+    ahead = {name: value for name, value in _AHEAD.items() if hasattr(aot_config, name)} | dict(under)
     with mode, _FirstUses(fakes[:weights]) as uses:
         results = len(flat(*fakes))
     order = sorted(range(len(fakes)), key=lambda place: uses.first.get(id(fakes[place]), _NEVER))

@@ -148,7 +148,10 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         swapping = Swapping(twin.model, StepShape(units=layers, activations=activations), recorder.host)
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
-        generated = GeneratedCode(_generated_units(twin, compiled, target) if generated_code else {}, order.cost)
+        budgets = {each.unit: each.budget for each in activations if each.budget is not None}
+        generated = GeneratedCode(
+            _generated_units(twin, compiled, target) if generated_code else {}, order.cost, budgets
+        )
         recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
         try:
             with (
@@ -156,7 +159,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 warnings_heard(),
                 autocast_asked_for_meta(target.kind),
                 routed(target),
-                recomputing(twin.model, activations, swapping),
+                recomputing(twin.model, (replace(each, budget=None) for each in activations), swapping),
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
                 torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
@@ -201,7 +204,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
-            if not generated.layers:
+            if budgets or not generated.layers:
                 raise
             refused = str(error)
         finally:

@@ -180,6 +180,8 @@ class Engine:
     def listen(self) -> None:
         """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
         self.stop_listening()
+        if self.recomputation is not None:
+            self.recomputation.renew_compiled()
         units = fetched_as_one(self.model, self.plan.step)
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
         heard = bool(self.tracked) or self.plan.moves_activations  # of which weights must be no part

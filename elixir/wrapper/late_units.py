@@ -45,12 +45,14 @@ def follow_changes(engine: Engine) -> None:
             "activation checkpointing was switched on or off after wrapping; layers keep what the plan says instead. "
             "Plan without activations= to choose it yourself"
         )
+    if engine.access is None and engine.recomputation is not None:
+        engine.recomputation.renew_compiled()
     if engine.access is None or not engine.access.was_changed_since:
         return
     refuse_compiled(engine.model, engine.plan, runs=True)
     units = sorted(compiled_units(engine.model).values())
     engine.exchange(f"compiled modules {units}", None)
-    kept = [each.unit for each in engine.plan.activations]
+    kept = [each.unit for each in engine.plan.activations if each.keep is not None or each.swap]
     for name in units:
         if any(is_inside(name, unit) or is_inside(unit, name) for unit in kept):
             raise InputError(

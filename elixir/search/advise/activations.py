@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from functools import cached_property
 from torch import nn
 
 from elixir.access.recomputation import checkpoints_itself
-from elixir.errors import InputError
+from elixir.errors import InputError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, everything_on_host, glance, planned
+from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
@@ -29,6 +31,10 @@ from elixir.step_trace import StepTrace, UnitActivations
 
 logger = logging.getLogger(__name__)
 
+BUDGETS = (0.99, 0.25, 0.0)
+"""Memory budgets of compiled units that are looked at, next to the one that is set. Right below 1 the compiler makes
+all again that costs no matrix product. Below, each byte costs about as many FLOPs as the next, so that units with one
+budget and units with another are as good as units in between (4 families, 3 layers each)."""
 MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
 MOST_WAYS = 2
@@ -65,23 +71,25 @@ def trace_that_keeps(
         whole: the trace of `that_keeps_everything`, where it was made before.
 
     Raises:
-        InputError: the step trains nothing, its layers do not repeat or are compiled, or it has checkpoints that cannot
-            be taken away.
+        InputError: the step trains nothing, its layers do not repeat, nothing is known of compiled ones, or it has
+            checkpoints that cannot be taken away.
         TraceError: it cannot be traced.
     """
     _check(step, request)
     model = step.build() if built is None else built
     whole = that_keeps_everything(step, model).trace(hardware, model) if whole is None else whole
-    _check_trace(whole)
 
+    @functools.cache
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
         return replace(step, activations=own).trace(hardware, model)
 
+    traces = BudgetedTraces(whole, _under_budgets(whole, traced))
+    _check_trace(traces)
     request = replace(request, activations=None)
     found = []
     if request.pass_size in (1, "auto"):
-        found.append(_chosen(whole, hardware, replace(request, pass_size=1), traced))
-    if request.pass_size != 1 and not (found and _is_again(found[0])):
+        found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced))
+    if request.pass_size != 1 and whole.forwards and not (found and _is_again(found[0])):
         found.append(traced(tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)))
     if len(found) == 1:
         return found[0]
@@ -102,8 +110,25 @@ def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: S
     """
     if trace.checkpointed_modules:
         trace = replace(StepQuestion.again(trace), checkpoint="none").trace(hardware)
-    _check_trace(trace)
-    return _chosen(trace, hardware, request, lambda own: swapped_trace(kept_trace(trace, own), SwappableStep(trace)))
+    traces = BudgetedTraces(trace, {})
+    _check_trace(traces)
+    return _chosen(traces, hardware, request, lambda own: swapped_trace(kept_trace(trace, own), SwappableStep(trace)))
+
+
+def _under_budgets(
+    whole: StepTrace, traced: Callable[[tuple[UnitActivations, ...]], StepTrace]
+) -> dict[float, StepTrace]:
+    """The step with other memory budgets for its compiled units; empty if what these keep then is not known."""
+    units = budgeted_units(whole)
+    try:
+        found = {
+            budget: traced(tuple(UnitActivations(unit, None, budget=budget) for unit in units))
+            for budget in (BUDGETS if units else ())
+        }
+    except TraceError as error:
+        logger.info("compiled layers keep what their compiler keeps: %s", error)
+        return {}
+    return found
 
 
 def _check(step: StepQuestion, request: SearchRequest) -> None:
@@ -113,20 +138,22 @@ def _check(step: StepQuestion, request: SearchRequest) -> None:
         raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
 
 
-def _check_trace(whole: StepTrace) -> None:
+def _check_trace(traces: BudgetedTraces) -> None:
+    whole = traces.whole
     if whole.checkpointed_modules:
         raise InputError(
             f"activations='auto' decides what runs again in backward, but {whole.checkpointed_modules[0]!r} does "
             "already by a checkpoint in the model's code; take it out, or leave out activations="
         )
-    if not whole.forwards:
-        why = "its layers are compiled" if whole.step.compiled else "the model repeats no layer that can run again"
+    if not whole.forwards and not traces.under:
+        compiled = "its layers are compiled, and what they keep under a memory budget of torch.compile is not known"
+        why = compiled if whole.step.compiled else "the model repeats no layer that can run again"
         raise InputError(f"activations='auto' cannot keep less than everything: {why}; leave it out")
 
 
 @garbage_collection_paused()
 def _chosen(
-    whole: StepTrace,
+    traces: BudgetedTraces,
     hardware: HardwareProfile,
     request: SearchRequest,
     made: Callable[[tuple[UnitActivations, ...]], StepTrace],
@@ -134,14 +161,15 @@ def _chosen(
     """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
 
     Args:
-        whole: the step that keeps everything.
+        traces: the step that keeps everything, and those with other memory budgets.
         hardware, request: of the plan.
         made: gives the step with some activations. What it needs may differ a little from what was predicted for the
             choice.
     """
     ranks = request.world_size, hardware.ranks_per_host(request.world_size)
+    whole = traces.whole
     rates = Rates(hardware, main_dtype(whole), *ranks)
-    kept = KeptResults(whole, rates.operations_s(whole))
+    kept = KeptResults(traces, rates)
     trials = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request)
     (own, step_s), nothing = trials.choice(), kept.activations(0)
     found = whole if own is None else made(own)

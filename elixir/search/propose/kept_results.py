@@ -3,78 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
+from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_bytes, kept_trace
 from elixir.search.problem.placement import Floats
+from elixir.search.simulator.rates import Rates
 from elixir.step_trace import Result, StepTrace, UnitActivations, UnitForward
 
-Keep = tuple[Result, ...] | None
 
+class Choice(NamedTuple):
+    """A choice of what a unit keeps, compared with the one that keeps least."""
 
-@dataclass(frozen=True)
-class _Choice:
-    """A choice of what a unit keeps, compared with nothing."""
-
-    keep: Keep
+    activations: UnitActivations
+    """One unit's; without its name for a kind of units."""
     nbytes: int
     saved_s: float
-    """Seconds that its backward is shorter."""
+    """Seconds that the unit is faster."""
 
 
 @dataclass(frozen=True)
 class KeptResults:
     """Fillings of one step: with each, one unit keeps more than with the one before.
 
-    A unit that keeps nothing runs again as a whole. Results whose operators take the most seconds a byte are kept
-    first, in all units, and in the last units before the others.
+    A unit that keeps nothing runs again as a whole; a compiled one makes again what its compiler can, in a backward
+    that was compiled with its forward. Results whose operators take the most seconds a byte are kept first, in all
+    units, and in the last units before the others.
     """
 
-    trace: StepTrace
-    """Keeps everything."""
-    seconds: Floats
-    """Seconds of each of its operations."""
+    traces: BudgetedTraces
+    """The traces of the step whose units keep everything, compiled ones all that the compiler keeps under a budget."""
+    rates: Rates
+    """The rates of the machine."""
+
+    @property
+    def trace(self) -> StepTrace:
+        """Keeps everything."""
+        return self.traces.whole
 
     @cached_property
-    def changes(self) -> tuple[tuple[str, Keep, float], ...]:
-        """The unit that keeps more with each filling, all that it keeps then, and the seconds that this saves."""
+    def seconds(self) -> Floats:
+        """Seconds of each of its operations."""
+        return self.rates.operations_s(self.trace)
+
+    @cached_property
+    def changes(self) -> tuple[Choice, ...]:
+        """The unit that keeps more with each filling and all that it keeps then, with the seconds that this saves over
+        the filling before."""
         numbers = {unit.name: number for number, unit in enumerate(self.trace.units)}
-        whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters"}
         found = []
-        for forward in self.trace.forwards:
-            for some in (True, False):
-                units = [unit for unit in forward.units if (unit not in whole) == some]
-                choices = list(_best(self._choices(forward, some=some))) if units else []
-                for rank, (less, more) in enumerate(pairwise(choices)):
-                    saved_s = more.saved_s - less.saved_s
-                    worth = saved_s / max(more.nbytes - less.nbytes, 1)
-                    found += [((-worth, rank, -numbers[unit]), (unit, more.keep, saved_s)) for unit in units]
+        for units, choices in self._ways:
+            for rank, (less, more) in enumerate(pairwise(choices)):
+                saved_s = more.saved_s - less.saved_s
+                worth = saved_s / max(more.nbytes - less.nbytes, 1)
+                found += [((-worth, rank, -numbers[unit]), _of(unit, more, saved_s)) for unit in units]
         return tuple(change for _, change in sorted(found, key=lambda each: each[0]))
 
     @cached_property
     def saved_s(self) -> list[float]:
         """Seconds that each filling saves, from 0 on."""
         sums = [0.0]
-        for _, _, seconds in self.changes:
-            sums.append(sums[-1] + seconds)
+        for change in self.changes:
+            sums.append(sums[-1] + change.saved_s)
         return sums
 
     def activations(self, count: int) -> tuple[UnitActivations, ...]:
         """The filling with the first `count` changes."""
-        kept: dict[str, Keep] = {unit: () for unit, _, _ in self.changes}
-        for unit, keep, _ in self.changes[:count]:
-            kept[unit] = keep
-        return tuple(UnitActivations(unit.name, kept[unit.name]) for unit in self.trace.units if unit.name in kept)
+        kept = dict(self._least)
+        for change in self.changes[:count]:
+            kept[change.activations.unit] = change.activations
+        return tuple(kept[unit.name] for unit in self.trace.units if unit.name in kept)
 
     def filled(self, count: int) -> StepTrace:
         """The step with that filling."""
-        return kept_trace(self.trace, self.activations(count))
+        return self.with_activations(self.activations(count))
 
-    def _choices(self, forward: UnitForward, *, some: bool) -> Iterator[_Choice]:
+    def with_activations(self, activations: tuple[UnitActivations, ...]) -> StepTrace:
+        """The step with some activations of its units."""
+        return kept_trace(self.traces.mixed(activations), activations)
+
+    @cached_property
+    def _ways(self) -> list[tuple[list[str], list[Choice]]]:
+        """Units that do the same, and their choices, least first."""
+        whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters"}
+        found = []
+        for forward in self.trace.forwards:
+            for some in (True, False):
+                units = [unit for unit in forward.units if (unit not in whole) == some]
+                if units:
+                    found.append((units, list(_best(self._choices(forward, some=some)))))
+        return found + [([unit], list(_best(self._under_budgets(unit)))) for unit in self.traces.runs]
+
+    @cached_property
+    def _least(self) -> dict[str, UnitActivations]:
+        """The activations with which units keep least, of those that could keep more, or less than they do."""
+        found: dict[str, UnitActivations] = {}
+        for units, (least, *more) in self._ways:
+            if more or least.activations.budget is not None:
+                found |= {unit: _of(unit, least, 0.0).activations for unit in units}
+        return found
+
+    def _under_budgets(self, unit: str) -> Iterator[Choice]:
+        """The choices of a compiled unit: each memory budget."""
+        runs = [range(run.first, run.last + 1) for run in self.traces.runs[unit]]
+        held = {budget: self.traces.more_bytes(unit, budget) for budget in self._accesses_s}
+        for budget, seconds in self._accesses_s.items():
+            takes_s = sum(float(seconds[run].sum()) for run in runs)
+            yield Choice(UnitActivations("", None, budget=budget), held[budget] - min(held.values()), -takes_s)
+
+    @cached_property
+    def _accesses_s(self) -> dict[float | None, Floats]:
+        """Seconds of the accesses of the step, by the memory budget of its compiled units."""
+        return {budget: self.rates.accesses_s(self.traces.get(budget)) for budget in (None, *self.traces.under)}
+
+    def _choices(self, forward: UnitForward, *, some: bool) -> Iterator[Choice]:
         """Nothing, more and more results unless `some` is false, and everything."""
-        yield _Choice((), 0, 0.0)
+        yield Choice(UnitActivations("", ()), 0, 0.0)
         again = [
             (0.0 if each.operation is None else float(self.seconds[each.operation]), each)
             for each in forward.operators[: forward.again]
@@ -85,13 +132,19 @@ class KeptResults:
         for seconds, each in sorted(able, key=lambda one: one[0] / one[1].made_bytes, reverse=True) if some else ():
             keep.append(Result(each.operator, each.occurrence))
             saved_s += seconds
-            yield _Choice(tuple(sorted(keep)), kept_bytes(forward, frozenset(keep)), saved_s)
-        yield _Choice(None, sum(each.saved_bytes for each in forward.operators), sum(seconds for seconds, _ in again))
+            yield Choice(UnitActivations("", tuple(sorted(keep))), kept_bytes(forward, frozenset(keep)), saved_s)
+        every = sum(each.saved_bytes for each in forward.operators)
+        yield Choice(UnitActivations("", None), every, sum(seconds for seconds, _ in again))
 
 
-def _best(choices: Iterator[_Choice]) -> Iterator[_Choice]:
+def _of(unit: str, choice: Choice, saved_s: float) -> Choice:
+    """A choice of one unit, with the seconds that it saves over another."""
+    return Choice(replace(choice.activations, unit=unit), choice.nbytes, saved_s)
+
+
+def _best(choices: Iterator[Choice]) -> Iterator[Choice]:
     """The choices that no mix of two others beats: seconds saved a byte fall from one to the next."""
-    hull: list[_Choice] = []
+    hull: list[Choice] = []
     for choice in sorted(choices, key=lambda each: (each.nbytes, -each.saved_s)):
         if hull and choice.saved_s <= hull[-1].saved_s:
             continue
@@ -101,5 +154,5 @@ def _best(choices: Iterator[_Choice]) -> Iterator[_Choice]:
     yield from hull
 
 
-def _slope(less: _Choice, more: _Choice) -> float:
+def _slope(less: Choice, more: Choice) -> float:
     return (more.saved_s - less.saved_s) / max(more.nbytes - less.nbytes, 1)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elixir.search.problem.kept_trace import kept_bytes, kept_trace
 from elixir.search.problem.swapped_trace import FIRST_INPUT, WHOLE, SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.simulator.rates import Rates
@@ -41,7 +40,7 @@ class SwappedUnits:
         self._kept, self._rates = kept, rates
         self._step = SwappableStep(kept.trace)
         self._able = [unit.name for unit in kept.trace.units if self._step.able(unit.name)]
-        self._forwards = {name: forward for forward in kept.trace.forwards for name in forward.units}
+        self._saving = {name for forward in kept.trace.forwards for name in forward.units}
 
     def activations(self, swaps: Swaps) -> tuple[UnitActivations, ...]:
         """The activations of each unit."""
@@ -59,7 +58,7 @@ class SwappedUnits:
 
     def trace(self, swaps: Swaps) -> StepTrace:
         """The step, as it is predicted."""
-        return swapped_trace(kept_trace(self._kept.trace, self.activations(swaps)), self._step)
+        return swapped_trace(self._kept.with_activations(self.activations(swaps)), self._step)
 
     def ways(self, spare_bytes: int, host_bytes: int, compute_s: float) -> Iterator[Swaps]:
         """Ways for which the host has room, each with the largest filling for which the device has.
@@ -90,13 +89,14 @@ class SwappedUnits:
         """Bytes that units hold from forward to backward more than if they kept nothing, and seconds of compute, by
         filling. The units in `whole` hold nothing, and do not run again."""
         nbytes = -sum(self._step.input_bytes[unit] for unit in whole)
-        seconds = compute_s - sum(saved_s for unit, _, saved_s in self._kept.changes if unit in whole)
+        seconds = compute_s - sum(each.saved_s for each in self._kept.changes if each.activations.unit in whole)
         held: dict[str, int] = {}
         yield nbytes, seconds
-        for unit, keep, saved_s in self._kept.changes:
+        for each, kept, saved_s in self._kept.changes:
+            unit = each.unit
             if unit not in whole:
-                forward = self._forwards[unit]
-                kept = self._step.saved_bytes(unit) if keep is None else kept_bytes(forward, frozenset(keep))
+                if each.keep is None and unit in self._saving:
+                    kept = self._step.saved_bytes(unit)
                 nbytes += kept - held.get(unit, 0)
                 seconds -= saved_s
                 held[unit] = kept

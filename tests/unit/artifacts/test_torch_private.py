@@ -188,6 +188,24 @@ def compiled_code() -> None:
     assert taken == [(True, False)]
 
 
+def memory_budgets() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(torch._functorch.config.activation_memory_budget)
+        return graph
+
+    seen: list[float] = []
+    first = torch.compile(plain, backend=backend, dynamic=False)
+    others = [private.under_memory_budget(first, budget) for budget in (0.5, 0.25, 0.5)]
+    for call in (first, *others):
+        assert call is not None
+        assert call(torch.ones(2))[0] == 3
+    assert seen == [1.0, 0.5, 0.25]
+    assert private.under_memory_budget(plain, 0.5) is None
+
+
 def optimizers() -> None:
     first, second = (torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1) for _ in range(2))
     private.share_hooks(first, second)
@@ -224,7 +242,7 @@ def contexts() -> None:
 
 
 @pytest.mark.parametrize(
-    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, optimizers, contexts]
+    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, memory_budgets, optimizers, contexts]
 )
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()

@@ -18,6 +18,7 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
+from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.question import StepQuestion
@@ -48,7 +49,7 @@ def step_of(it: Case) -> Any:
 
 
 def kept_of(trace: StepTrace) -> KeptResults:
-    return KeptResults(trace, Rates(CPU, "float32", 1, 1).operations_s(trace))
+    return KeptResults(BudgetedTraces(trace, {}), Rates(CPU, "float32", 1, 1))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
@@ -76,7 +77,7 @@ def test_each_change_keeps_more_and_takes_less_time() -> None:
     assert compute == sorted(compute, reverse=True)
     saved_s = [compute[0] - each for each in compute]
     assert saved_s == pytest.approx(kept.saved_s, rel=0.05, abs=1e-6)
-    worth = [change[2] for change in kept.changes]
+    worth = [change.saved_s for change in kept.changes]
     assert min(worth) > 0
 
 
@@ -181,7 +182,7 @@ def test_units_that_would_give_something_else_do_not_run_again() -> None:
 
 def test_units_that_choose_run_again_as_a_whole() -> None:
     kept = kept_of(cpu_trace(Stack(Chooses), INP, sum_step))
-    assert {keep for _, keep, _ in kept.changes} == {None}
+    assert {change.activations.keep for change in kept.changes} == {None}
 
 
 def test_what_is_refused() -> None:
@@ -197,7 +198,7 @@ def test_what_is_refused() -> None:
         search(nn.Linear(4, 4), step_fn=lambda model, inp: model(inp["x"]).sum().backward())
     compiled = Stack()
     for layer in compiled.layers:
-        layer.compile()
+        layer.compile(backend="aot_eager")
     with pytest.raises(InputError, match="layers are compiled"):
         search(compiled)
     with pytest.raises(InputError, match="not a trace"):

@@ -20,7 +20,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
-from elixir.step_trace import INPUT, Result, StepTrace, UnitActivations
+from elixir.step_trace import INPUT, Result, StepTrace, Unit, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common.parity import Case, Pair, case, mixed, square_loss
@@ -251,7 +251,7 @@ def test_what_is_refused() -> None:
         ([replace(keep, keep=(Result(INPUT, 0),))], "name results of operators"),
     ):
         with pytest.raises(InputError, match=why):
-            check_activations(wrong, ["layers.0"])
+            check_activations(wrong, [Unit("layers.0", "plain", "Layer", "either")])
     compiled = Stack()
     compiled.layers[0].compile()
     with pytest.raises(InputError, match="is compiled"):

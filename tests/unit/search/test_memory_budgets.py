@@ -1,0 +1,180 @@
+"""Compiled layers whose memory budget a plan chooses: numbers, choices, and the step as it is predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.access.recomputation import Recomputation, recomputing
+from elixir.errors import InputError, TraceError
+from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
+from elixir.search import optimal_search
+from elixir.search.problem.budgeted_trace import BudgetedTraces
+from elixir.search.propose.kept_results import KeptResults
+from elixir.search.simulator.rates import Rates
+from elixir.step_trace import StepTrace, UnitActivations
+from elixir.tracer import trace_step
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import MODES, Case
+from tests.common.tracing import CPU, cpu_trace
+from tests.unit.search.test_activations import step_of, wide
+from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
+
+settings = pytest.importorskip("torch._functorch.config")
+
+pytestmark = pytest.mark.skipif(not hasattr(settings, "activation_memory_budget"), reason="no memory budgets")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    fresh()
+    yield
+    fresh()
+
+
+def names_of(layers: int) -> list[str]:
+    return [f"model.layers.{number}" for number in range(layers)]
+
+
+def with_budgets(budgets: Sequence[float | None]) -> tuple[UnitActivations, ...]:
+    """A budget for each layer."""
+    return tuple(UnitActivations(name, None, budget=b) for name, b in zip(names_of(len(budgets)), budgets, strict=True))
+
+
+def under(budget: float) -> Callable[..., Any]:
+    """A backend that a user of plain PyTorch could write."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with settings.patch(activation_memory_budget=budget):
+            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_with_two_budgets_give_the_bits_of_plain_ones(mode: str) -> None:
+    it, budgets = wide(), (0.0, 0.0, 0.3, 0.3)
+    plain, backends = copy.deepcopy(it.model), {budget: under(budget) for budget in budgets}
+    for layer, budget in zip(plain.model.layers, budgets, strict=True):  # type: ignore[union-attr, arg-type]
+        layer.compile(backend=backends[budget])
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    expected = counted()
+    fresh()
+    compiled(it.model)
+    plan = plan_of(it, mode)
+    plan = replace(plan, step=replace(plan.step, activations=with_budgets(budgets)))
+    assert Plan.from_json(plan.to_json()) == plan
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    assert counted()[0] <= expected[0]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_a_layer_compiled_anew_gets_its_budget_until_the_model_is_closed(mode: str) -> None:
+    it, seen = wide(layers=2), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(settings.activation_memory_budget)
+        return graph.forward
+
+    def compile_and_run(model: nn.Module) -> list[float]:
+        for layer in it.model.model.layers:  # type: ignore[union-attr]
+            layer.compile(backend=backend)
+        return run(model)
+
+    def run(model: nn.Module) -> list[float]:
+        fresh()
+        seen.clear()
+        it.loss(model, it.inp).backward()
+        return list(seen)
+
+    assert set(compile_and_run(it.model)) == {1.0}
+    plan = plan_of(it, mode)
+    plan = replace(plan, step=replace(plan.step, activations=with_budgets([0.0, 0.25])))
+    it.model.zero_grad()
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert run(model) == [0.0, 0.25]
+    assert compile_and_run(model) == [0.0, 0.25]
+    model.close()
+    assert set(run(it.model)) == {1.0}
+
+
+def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
+    count = len(it.model.model.layers)  # type: ignore[union-attr, arg-type]
+
+    def traced(*own: float | None) -> StepTrace:
+        return cpu_trace(it.model, it.inp, step_of(it), compile=True, activations=with_budgets(own or [None] * count))
+
+    return BudgetedTraces(traced(), {budget: traced(*[budget] * count) for budget in budgets})
+
+
+@pytest.mark.slow
+def test_a_mixture_is_predicted_as_it_is_traced() -> None:
+    it, budgets = wide(), (0.5, 0.0, None, 0.5)
+    traces = of_traces(it, (0.5, 0.0))
+    own = with_budgets(budgets)
+    mixed, traced = traces.mixed(own), cpu_trace(it.model, it.inp, step_of(it), compile=True, activations=own)
+    assert mixed.flops == traced.flops
+    assert [access.live_bytes for access in mixed.accesses] == [access.live_bytes for access in traced.accesses]
+    assert [access.kept_bytes for access in mixed.accesses] == [access.kept_bytes for access in traced.accesses]
+
+
+@pytest.mark.slow
+def test_each_change_keeps_more_and_takes_less_time() -> None:
+    rates = Rates(CPU, "float32", 1, 1)
+    kept = KeptResults(of_traces(wide(), (0.5, 0.0)), rates)
+    fillings = [kept.filled(count) for count in range(len(kept.changes) + 1)]
+    peaks = [max(access.live_bytes for access in each.accesses) for each in fillings]
+    assert peaks[1:] == sorted(peaks[1:])  # the last layer computes again in less than it would keep
+    assert peaks[0] < 0.5 * peaks[-1]
+    seconds = [float(rates.accesses_s(each).sum()) for each in fillings]
+    assert [seconds[0] - each for each in seconds] == pytest.approx(kept.saved_s, rel=0.01, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_the_chosen_step_fits_and_its_peak_is_that_of_a_real_one() -> None:
+    it = wide()
+    whole, least = (of_traces(it, (0.0,)).get(budget).activation_peak_bytes for budget in (None, 0.0))
+    budget = (whole + least) // 2 + 2**20
+    options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
+    options |= {"device_memory": budget, "host_memory": "1GiB", "optimizer_type": "AdamW"}
+    compiled(it.model, "inductor")
+    answer = optimal_search(it.model, 1, **options)
+    plan, trace = answer.plan, answer.trace
+    assert {each.unit for each in plan.activations} == set(names_of(4))
+    assert len({each.budget for each in plan.activations}) > 1
+    assert plan.predicted.device_peak_bytes <= budget
+    with recomputing(it.model, plan.activations):
+        for _ in range(2):
+            step_of(it)(it.model, it.inp)
+            it.model.zero_grad()
+        real = observe_step(it.model, it.inp, step_of(it)).peak_bytes
+    assert trace.backward_peak_bytes - trace.resting_bytes == pytest.approx(real, rel=0.002)
+
+
+def test_what_is_refused() -> None:
+    it = wide(layers=2)
+    own = with_budgets((0.0, 0.0))
+    with pytest.raises(TraceError, match="compiles for the CPU"):
+        trace_step(it.model, it.inp, step_of(it), hardware=preset("h100"), compile=True, activations=own)
+    with pytest.raises(InputError, match=r"what they keep under a memory budget .* is not known"):
+        optimal_search(compiled(it.model), 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", activations="auto")
+    with pytest.raises(InputError, match="is not compiled, but its plan"):
+        Recomputation(wide().model, own)
+    nobody = nn.Module()
+    nobody.model = nn.Module()
+    nobody.model.layers = nn.ModuleList([nn.Linear(2, 2)])
+    nobody.model.layers[0]._compiled_call_impl = lambda *args: args
+    with pytest.raises(InputError, match="in an unknown way"):
+        Recomputation(nobody, own[:1])
