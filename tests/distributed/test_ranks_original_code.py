@@ -118,7 +118,7 @@ def wrapped_with(rank: int, world_size: int, free: list[int], options: list[dict
     model = tiny("opt")
     machine = replace(preset("cpu"), host_memory_bytes=None)
     batch = batch_of(model, rank, world_size)
-    plan = optimal_search(model, world_size, inp=batch, hardware=machine, **options[rank]).plan
+    plan = optimal_search(model, world_size, inp=batch, hardware=machine, placement="cuda", **options[rank]).plan
     wrapped = ElixirModule(model, plan)
     losses = trained(wrapped, ElixirOptimizer(wrapped, torch.optim.AdamW(wrapped.parameters())), batch)
     assert losses[-1] < losses[0]
@@ -133,7 +133,7 @@ def agreeing(rank: int, world_size: int, free: list[int]) -> list[tuple[str, str
 
 def test_the_first_plan_that_fits_all_is_taken() -> None:
     """It is the one that was made for the least memory, whichever rank has made it."""
-    results = run_ranks(2, agreeing, [GIB, 6 * MIB])
+    results = run_ranks(2, agreeing, [GIB, 8 * MIB])
     for case, least in ((0, 1), (1, 0)):
         found = [result[case][0] for result in results]
         assert len(set(found)) == 2
@@ -163,7 +163,8 @@ def without_a_plan_for_all(rank: int, world_size: int) -> None:
     read_as_free(GIB)
     model = tiny("opt", layers=1)
     machine = replace(preset("cpu"), host_memory_bytes=None)
-    plan = optimal_search(model, world_size, inp=batch_of(model, rank, world_size), hardware=machine).plan
+    batch = batch_of(model, rank, world_size)
+    plan = optimal_search(model, world_size, inp=batch, hardware=machine, placement="cuda").plan
     peaks = {"device": plan.predicted.device_peak_bytes, "host": plan.predicted.host_peak_bytes}
     short = replace(plan, **{f"{('device', 'host')[rank]}_budget_bytes": peaks[("device", "host")[rank]] - 1})
     with pytest.raises(InputError, match=r"no rank's plan fits .* device_memory=\d+ \(.*\) and host_memory=\d+ \("):
