@@ -12,7 +12,7 @@ from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.agreement import _digest
 from tests.common.ddp import plan_for
-from tests.common.spawn import run_ranks, run_to_end
+from tests.common.spawn import run_ranks
 
 
 class Small(nn.Module):
@@ -64,29 +64,40 @@ def test_all_ranks_train_the_model_of_rank_0(kind: str, together: bool) -> None:
             assert torch.equal(torch.from_numpy(values[name]), value), name
 
 
-def given_apart(rank: int, world_size: int) -> None:
+def refused(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     model = Small()
+    plan = planned(model, "host")
     weights = {name: value + rank * (name == "transposed") for name, value in model.state_dict().items()}
-    ElixirModule(model, planned(model, "host"), device="cpu", weights=weights)
-
-
-def one_on_meta(rank: int, world_size: int) -> None:
+    with pytest.raises(InputError, match=r"weights given are not the same on all ranks \(transposed\); load the same"):
+        ElixirModule(model, plan, device="cpu", weights=weights)
     with torch.device("meta" if rank else "cpu"):
-        model = Small()
-    ElixirModule(model, planned(model, "host"), device="cpu")
+        other = Small()
+    with pytest.raises(InputError, match="some ranks built transposed, first.weight, first.bias and 2 more on meta"):
+        ElixirModule(other, plan, device="cpu")
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD([{"params": [each]} for each in module.parameters()], lr=0.1))
+    before = module.state_dict()
+    with module.no_sync():
+        module(torch.ones(2, 24)).backward()
+        with pytest.raises(
+            InputError, match=r"step\(\) inside no_sync\(\) would use this rank's gradients alone; call it"
+        ):
+            optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"] = state["param_groups"][: 4 - rank]
+    told = "rank 1: " * (rank == 0) + r"the state dict has groups of \[1, 1, 1\] parameters, this optimizer of"
+    with pytest.raises(InputError, match=f"^{told}"):
+        optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    module(torch.ones(2, 24)).backward()
+    optimizer.step()
+    assert not torch.equal(module.state_dict()["first.weight"], before["first.weight"])
+    module.close()
 
 
-@pytest.mark.parametrize(
-    ("run", "told"),
-    [
-        (given_apart, "the weights given are not the same on all ranks (transposed)"),
-        (one_on_meta, "some ranks built transposed, first.weight, first.bias and 2 more on meta"),
-    ],
-)
-def test_what_cannot_be_one_model_is_refused_on_all_ranks(run: Any, told: str) -> None:
-    outcomes = run_to_end(2, run)
-    assert all("InputError" in str(outcome.error) and told in str(outcome.error) for outcome in outcomes), outcomes
+def test_what_one_rank_does_otherwise_is_refused_on_all_ranks() -> None:
+    run_ranks(2, refused)
 
 
 def _stepped_apart(rank: int, world_size: int, kind: str, apart: str) -> str:

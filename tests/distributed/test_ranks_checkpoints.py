@@ -166,6 +166,10 @@ def _one_fails(rank: int, world_size: int, folder: str) -> str:
             saving.wait()
         with pytest.raises(InputError, match=r"rank 1: value: a "):
             save_checkpoint(folder, run.state(value=object() if rank else 1), files=FILES)
+        with pytest.raises(
+            InputError, match=r"ranks save different things: rank 0 \(.*, 0, True\), rank 1 \(.*, 1, True\)"
+        ):
+            save_checkpoint(folder, run.state(), step=rank, files=FILES)
         run.train(1)
         load_checkpoint(folder, run.state(number=0), files=FILES)
         return f"{type(raised.value).__name__}: {raised.value}"
@@ -199,12 +203,17 @@ def _one_cannot_load(rank: int, world_size: int, folder: str) -> str:
     with Run(it, plan, two_groups()) as run:
         run.train(1)
         fragile, sizes = FragileOnOne(rank == 1), torch.zeros(3)
+        save_checkpoint(f"{folder}-before", run.state(), wait=True, files=FILES)
         save_checkpoint(folder, run.state(fragile=fragile, sizes=sizes), wait=True, files=FILES)
         bits = run.bits()
         run.train(1)
         later = run.bits()
         with pytest.raises(CheckpointMismatch, match=r"rank 1: .*'sizes' has shape"):
             load_checkpoint(folder, run.state(sizes=torch.zeros(3 + rank)), files=FILES)
+        with pytest.raises(InputError, match="ranks load into different things: `state` must have the same names and"):
+            load_checkpoint(folder, run.state(**({"sizes": sizes} if rank else {})), files=FILES)
+        with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint that all ranks have: they see \[\['"):
+            load_checkpoint(f"{folder}-before" if rank else folder, run.state(), files=FILES)
         assert differing(later, run.bits()) == []
         with pytest.raises(CheckpointError) as raised:
             load_checkpoint(folder, run.state(fragile=fragile), files=FILES)
@@ -266,6 +275,8 @@ def _one_dies(rank: int, world_size: int, folder: str) -> str:
     try:
         saving.wait()
     except CheckpointError as error:
+        with pytest.raises(CheckpointError, match="another rank has died"):
+            save_checkpoint(folder, run.state(number=3), files=FILES)
         return str(error)
     return "saved"
 
