@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elixir.errors import InputError
+from elixir.hardware.process_memory import give_back_freed
 from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
@@ -307,6 +308,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         into = self.model if model is None else model
+        give_back_freed()  # of steps before, since Trainer has all weights in memory while it loads them
         if self.elixir is not None or not any(parameter.is_meta for parameter in into.parameters()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

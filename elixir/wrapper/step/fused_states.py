@@ -257,8 +257,6 @@ class FusedStates(States):
 
     def widened(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
-        if not each.has_codes:
-            return each.tensor.float()
         part = each.held.part
         return read_moments(self.moments, part.stop - part.start, part.start)[ADAM_KINDS.index(each.kind)]
 

@@ -43,7 +43,8 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
         kinds = found.of_chunk.get(shard.chunk.index, {})
         with shard.chunk.at_hand():
             for kind in sorted(kinds):
-                give_back_freed()  # the last ones stay in the heap, where those of another size may not fit
+                whole: torch.Tensor | None = None  # lets go of the last one
+                give_back_freed()  # it stays in the heap, where one of another size may not fit
                 whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
                 for slot in shard.chunk.slots if wanted else ():
                     if kind in found.of_parameter.get(slot.name, ()):
@@ -222,7 +223,8 @@ def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> to
     mine = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
     for each in shard.states.tensors():
         if each.kind == kind:
-            mine[each.held.part].copy_(each.in_chunk(shard.states.widened(each)))
+            values = shard.states.widened(each) if each.has_codes else each.tensor  # which the copy casts
+            mine[each.held.part].copy_(each.in_chunk(values))
     if engine.group.size == 1:
         return mine
     whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)
