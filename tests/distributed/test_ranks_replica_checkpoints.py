@@ -100,18 +100,3 @@ def _parted(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.slow
 def test_replicas_that_differ_are_noticed_where_each_writes(tmp_path: Path) -> None:
     run_ranks(4, _parted, str(tmp_path))
-
-
-def _one_has_other_weights(rank: int, world_size: int, folder: str) -> None:
-    with made(rank, world_size, "host", {"replicas": 2}) as run:
-        run.train(1)
-        if rank == 2:
-            (shard, *_) = (chunk.shard for chunk in engine_of(run.module).chunks if chunk.shard is not None)
-            shard.add_(1)
-        with pytest.raises(CheckpointError, match=r"rank 2 has other bytes of .*shard-00000-of-00002.* than a rank"):
-            save_checkpoint(_folder(folder, rank, 2), run.state(), wait=True, files=FILES)
-
-
-@pytest.mark.slow
-def test_replicas_that_have_other_weights_are_not_saved(tmp_path: Path) -> None:
-    run_ranks(4, _one_has_other_weights, str(tmp_path))
