@@ -25,8 +25,8 @@ def generation_input(model: nn.Module, *, batch: int, prompt: int, new: int) -> 
         new: tokens to generate for each.
 
     Raises:
-        InputError: the model is no causal language model of `transformers`, a number is below
-            1, or `prompt` and `new` exceed its positions together.
+        InputError: the model is no causal language model of `transformers`, or `prompt` and `new` exceed its positions
+            together.
     """
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "generate"):
@@ -35,8 +35,6 @@ def generation_input(model: nn.Module, *, batch: int, prompt: int, new: int) -> 
             "runs one forward with its cache, and optimizer_type=None"
         )
     inputs = input_to_trace(model, batch=batch, seq=prompt)
-    if min(new, prompt) < 1:
-        raise InputError(f"generate must be tokens of the prompt and new tokens, each 1 or more, got {prompt} + {new}")
     limit = max_positions(model)
     if limit is not None and prompt + new > limit:
         raise InputError(f"{prompt} + {new} tokens are more than the {limit} positions of {name}; generate fewer")
