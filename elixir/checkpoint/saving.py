@@ -310,8 +310,7 @@ class Saving:
         """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
         self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
-        self._result: Loaded | None = None
-        self._error: CheckpointError | None = None
+        self._outcome: Loaded | CheckpointError  # once it has ended
         self._reported = False
         for index, states in enumerate(self._hooked()):
             states.chunk.before_write = partial(self.snapshot.release, index)
@@ -341,17 +340,15 @@ class Saving:
         if not self._ended.wait(timeout):
             raise CheckpointError(f"{self._options.folder} is still being written after {timeout} s")
         self._reported = True
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            raise StateError("a save has ended without a result")
-        return self._result
+        if isinstance(self._outcome, CheckpointError):
+            raise self._outcome
+        return self._outcome
 
     def end(self) -> CheckpointError | None:
         """Waits until the save has ended; returns its error if that was not reported yet."""
         self._ended.wait()  # the caller saves again, loads or closes: one save at a time reads the chunks
-        error, self._reported = None if self._reported else self._error, True
-        return error
+        reported, self._reported = self._reported, True
+        return self._outcome if isinstance(self._outcome, CheckpointError) and not reported else None
 
     def _hooked(self) -> list[ChunkStates]:
         return [reader.chunk_states for reader in self._captured.readers]
@@ -360,7 +357,7 @@ class Saving:
         started = time.perf_counter()
         ranks = HeartbeatGroup(self._group)
         try:
-            self._result = self._save(ranks)
+            self._outcome = self._save(ranks)
             written, took_s = format_bytes(self.nbytes), time.perf_counter() - started
             said = "%s: %s of this rank written in %.1f s, for which updates waited %.2f s"
             logger.info(said, self._options.folder, written, took_s, self.stall_s)
@@ -368,7 +365,7 @@ class Saving:
             self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
             failed.__cause__ = None if failed is error else error
-            self._error = failed
+            self._outcome = failed
             logger.error("%s was not saved: %s", self._options.folder, failed)
         finally:
             self.snapshot.end()

@@ -36,7 +36,7 @@ from elixir.wrapper.assemble.chunks import (
     move_chunks,
     warn_if_made_elsewhere,
 )
-from elixir.wrapper.assemble.frozen_weights import open_frozen
+from elixir.wrapper.assemble.frozen_weights import FrozenWeights, open_frozen
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
@@ -153,6 +153,8 @@ class ElixirModule(nn.Module):
             self._fused = FusedKernels(module, use_fused_kernels, where.type)
             undone.callback(self._fused.remove)
             self._engine = engine = Engine(module, ranks, where, options)
+            frozen: FrozenWeights | None = None
+            undone.callback(lambda: None if frozen is None else frozen.files.close())  # after it was read to undo
             undone.push(partial(_undo, self._origins, engine))
             self._promise = PlanPromise(
                 module,
@@ -164,7 +166,6 @@ class ElixirModule(nn.Module):
                 self._promise.refuse_exceeded(made)
             kept = self._cast if follow else None
             self._frozen = frozen = open_frozen(ranks, module, made, weights, debug.files)
-            undone.callback(lambda: None if frozen is None else frozen.files.close())
             build = partial(build_chunks, weights=weights, frozen=frozen, strict=strict, buffer_dtype=kept)
             with engine.window.file.without_loss("the model is as it came"):
                 engine.install(made, build)
@@ -172,6 +173,7 @@ class ElixirModule(nn.Module):
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
+            undone.callback(self._state.remove)
             self._account = StepAccount(engine, self._promise)
             engine.stepped = self._account.step_over
             engine.spare_host_bytes = self._promise.spare_host_bytes

@@ -47,12 +47,12 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def plan_in_files(
-    model: nn.Module, inp: dict[str, Any], world_size: int = 1, *, every: int = 1, **options: Any
+    model: nn.Module, inp: dict[str, Any], world_size: int = 1, *, every: int = 1, loss: Any = hf_loss, **options: Any
 ) -> Plan:
     """A plan with the frozen weights of every so many-th chunk in files, and of the others resident."""
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        hf_loss(model, inp).backward()
+        loss(model, inp).backward()
 
     options = {"inp": inp, "step_fn": step, "hardware": HARDWARE, "frozen_weights": "files"} | options
     plan = simple_search(model, world_size, split_number=8, allocate_factor=0.01, shard_device="cpu", **options).plan

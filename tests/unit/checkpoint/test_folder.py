@@ -34,6 +34,7 @@ from elixir.errors import (
 )
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.training_states import ChunkStates
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
@@ -256,12 +257,29 @@ def test_of_two_saves_at_once_into_one_folder_none_is_lost(run: Run, tmp_path: P
     it = case("opt", layers=1)
     with Run(it, make_plan(it, "mixed"), adamw) as other:
         save_checkpoint(tmp_path / "run", other.state(number=2), wait=True, files=FILES)
+    with pytest.raises(CheckpointError, match=r"run is still being written after 0\.01 s"):
+        saving.wait(0.01)
     held.go.set()
     with pytest.raises(CheckpointError, match="another save into the same folder"):
         saving.wait()
     assert verify(tmp_path / "run") == ()
     with open_checkpoint(tmp_path / "run") as saved:
         assert saved.value("number") == 2
+
+
+def test_states_that_change_their_layout_in_a_save_fail_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ChunkStates.tensors
+    monkeypatch.setattr(
+        ChunkStates,
+        "tensors",
+        lambda states: real(states)[: -1 if threading.current_thread().name == "elixir save" else None],
+    )
+    with pytest.raises(CheckpointError, match=r"states of chunk \d+ changed their layout while they were saved"):
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    with pytest.raises(CheckpointNotFound):
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
 
 
 def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partialmethod
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.integrations.lightning import ElixirPrecision, ElixirStrategy
 from elixir.integrations.optimizer_list import OptimizerList
 from elixir.integrations.options import read_options
+from elixir.integrations.transformers import ElixirMixin
 
 
 @pytest.mark.parametrize(
@@ -47,9 +49,13 @@ def test_gradients_are_clipped_by_norm_only() -> None:
 
 
 def test_a_fit_without_a_step_has_no_plan() -> None:
-    class Idle:
+    class Idle(ElixirMixin):
         def fit(self, model: object, **data: object) -> None:
             """Ends at once."""
 
+        train = partialmethod(fit, None)
+
     with pytest.raises(InputError, match="ended before it came to a plan"):
-        ElixirStrategy().dry_run(Idle(), None)
+        ElixirStrategy().dry_run(Idle.__new__(Idle), None)
+    with pytest.raises(InputError, match=r"train\(\) ended before it came to a plan"):
+        Idle.__new__(Idle).plan()

@@ -123,6 +123,11 @@ class KeepsSome(Layer):
         return self.run(super().forward, x, use_reentrant=False, context_fn=kept)  # type: ignore[return-value]
 
 
+class HasConstants(Layer):
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        return super().forward(x + torch.tensor([0.1 * number for number in range(16)]))
+
+
 def made_of(layer: type[Layer]) -> Model:
     model = Model()
     model.layers = nn.ModuleList(map(layer, range(2)))
@@ -144,6 +149,7 @@ def tuned() -> Model:
         (tuned, "code that is chosen by running it"),
         (partial(made_of, SetsGrad), "it sets requires_grad"),
         (partial(made_of, KeepsSome), "a checkpoint that keeps some results"),
+        (partial(made_of, HasConstants), "generated code of another form"),
     ],
 )
 def test_layers_that_inductor_cannot_be_asked_for_say_why(make: Any, why: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import elixir
@@ -15,6 +17,7 @@ from elixir.errors import InputError
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
+from tests.common.in_files import plan_in_files
 from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss
 
 Share = Callable[["Net"], object]
@@ -219,3 +222,15 @@ def test_parts_of_one_memory_that_do_not_overlap_are_ordinary_weights() -> None:
     it = _case(share)
     with Pair(it, make_plan(it, "streamed")) as pair:
         pair.train(2)
+
+
+def test_what_lies_in_the_memory_of_a_trained_weight_cannot_stay_in_its_file(tmp_path: Path) -> None:
+    it = _case(_frozen_head)
+    save_file({"head.weight": it.model.head.weight.detach().clone()}, tmp_path / "model.safetensors")
+    before = {name: value.clone() for name, value in it.model.state_dict().items()}
+    plan = plan_in_files(it.model, it.inp, loss=square_loss)
+    with pytest.raises(
+        InputError, match=r"head\.weight shares memory with table\.weight, which is trained, .* tie the two"
+    ):
+        ElixirModule(it.model, plan, device="cpu", weights=tmp_path, strict=False)
+    assert all(torch.equal(before[name], value) for name, value in it.model.state_dict().items())
