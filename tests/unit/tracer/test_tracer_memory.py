@@ -243,6 +243,29 @@ def test_predicted_peak_of_an_unusual_step_is_the_real_one(step: Step) -> None:
     assert abs(predicted - real) <= min(SCALARS_BYTES, 0.002 * real), f"predicted {predicted}, real {real}"
 
 
+FORMULAS = (
+    torch.acos, torch.asin, torch.acosh, torch.asinh, torch.atanh, torch.atan, torch.tan, torch.tanh, torch.erf,
+    torch.erfinv, torch.logit, torch.rsqrt, torch.reciprocal, torch.sinc, torch.sigmoid, torch.logsumexp, torch.cumprod,
+    torch.std, torch.norm, F.softplus, F.mish, F.softmin, F.logsigmoid, F.glu, F.normalize,
+)  # fmt: skip
+"""Functions whose derivatives make several tensors, some of them in place."""
+
+
+def test_derivatives_work_in_place_where_they_really_do() -> None:
+    differing = {}
+    for function in FORMULAS:
+        dim = {"dim": 0} if function in (torch.logsumexp, torch.cumprod) else {}
+
+        def step(model: nn.Module, inp: dict[Any, Any], function: Any = function, dim: dict[str, int] = dim) -> None:
+            (function(model(inp["x"]).sigmoid().add(1.0).mul(0.5), **dim) * 3).sum().backward()
+
+        model, inp = nn.Linear(8, 512), x(256, 8)
+        predicted, real = predicted_bytes(model, inp, step), observe_step(model, inp, step).peak_bytes
+        if abs(predicted - real) > max(SCALARS_BYTES, 0.002 * real):
+            differing[function.__name__] = predicted, real
+    assert differing == {}
+
+
 OPTIMIZERS = [
     *[("AdamW", {"lr": 0.1}, kernel) for kernel in ("for-loop", "foreach", "fused")],
     *[("SGD", {"lr": 0.1, "momentum": 0.9}, kernel) for kernel in ("for-loop", "foreach", "fused")],

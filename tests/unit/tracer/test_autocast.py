@@ -1,0 +1,68 @@
+"""Under autocast every operator gives the dtype that it gives in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.common.tracing import Seen, cpu_trace
+
+OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mm": torch.mm,
+    "bmm": lambda a, b: torch.bmm(a[None], b[None]),
+    "addmm": lambda a, b: torch.addmm(a, a, b),
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "linear": F.linear,
+    "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]),
+    "add": torch.add,
+    "exp": lambda a, b: a.exp() + b,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "index_copy": lambda a, b: a.index_copy(0, torch.arange(4, device=a.device), b.to(a.dtype)),
+    "softmax": lambda a, b: a.softmax(-1) + b.softmax(-1),
+    "log_softmax": lambda a, b: a.log_softmax(-1),
+    "layer_norm": lambda a, b: F.layer_norm(a, (4,)),
+    "sum": lambda a, b: a.sum(0),
+    "prod": lambda a, b: a.prod(0),
+    "cumsum": lambda a, b: a.cumsum(0),
+    "mse_loss": F.mse_loss,
+    "cross_entropy": lambda a, b: F.cross_entropy(a, torch.arange(4, device=a.device)),
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "norm": lambda a, b: a.norm(),
+    "conv1d": lambda a, b: F.conv1d(a[None], b[:, :, None]),
+    "interpolate": lambda a, b: F.interpolate(a[None], scale_factor=2.0),
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "cdist": torch.cdist,
+    "baddbmm": lambda a, b: torch.baddbmm(a[None], a[None], b[None]),
+}
+
+
+def dtypes(first: torch.Tensor, second: torch.Tensor, low: torch.dtype) -> dict[str, str]:
+    """The dtype that each operator gives; the name of the error if it refuses these."""
+    found = {}
+    with torch.autocast(first.device.type, low):
+        for name, operator in OPERATORS.items():
+            try:
+                found[name] = str(operator(first, second).dtype)
+            except RuntimeError as error:
+                found[name] = type(error).__name__
+    return found
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_operators_give_the_dtypes_of_a_real_step(low: torch.dtype, mixed: bool) -> None:
+    first, second = torch.rand(4, 4).to(low if mixed else torch.float32), torch.rand(4, 4)
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        seen.append(dtypes(inp["first"], inp["second"], low))
+        model(inp["first"].float()).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), {"first": first, "second": second}, step)
+    assert next(iter(seen)) == dtypes(first, second, low)
