@@ -25,8 +25,8 @@ from benchmark.reached_lines import at, forked, in_package, reached, repository_
 WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint", "unit/artifacts")
 ROOMS = {
     "wrapper": WRAPPER, "chunk": ("unit/chunk", *WRAPPER), "tracer": ("unit/tracer", "unit/access"),
-    "search": ("unit/search", "unit/artifacts"), "checkpoint": ("unit/checkpoint",),
-    "checkpoint_format": ("unit/checkpoint",),
+    "search": ("unit/search", "unit/artifacts"), "plan": ("unit/artifacts", "unit/search"),
+    "checkpoint": ("unit/checkpoint",), "checkpoint_format": ("unit/checkpoint",),
 }  # fmt: skip
 CHECKPOINTS = ("tests/distributed/test_ranks_checkpoints.py", "tests/distributed/test_ranks_replica_checkpoints.py")
 STEPS = ("tests/distributed/test_distributed_training.py", "tests/distributed/test_ranks_replicas.py")
@@ -94,7 +94,7 @@ def main() -> None:
             for part in filter(None, (tests[:FIRST_TESTS], tests[FIRST_TESTS:])):
                 found, by = forked([*options, *part], None, copy, LIMIT_S) if found != "yes" else (found, by)
             if args.ranks and found != "yes":
-                found, by = forked(RANKS[room], None, copy, LIMIT_S)
+                found, by = forked(list(RANKS[room]), None, copy, LIMIT_S)
             (copy / path).write_bytes(before)
             row = {"seed": args.seed, "room": room, "place": f"{path}:{line}", "change": change, "noticed": found}
             row |= {"by": by, "same": "", "cuda": bool(tests and options), "tests": len(tests)}

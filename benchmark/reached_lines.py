@@ -18,6 +18,7 @@ import sqlite3
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe, get_context
@@ -34,8 +35,10 @@ ROOT = Path(__file__).resolve().parent.parent
 REACHED = ROOT / "out" / "reached_lines"
 RECORDED_S = 10
 """No further test of a file is recorded after so many seconds of processor time."""
-STALL_S = 90
+STALL_S = 240
 """Nothing waits for a test that takes longer than this."""
+LONGEST_S = 12
+"""No test takes more seconds of processor time, unless a change keeps it from ending."""
 LINES = (
     "select path, context, numbits from line_bits, context, file where context.id = context_id and file.id = file_id"
 )
@@ -45,12 +48,12 @@ Reached = dict[str, list[tuple[str, int]]]
 line. On import, or in fixtures of several tests, a file of tests reaches it."""
 
 
-def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | None, copy: Path, limit_s: int) -> None:
-    """Runs in a fork until a test fails; says its name, and nothing each time when a test ends."""
+def run_tests(say: Callable[[Any], None], tests: list[str], data: Path | None, copy: Path, limit_s: int) -> None:
+    """Runs in a fork until a test fails; says its name, and after each other test the processor seconds so far."""
 
     class Plugin:
         def pytest_runtest_logreport(self, report: Any) -> None:
-            say((report.nodeid or "import") if report.failed and not data else None)
+            say((report.nodeid or "import") if report.failed and not data else time.process_time())
 
         pytest_collectreport = pytest_runtest_logreport
 
@@ -59,10 +62,20 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
 
         @pytest.hookimpl(trylast=True)  # after `-m` has left out slow cases
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            names = [item.nodeid.partition("[")[0] for item in items]
             if data:
-                cases = {item.nodeid.partition("[")[0]: item for item in items}
-                firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-                items[:] = [item for item in items if item in cases.values() or item in firsts.values()]
+                # The first and the last case of each.
+                items[:] = [
+                    item
+                    for index, (name, item) in enumerate(zip(names, items, strict=True))
+                    if name not in names[:index] or name not in names[index + 1 :]
+                ]
+                return
+            # By name here: pytest runs nothing if one test of a list is gone since it was recorded.
+            place = {test: number for number, test in enumerate(tests)}
+            places = [place.get(name, place.get(name.partition("::")[0])) for name in names]
+            found = [(number, index) for index, number in enumerate(places) if number is not None]
+            items[:] = [items[index] for _, index in sorted(found)]
 
     os.setsid()
     for stream in (1, 2):
@@ -70,35 +83,37 @@ def run_tests(say: Callable[[Any], None], tests: Iterable[str], data: Path | Non
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     os.environ["PYTHONPATH"] = str(copy)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("elixir", "benchmark")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("elixir", "benchmark", "tests")]:
         del sys.modules[name]  # tests import those of the copy
-    settings = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    settings = ("-q", "-p", "no:cacheprovider", "-m", "not slow", *dict.fromkeys(t.partition("::")[0] for t in tests))
     if data:
         recorder = Coverage(data_file=str(data))
         with recorder.collect():
-            pytest.main([*settings, *tests], plugins=[Plugin()])
+            pytest.main(list(settings), plugins=[Plugin()])
         recorder.save()
     else:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))  # beyond the second it would be killed silently
-        pytest.main([*settings, "-x", *tests], plugins=[Plugin()])
+        pytest.main(["-x", *settings], plugins=[Plugin()])
     say("")
 
 
-def forked(tests: Iterable[str], data: Path | None, copy: Path, limit_s: int = 0) -> tuple[str, str]:
+def forked(tests: list[str], data: Path | None, copy: Path, limit_s: int = 0) -> tuple[str, str]:
     """Whether one of the tests fails, and which one; or records them in `data`."""
     here, there = Pipe(duplex=False)
     process = get_context("fork").Process(target=run_tests, args=(there.send, tests, data, copy, limit_s))
     process.start()
     there.close()
-    by = None
+    by: Any = 0.0
     with contextlib.suppress(EOFError, ProcessLookupError):
-        while by is None:
+        while isinstance(by, float):
             by = here.recv() if here.poll(None if data else STALL_S) else "no end in time"
         os.killpg(process.pid, signal.SIGKILL)  # with all processes that its tests have started
     process.join()
-    if process.exitcode == -signal.SIGXCPU:
-        return f"not in {limit_s} s", ""
-    return "yes" if by != "" else "no", "a crash" if by is None else by
+    if isinstance(by, float):
+        if process.exitcode == -signal.SIGXCPU and limit_s - by < LONGEST_S:
+            return f"not in {limit_s} s", ""
+        by = "no end in time" if process.exitcode == -signal.SIGXCPU else "a crash"
+    return "yes" if by else "no", by
 
 
 def reached(folders: Iterable[str], copy: Path, *options: str) -> Reached:
@@ -108,7 +123,7 @@ def reached(folders: Iterable[str], copy: Path, *options: str) -> Reached:
     REACHED.mkdir(parents=True, exist_ok=True)
     for path in sorted(path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")):
         name = str(path.relative_to(ROOT))
-        data = REACHED / name.replace("/", ".")
+        data = REACHED / f"{name.replace('/', '.')}.{zlib.crc32(path.read_bytes()):08x}"
         if not data.exists():
             print("recording", name, flush=True)
             forked([*options, name], data, copy)
