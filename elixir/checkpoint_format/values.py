@@ -194,7 +194,7 @@ class _Decoder:
             for i, (key, item) in enumerate(_of(list, data["pairs"]))
         ]
         found: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
-        found.update(dict(pairs)) if kind != "Counter" else dict.update(found, pairs)
+        found.update(dict(pairs))
         if len(found) < len(pairs):
             raise self._wrong("a key occurs twice", where)
         return found

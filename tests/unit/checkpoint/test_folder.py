@@ -35,7 +35,7 @@ from elixir.errors import (
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
-from tests.common.file_faults import FailingFiles, UnsyncedFiles
+from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
 from tests.common.spawn import child, said
@@ -107,6 +107,16 @@ def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path / "runs")) == ["step-00000030", "step-00001000"]
         with pytest.raises(CheckpointNotFound):
             checkpoints.load(run.state(), 500)
+
+
+def test_what_a_save_that_was_cut_off_left_goes_before_the_next_takes_room(run: Run, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, run.state(), wait=True, files=FILES)
+    left = tmp_path / "0123456789abcdef-rank-00000-of-00001.safetensors"
+    left.write_bytes(b"cut off")
+    files = RecordingFiles()
+    save_checkpoint(tmp_path, run.state(), wait=True, files=files)
+    removed = [change.name == "remove" and change.path == str(left) for change in files.log].index(True)
+    assert removed < [change.name for change in files.log].index("create")
 
 
 def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
