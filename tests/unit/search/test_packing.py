@@ -126,6 +126,23 @@ def test_a_layer_is_what_repeats() -> None:
     assert table.layer_bytes == (weights + vectors,)
 
 
+def test_layers_of_two_stacks_are_not_one() -> None:
+    build = TraceBuilder()
+    sizes = {
+        "encoder.layers.0": 500,
+        "encoder.layers.1": 300,
+        "decoder.layers.0": 200,
+        "layers.0": 100,
+        "0": 900,
+        "x": 9,
+    }
+    for name, numel in sizes.items():
+        build.use("forward", build.parameter(f"{name}.weight", numel * PARAM_ALIGNMENT_BYTES))
+    table = ParamTable(build.build("two stacks"), 1)
+    # By share of the model: 900, 800 (of which a layer has 500), 200, 100.
+    assert table.layer_bytes == tuple(2 * PARAM_ALIGNMENT_BYTES * numel for numel in (900, 500, 200, 100))
+
+
 def test_tied_parameters_are_counted_once() -> None:
     trace = stack_trace("opt-175b")
     assert trace.numel == 174_604_468_224  # 12 h^2 + 13 h per layer, embeddings, final norm
