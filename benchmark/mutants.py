@@ -84,10 +84,11 @@ def main() -> None:
         for number in range(args.skip, args.count):
             room = args.rooms[number % len(args.rooms)]
             path, line, change, source = drawn[room][number // len(args.rooms)]
-            # What reaches a line in a case that was not recorded reaches the file in one that was.
-            tests = at(on_cpu[room], path, line) or [test for test, _ in on_cpu[room].get(path, ()) if "::" in test]
-            options = [] if tests else ["--cuda"]
-            tests = tests or at(on_cuda, path, line)
+            tests, options = at(on_cpu[room], path, line), []
+            if not tests and args.cuda:
+                tests, options = at(on_cuda, path, line), ["--cuda"]
+            if not tests:  # what reaches a line in a case that was not recorded reaches the file in one that was
+                tests, options = [test for test, _ in on_cpu[room].get(path, ()) if "::" in test], []
             found, by, begin = "not reached", "", time.perf_counter()
             before = (copy / path).read_bytes()
             (copy / path).write_bytes(source)
