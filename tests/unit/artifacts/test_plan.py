@@ -203,3 +203,14 @@ def test_a_plans_own_schedule_leaves_out_residents_and_keeps_pins() -> None:
     assert schedule.simulate(2) == Schedule([[0], [0], [0, 2]]).simulate(2)
     with pytest.raises(ValueError, match="block_count"):
         dataclasses.replace(plan, block_count=1)
+
+
+def test_the_share_of_the_peak_is_known_where_both_numbers_are() -> None:
+    predicted = dataclasses.replace(
+        make_plan().predicted, flops=6 * 10**12, peak_flops_per_s=4e12, seconds={"total": 3.0}
+    )
+    assert predicted.flops_per_s == 2e12
+    assert predicted.peak_share == 0.5
+    assert dataclasses.replace(predicted, flops=0).peak_share is None
+    assert dataclasses.replace(predicted, peak_flops_per_s=None).peak_share is None
+    assert dataclasses.replace(predicted, seconds={"total": 0.0}).flops_per_s == 0.0

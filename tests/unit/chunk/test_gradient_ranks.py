@@ -21,6 +21,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import make_lanes
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 
 CPU = torch.device("cpu")
 SLOTS = ((0, 5), (5, 2), (8, 4))
@@ -92,6 +93,8 @@ class Case:
     """By chunk, whether the traced step gave it a gradient."""
     steps: list[list[Backward]]
     reduce_fp32: bool
+    as_traced: bool
+    """Whether every rank gets every gradient once in each backward."""
 
     @property
     def shards(self) -> int:
@@ -104,17 +107,19 @@ HOMES = [(True, "device", "device"), (True, "device", "host"), (False, "host", "
 def drawn(seed: int) -> Case:
     draw = random.Random(seed)
     ranks, replicas = draw.choice(((2, 1), (2, 1), (4, 2), (3, 1)))
-    count = draw.randint(1, 3)
+    count, as_traced = draw.randint(1, 3), draw.random() < 0.5
 
     def arrivals(share: float) -> list[tuple[int, int, float]]:
         all_of = [(chunk, slot) for chunk in range(count) for slot in range(len(SLOTS)) if draw.random() < share]
-        all_of += draw.sample(all_of, min(len(all_of), draw.choice((0, 0, 1))))  # a parameter that two nodes use
+        if not as_traced:
+            all_of += draw.sample(all_of, min(len(all_of), draw.choice((0, 0, 1))))  # two nodes use the parameter
         draw.shuffle(all_of)
         return [(chunk, slot, float(12 * draw.randint(-9, 9))) for chunk, slot in all_of]
 
     def backward() -> Backward:
-        share = draw.choice((1.0, 1.0, 0.7, 0.3))
-        dropped = (draw.randrange(count), draw.randrange(len(SLOTS))) if draw.random() < 0.25 else None
+        share = 1.0 if as_traced else draw.choice((1.0, 0.7, 0.3))
+        drops = draw.random() < 0.3 and not as_traced
+        dropped = (draw.randrange(count), draw.randrange(len(SLOTS))) if drops else None
         return Backward([arrivals(share) for _ in range(ranks)], draw.random() < 0.7, dropped)
 
     return Case(
@@ -122,9 +127,10 @@ def drawn(seed: int) -> Case:
         replicas,
         draw.randint(1, 3),
         [draw.choice(HOMES) for _ in range(count)],
-        [draw.random() < 0.8 for _ in range(count)],
+        [as_traced or draw.random() < 0.8 for _ in range(count)],
         [[backward() for _ in range(draw.randint(1, 3))] for _ in range(3)],
         draw.random() < 0.3,
+        as_traced,
     )
 
 
@@ -166,11 +172,12 @@ class Training:
         self.chunks = list(self._chunks())
         buffers = HostBuffers(self.arena)
         buffers.add(BufferKind(SUMMANDS, "gradients", 0, 2, at_once=False))
+        last = len(self.chunks) - 1  # by then all have come
         options = FlowOptions(
             block_count=2,
             block_bytes=4 * self.numel,
             reduce_fp32=case.reduce_fp32,
-            places={index: index for index, there in enumerate(case.in_order) if there},
+            places={index: last if case.as_traced else index for index, there in enumerate(case.in_order) if there},
             accumulation=case.accumulation,
         )
         gathering = sorted(self.chunks, key=lambda chunk: not case.in_order[chunk.index])
@@ -219,12 +226,41 @@ class Training:
                     assert torch.equal(here[part], whole[chunk.mine][part]), (chunk.index, name)
                 else:
                     assert not whole[chunk.mine][part].any()
-            assert gradient.arrived <= got(self.case, step, self.rank, chunk.index) | set()
             assert gradient.arrived == got(self.case, step, self.rank, chunk.index)
             assert gradient.opened is None
             assert gradient.kept is None
+        if self.case.as_traced:
+            self.check_bytes(Backwards.of([each.reducing for each in step], self.case.accumulation))
+        self.flow.forget_counts()
         self.flow.clear()
         assert not self.flow.any_held()
+
+    def check_bytes(self, backwards: Backwards) -> None:
+        """Compares the bytes that were moved with those that a plan predicts."""
+        routes = [
+            ChunkRoute(
+                weight_bytes=4 * self.numel,
+                shard_bytes=4 * self.numel // self.case.shards,
+                resident=False,
+                weight_on_device=False,
+                state_on_device=states == "device",
+                trainable=True,
+                gradient=True,
+                stepped=True,
+                turned_bytes=0,
+                exchanged_bytes=0,
+                file_bytes=0,
+            )
+            for _, _, states in self.case.homes
+        ]
+        expected = step_traffic(routes, {}, backwards, stepped=False, replicas=self.case.replicas)
+        moved = self.flow.moved
+        assert (moved.offloaded, moved.returned, moved.network, moved.replicas) == (
+            expected.device_to_host_bytes,
+            expected.host_to_device_bytes,
+            expected.network_bytes,
+            expected.replicas_bytes,
+        )
 
 
 def on_ranks(count: int, work: Callable[[int], None]) -> None:

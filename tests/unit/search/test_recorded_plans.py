@@ -11,6 +11,7 @@ places, is seen although the plan stays consistent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 from pathlib import Path
@@ -148,7 +149,9 @@ def rounded(value: Any) -> Any:
         return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
 def outcome(seed: int) -> dict[str, Any]:
@@ -169,6 +172,7 @@ def outcome(seed: int) -> dict[str, Any]:
         "host_bytes": plan.predicted.host_parts,
         "moved_bytes": plan.predicted.moved_bytes,
         "plan": digest(planned(plan)),
+        "follows": digest(following(plan)),
         "step": digest(rounded(simulated(plan, trace, machine))),
     }
     explanation = explain(answer, trace, machine, levers=seed == WITH_LEVERS)
@@ -183,6 +187,21 @@ def planned(plan: Plan) -> Any:
     left_out = ("fingerprint", "version", "created")
     data = json.loads(plan.to_json())
     return rounded({name: value for name, value in data.items() if not any(word in name for word in left_out)})
+
+
+def following(plan: Plan) -> Any:
+    """Everything that follows from its fields, texts included."""
+    predicted = plan.predicted
+    found: dict[str, Any] = {
+        f"{type(each).__name__}.{name}": getattr(each, name)
+        for each in (plan, predicted, plan.chunks[0], plan.chunks[-1], plan.step, *predicted.judgements)
+        for name, value in sorted(vars(type(each)).items())
+        if isinstance(value, (property, functools.cached_property)) and name not in ("fingerprint", "environment")
+    }
+    found |= {f"regret, measured {measured}": predicted.regret_text(measured) for measured in (False, True)}
+    found |= {f"routes of rank {rank}": plan.routes(rank) for rank in (0, plan.world_size - 1)}
+    found |= {f"for {count} micro-batches": plan.prediction_for(count) for count in (1, 3, 4)}
+    return rounded(found | {"time": predicted.time_text()})
 
 
 def simulated(plan: Plan, trace: StepTrace, machine: HardwareProfile) -> list[Any]:
