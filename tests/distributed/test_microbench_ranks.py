@@ -83,10 +83,14 @@ def the_rank(ranks: Ranks, what: str) -> Any:
     return what, ranks.size, ranks.slowest(float(ranks.rank))
 
 
-def test_started_ranks_answer_or_say_what_went_wrong() -> None:
-    assert spawn(2, the_rank, "hello") == ("hello", 2, 1.0)
+def test_started_ranks_say_what_went_wrong() -> None:
     with pytest.raises(RankError, match="no such thing|ended without|another rank"):
         spawn(2, the_rank, "fail")
+
+
+@pytest.mark.slow
+def test_several_started_ranks_answer() -> None:
+    assert spawn(2, the_rank, "hello") == ("hello", 2, 1.0)
 
 
 def test_keys_of_several_ranks_are_keys_of_a_profile() -> None:

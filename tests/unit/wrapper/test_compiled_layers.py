@@ -221,7 +221,10 @@ def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
 def test_a_wrap_that_fails_compiles_nothing() -> None:
     it = case("llama")
     with pytest.raises(elixir.PlanError):
-        elixir.wrap(it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile=True, device_memory="8KiB")
+        elixir.wrap(
+            it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile={"backend": "aot_eager"},
+            device_memory="8KiB", placement="cuda",
+        )  # fmt: skip
     assert not compiled_units(it.model)
     assert all(layer._compiled_call_impl is None for layer in repeated_layers(it.model))
 
