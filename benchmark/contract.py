@@ -1,6 +1,6 @@
 """Whole runs, from load to resume, whose processes may take the memory that was predicted and no more.
 
-    python benchmark/contract.py [--runs 300] [--first 0] [--limited] [--alone] [--seconds 3600] [--no-record]
+    python benchmark/contract.py [--runs 300] [--first 0] [--every 1] [--limited] [--alone] [--seconds 3600] [--no-record]
 
 A run is drawn from its number: model, dtype, moments, accumulation, budgets (so homes), ranks, framework, phase. Each
 rank is a process. It loads a model, plans and wraps it, trains, saves a checkpoint (without a framework while it
@@ -200,6 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1, help="the step from one number to the next")
     parser.add_argument("--limited", action="store_true")
     parser.add_argument("--alone", action="store_true", help="start each rank by itself")
     parser.add_argument("--seconds", type=float, default=3600, help="after which no further run is begun")
@@ -207,7 +208,7 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[Row] = []
     started, runs = time.monotonic(), Runs(alone=args.alone)
-    for number in range(args.first, args.first + args.runs):
+    for number in range(args.first, args.first + args.runs * args.every, args.every):
         if time.monotonic() - started > args.seconds:
             break
         case, before = drawn(number), conditions()
