@@ -1,6 +1,6 @@
 """Predicted memory of a step with compiled layers on the CPU against a real one: inductor, six families.
 
-    python benchmark/compiled_peaks.py [--families opt t5] [--no-record]
+    python benchmark/compiled_peaks.py [--families opt t5] [--checkpoints "budget 0.25"] [--no-record]
 
 As `cpu_peaks`, with models of more layers and a smaller vocabulary, so that the layers set the peak. The prediction for
 the same layers uncompiled, which a trace falls back to, is in the row too. Appends a row per case to
@@ -23,13 +23,18 @@ import torch
 from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.cpu_peaks import build_case, innermost, percent, predict, seeded_step, shape_of
 from benchmark.observe import observe_step
+from elixir.access.recomputation import recomputing
 from elixir.cli.trial import quiet_profiler
 from elixir.models.compiled_layers import layers_compiled
+from elixir.models.layer_units import repeated_layers
+from elixir.step_trace import UnitActivations
 from elixir.units import dtype_name
 
 BELOW_PERCENT = 0.1
-ABOVE_PERCENT = {"none": 2.0, "non-reentrant": 5.0}
-"""How far above the observed peak a prediction may be, by activation checkpointing."""
+BUDGETS = {"budget 0.25": 0.25, "budget 0": 0.0}
+"""Activation memory budgets with which a plan has the layers compiled, in place of activation checkpointing."""
+ABOVE_PERCENT = {"none": 2.0, "non-reentrant": 5.0, **dict.fromkeys(BUDGETS, 0.2)}
+"""How far above the observed peak a prediction may be, by activation checkpointing or budget."""
 FAMILIES = ("opt", "gpt2", "llama", "bert", "vit", "t5")
 CASES = (*itertools.product(ABOVE_PERCENT, (0.0, 0.1), (torch.float32,)), ("none", 0.0, torch.bfloat16))
 """Activation checkpointing, dropout, dtype."""
@@ -41,13 +46,16 @@ def peak_row(family: str, checkpoint: str, dropout: float, dtype: torch.dtype) -
     found_conditions = conditions()
     torch._dynamo.reset()
     shape = shape_of(family, LAYERS, VOCABULARY)
-    model, inp = build_case(family, checkpoint, dtype, dropout, shape)
+    budget = BUDGETS.get(checkpoint)
+    model, inp = build_case(family, "none" if checkpoint in BUDGETS else checkpoint, dtype, dropout, shape)
     started = time.perf_counter()
     uncompiled = predict(model, inp)
     without = time.perf_counter() - started
-    trace = predict(model, inp, compile=True)
+    names = () if budget is None else repeated_layers(model).values()
+    activations = tuple(UnitActivations(name, None, budget=budget) for name in names)
+    trace = predict(model, inp, compile=True, activations=activations)
     traced = time.perf_counter() - started - without
-    with layers_compiled(model, True, keep=True), quiet_profiler():
+    with layers_compiled(model, True, keep=True), recomputing(model, activations), quiet_profiler():
         observed = observe_step(model, inp, seeded_step)
     predicted = trace.backward_peak_bytes - trace.resting_bytes
     as_uncompiled = uncompiled.backward_peak_bytes - uncompiled.resting_bytes
@@ -79,10 +87,12 @@ def main() -> int:
     """Runs all cases, appends rows, summarises; 1 if any case misses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--checkpoints", nargs="+", default=list(ABOVE_PERCENT), choices=ABOVE_PERCENT)
     parser.add_argument("--no-record", action="store_true", help="append nothing to the results")
     arguments = parser.parse_args()
     rows = []
-    for family, case in itertools.product(arguments.families, CASES):
+    cases = [case for case in CASES if case[0] in arguments.checkpoints]
+    for family, case in itertools.product(arguments.families, cases):
         rows.append(peak_row(family, *case))
         print({key: rows[-1][key] for key in list(rows[-1])[:11]}, flush=True)
     columns = ("model", "checkpoint", "dtype", "dropout", "observed_bytes", "difference_percent", "uncompiled_percent")

@@ -124,12 +124,15 @@ class StepQuestion:
             raise InputTypeError("a trace has no model to build")
         return self.model
 
-    def trace(self, hardware: HardwareProfile, built: nn.Module | None = None) -> StepTrace:
+    def trace(
+        self, hardware: HardwareProfile, built: nn.Module | None = None, kinds: dict[Any, Any] | None = None
+    ) -> StepTrace:
         """The step on this machine.
 
         Args:
             hardware: whose kernels and allocator to assume.
             built: the model, where it was built before.
+            kinds: a dict that traces of this step share (`elixir.tracer.trace_step`).
 
         Raises:
             InputError, InputTypeError: something of the question makes no sense.
@@ -185,6 +188,7 @@ class StepQuestion:
                 lora=self.lora,
                 quantised=self.quantised,
                 activations=self.activations,
+                kinds=kinds,
             )
 
 

@@ -36,6 +36,8 @@ from elixir.tracer.operation_kinds import passing
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
 
+Kinds = dict[Any, tuple[list[Callable[[Operation], None]], Callable[[list[torch.Tensor]], Any]]]
+"""By kind of layer, its code, and in a list what gets the costs of its kernels in the trace that runs it."""
 Settings = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Settings of inductor, and of AOTAutograd, under which a layer is compiled."""
 
@@ -58,6 +60,7 @@ class GeneratedCode:
         cost: gets what each kernel costs.
         budgets: memory budgets of some layers (`elixir.step_trace.UnitActivations.budget`); others have that which is
             set.
+        kinds: code of kinds of layers that traces of the same step have found, to which this one adds.
 
     Raises:
         TraceError: a layer with a budget is none of these layers.
@@ -68,6 +71,7 @@ class GeneratedCode:
         layers: Mapping[str, tuple[nn.Module, Mapping[str, Any]]],
         cost: Callable[[Operation], None],
         budgets: Mapping[str, float],
+        kinds: Kinds,
     ) -> None:
         unknown = sorted(budgets.keys() - layers.keys())
         if unknown:
@@ -75,8 +79,7 @@ class GeneratedCode:
                 f"{unknown[0]} has a memory budget of torch.compile, and what it keeps then is known only of layers "
                 "that inductor compiles for the CPU; plan for a CPU, or without activations="
             )
-        self._cost = cost
-        self._kinds: dict[Any, Callable[[list[torch.Tensor]], Any]] = {}
+        self._cost, self._kinds = cost, kinds
         self._settings: dict[nn.Module, Any] = {}
         self.layers = [layer for layer, _ in layers.values()]
         """The layers that call generated code."""
@@ -117,11 +120,15 @@ class GeneratedCode:
         if key not in self._kinds:
             try:
                 _check(given, others)
-                self._kinds[key] = _generated(layer, leaves, spec, settings, self._cost)
+                costs = [self._cost]
+                made = _generated(layer, leaves, spec, settings, lambda operation: costs[0](operation))
+                self._kinds[key] = costs, made
             except Exception as error:  # whatever a compiler raises
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
                 raise TraceError(f"{type(layer).__name__} has no generated code: {said}") from error
-        return self._kinds[key]([*_tensors_of(layer).values(), *given])
+        costs, run = self._kinds[key]
+        costs[0] = self._cost
+        return run([*_tensors_of(layer).values(), *given])
 
 
 def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:

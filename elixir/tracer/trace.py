@@ -35,7 +35,7 @@ from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.fused_costs import FusedCosts
-from elixir.tracer.generated_code import GeneratedCode
+from elixir.tracer.generated_code import GeneratedCode, Kinds
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
@@ -86,6 +86,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     lora: int | None = None,
     quantised: str | None = None,
     activations: tuple[UnitActivations, ...] = (),
+    kinds: Kinds | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -114,6 +115,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         lora: how `elixir.models.build` was asked for adapters, written down likewise.
         quantised: how it was asked for quantised weights, written down likewise.
         activations: of these units, what is kept, made again or moved, whatever the model does.
+        kinds: a dict that traces of the same step share, so that each kind of compiled layer is compiled once.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
@@ -150,7 +152,10 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
         budgets = {each.unit: each.budget for each in activations if each.budget is not None}
         generated = GeneratedCode(
-            _generated_units(twin, compiled, target) if generated_code else {}, order.cost, budgets
+            _generated_units(twin, compiled, target) if generated_code else {},
+            order.cost,
+            budgets,
+            {} if kinds is None else kinds,
         )
         recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
         try:

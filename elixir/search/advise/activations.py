@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from elixir.errors import InputError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
+from elixir.plan.chunk_plan import Home
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, everything_on_host, glance, planned
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
@@ -77,15 +79,18 @@ def trace_that_keeps(
     """
     _check(step, request)
     model = step.build() if built is None else built
-    whole = that_keeps_everything(step, model).trace(hardware, model) if whole is None else whole
+    kinds: dict[Any, Any] = {}
+    whole = that_keeps_everything(step, model).trace(hardware, model, kinds) if whole is None else whole
 
     @functools.cache
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
-        return replace(step, activations=own).trace(hardware, model)
+        return replace(step, activations=own).trace(hardware, model, kinds)
 
+    request = replace(request, activations=None)
+    if budgeted_units(whole) and _stays(whole, hardware, request):
+        return whole  # each trace with another budget takes the seconds of a compilation
     traces = BudgetedTraces(whole, _under_budgets(whole, traced))
     _check_trace(traces)
-    request = replace(request, activations=None)
     found = []
     if request.pass_size in (1, "auto"):
         found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced))
@@ -95,6 +100,12 @@ def trace_that_keeps(
         return found[0]
     one, several = (_planned_s(Question(each, hardware, request)) for each in found)
     return found[one > several * WORTHWHILE]
+
+
+def _stays(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> bool:
+    """Whether everything stays on the device while nothing is made again."""
+    plan = planned(Question(whole, hardware, replace(request, assume="nominal")))
+    return plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks)
 
 
 def _is_again(trace: StepTrace) -> bool:

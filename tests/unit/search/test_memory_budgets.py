@@ -168,8 +168,11 @@ def test_what_is_refused() -> None:
     own = with_budgets((0.0, 0.0))
     with pytest.raises(TraceError, match="compiles for the CPU"):
         trace_step(it.model, it.inp, step_of(it), hardware=preset("h100"), compile=True, activations=own)
+    options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
+    compiled(it.model)
+    assert optimal_search(it.model, 1, **options, device_memory="1GiB").plan.activations == ()
     with pytest.raises(InputError, match=r"what they keep under a memory budget .* is not known"):
-        optimal_search(compiled(it.model), 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", activations="auto")
+        optimal_search(it.model, 1, **options, device_memory="3MiB", host_memory="1GiB")
     with pytest.raises(InputError, match="is not compiled, but its plan"):
         Recomputation(wide().model, own)
     nobody = nn.Module()

@@ -57,7 +57,10 @@ def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.Mo
     monkeypatch.setattr(generated_code, "_generated", lambda *args: kinds.append(args[0]) or real(*args))
     with torch.device("meta"):
         model = Model()
-    found, fused, eager = traced(model), traced(model, generated_code=False), traced(model, compile=False)
+    shared: dict[Any, Any] = {}
+    found, again = (traced(model, kinds=shared) for _ in range(2))
+    fused, eager = traced(model, generated_code=False), traced(model, compile=False)
+    assert (again.accesses, again.operations) == (found.accesses, found.operations)
     assert "generates" in found.assumptions[-1], found.assumptions  # a version may lack a private name
     assert len(kinds) == 2  # the first input needs no gradient, the other two do
     assert found.backward_peak_bytes < eager.backward_peak_bytes
