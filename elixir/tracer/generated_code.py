@@ -401,10 +401,11 @@ def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
 def _flags(layer: nn.Module, number: str) -> Iterator[tuple[str, str, Any]]:
     """All by which two layers of a class may differ in code: settings of their modules, and the modules' classes.
 
-    Settings that are the layer's `number` in its list, such as ``layer_idx``, are left out.
+    Settings that are the layer's `number` in its list, such as ``layer_idx``, are left out, and what runs it compiled.
     """
     for name, module in layer.named_modules():
         yield name, "", type(module)
         for attribute, value in vars(module).items():
-            if isinstance(value, _ATOMS) and (type(value) is not int or str(value) != number):
+            ours = attribute == "_compiled_call_impl" or (type(value) is int and str(value) == number)
+            if isinstance(value, _ATOMS) and not ours:
                 yield name, attribute, value
