@@ -106,6 +106,11 @@ def test_a_layer_compiled_anew_gets_its_budget_until_the_model_is_closed(mode: s
     model = ElixirModule(it.model, plan, device="cpu")
     assert run(model) == [0.0, 0.25]
     assert compile_and_run(model) == [0.0, 0.25]
+    model.zero_grad()
+    model.rehome(replace(plan, step=replace(plan.step, activations=with_budgets([0.25, 0.0]))))
+    seen.clear()
+    it.loss(model, it.inp).backward()
+    assert seen == []  # code of the other layer
     model.close()
     assert set(run(it.model)) == {1.0}
 
