@@ -95,3 +95,9 @@ def test_a_budget_that_is_too_small_is_refused_before_any_step(
 def test_learning_needs_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_text("{}")
     assert "--show NAME" in fails(capsys, "hardware", "--learn", str(tmp_path / "report.json"))
+
+
+def test_what_is_no_report_is_not_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text("[3]")
+    said = fails(capsys, "hardware", "--show", "h200", "--learn", str(tmp_path / "report.json"))
+    assert "report.json: expected the numbers of a step's report, or a list of such, found neither" in said

@@ -201,3 +201,20 @@ def test_names_and_models_that_cannot_be_together_are_refused() -> None:
             elixir.together(**{name: layer})
     with pytest.raises(InputError, match=r"reference is policy, or a part of it"):
         elixir.together(policy=nn.Sequential(layer), reference=layer)
+
+
+def test_models_together_take_no_pass_of_several_micro_batches() -> None:
+    model = elixir.together(policy=tiny("llama", layers=2, positions=64, checkpoint="non-reentrant"))
+
+    def step(models: Any, inp: dict[str, torch.Tensor]) -> None:
+        (models.policy(**inp).loss / 2).backward()
+
+    module, optimizer = elixir.wrap(
+        model, optimizer_of(model), inp=batch(0), step_fn=step, hardware="cpu", accumulation=2, pass_size=2,
+        device_memory="1GiB", host_memory="1GiB", placement="cpu", replan=False,
+    )  # fmt: skip
+    with pytest.raises(
+        InputError, match="several models under one plan cannot share a pass yet; plan with pass_size=1"
+    ):
+        optimizer.accumulate(step, [batch(0), batch(1)])
+    module.close()

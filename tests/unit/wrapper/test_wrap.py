@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import elixir
-from elixir import api
+from elixir import HybridAdam, api
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
@@ -487,3 +488,34 @@ def test_a_plan_is_shown_before_it_runs(
     assert len(printed.splitlines()) == lines
     assert not lines or printed.startswith(f"plan {model.plan.fingerprint}: ")
     assert lines != 3 or "\n  chunks " in printed
+
+
+def test_what_a_plan_settles_and_what_no_plan_holds_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, inp = nn.Linear(8, 8), {"input": torch.randn(2, 8)}
+
+    def step(model: Any, inp: Any) -> None:
+        model(**inp).sum().backward()
+
+    plan = elixir.simple_search(model, 1, inp=inp, step_fn=step, hardware="cpu").plan
+    with pytest.raises(
+        InputError, match=r"a plan that is given was made with .* leave out accumulation, inp, or leave"
+    ):
+        elixir.wrap(model, torch.optim.SGD(model.parameters()), plan=plan, accumulation=2, inp=inp)
+    optimizers = [
+        HybridAdam([model.weight], moments="bfloat16"),
+        torch.optim.AdamW([model.bias]),
+    ]
+    with pytest.raises(InputError, match=r"keeps all moments alike, found \['bfloat16', 'float32'\]; use one kind"):
+        elixir.wrap(model, optimizers, inp=inp, step_fn=step, hardware="cpu", device="cpu")
+
+    def unknown(*_: Any) -> None:
+        raise InputError("no way to that disk")
+
+    monkeypatch.setattr(api, "with_disk", unknown)
+    save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")
+    model.weight.requires_grad_(False)
+    with pytest.raises(InputError, match=r"no way to that disk: to plan with frozen_weights='files', .* disk_folder="):
+        elixir.wrap(
+            model, torch.optim.SGD([model.bias]), inp=inp, step_fn=step, frozen_weights="files", weights=tmp_path,
+            strict=False, hardware="cpu", device="cpu",
+        )  # fmt: skip
