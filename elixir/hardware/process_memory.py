@@ -28,7 +28,7 @@ then; on several ranks instead a share of the plan's memory, since gradients and
 
 Source: measured with torch 2.13.0+cpu and glibc 2.36 on x86-64. 2 to 63 MiB with little freed; 62 to 91 MiB with 59 to
 118 MiB freed; on two ranks 0.15, 0.17 and 0.19. `HeapLimit` holds a process to them."""
-HEAP_LOOK_SHARE = 0.015
+HEAP_LOOK_SHARE = 0.02
 """Memory is given back at this share below the expected peak, since gradients come in large pieces."""
 
 
@@ -79,7 +79,7 @@ def give_back_freed() -> None:
 
 
 class HeapLimit:
-    """Gives freed memory back when this process holds more than it is expected to.
+    """Gives freed memory back when this process holds more of its own than it is expected to.
 
     A freed gradient leaves a gap in the heap into which the next one of its size does not fit: glibc 2.36 looks for 96
     bytes more than it then takes, to align a tensor. So all gradients of a backward may leave gaps. Pages that are made
@@ -91,7 +91,7 @@ class HeapLimit:
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
 
     def set(self, expected_bytes: int) -> None:
-        """Expects a peak of resident memory from here on."""
+        """Expects a peak of `Resident.own_bytes` from here on."""
         self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes)
         if self._file is None:
             with contextlib.suppress(OSError):
@@ -107,7 +107,8 @@ class HeapLimit:
 
     @staticmethod
     def _held_bytes(file: int) -> int:
-        return int(os.pread(file, 128, 0).split()[1]) * PAGE_BYTES
+        _, resident_pages, shared_pages, *_ = os.pread(file, 128, 0).split()
+        return (int(resident_pages) - int(shared_pages)) * PAGE_BYTES
 
 
 def share_heap() -> None:

@@ -102,7 +102,7 @@ class PlanPromise:
     def _expect(self, need: ProcessNeed) -> None:
         self._most_bytes = max(self._most_bytes, need.peak_bytes, self.held.peak_bytes if self.held else 0)
         if self._engine.device.type == "cpu":
-            self._engine.heap_limit.set(self._most_bytes)
+            self._engine.heap_limit.set(need.own_bytes)
 
     def refuse_exceeded(self, plan: Plan) -> None:
         """Refuses a plan for which this machine has too little memory left, the limits of control groups included.
