@@ -102,8 +102,8 @@ class HostCopies:
         if target.is_meta:
             there, here = self.holds(target), self.holds(source)
             if there and not here and source.is_meta:
-                if (known := self._shadows.of(source)) is not None and known.value().shape == target.shape:
-                    self._shadows.attach(target, known.value())
+                if (known := self._shadows.of(source)) is not None:
+                    self._shadows.attach(target, known.value().expand(target.shape))
                 self._crosses(source, target)
             elif here and not there:
                 self._comes_back(source)
@@ -175,8 +175,8 @@ class HostCopies:
         (`copy_requires_temporaries` in `Copy.cu`)."""
         self._order.transfer("device_to_host", made.numel() * made.itemsize)
         wide = [dim for dim, size in enumerate(made.shape) if size > 1]
-        alike = [made.stride(dim) for dim in wide] == [source.stride(dim) for dim in wide]
-        if source.dtype != made.dtype or source.shape != made.shape or not alike:
+        same = source.dtype == made.dtype and source.shape == made.shape
+        if not same or [made.stride(dim) for dim in wide] != [source.stride(dim) for dim in wide]:
             self._ledger.touch(
                 made.numel() * made.itemsize, self._order.module(self._order.phase()), "copy to the host"
             )

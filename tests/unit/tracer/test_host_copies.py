@@ -19,7 +19,7 @@ from elixir.models import default_input
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from tests.common.tiny_models import tiny
-from tests.common.tracing import H200, cpu_trace, trace_step
+from tests.common.tracing import H200, Seen, cpu_trace, trace_step
 
 FORMS = ("save_on_cpu", "save_on_cpu pinned", "offload_wrapper", "offloaded checkpoints")
 PINNED = FORMS[1:]
@@ -180,3 +180,19 @@ def test_what_is_computed_on_the_host_stays_there_until_it_is_sent_back() -> Non
         ("host_to_device", nbytes),
     ]
     assert trace.host_peak_bytes == 2 * nbytes  # the copy, and the sum
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_known_number_is_known_on_the_host_too(shape: tuple[int, ...]) -> None:
+    """Also if it fills a tensor there."""
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        there = torch.empty(shape, pin_memory=True)
+        there.copy_(inp["number"])
+        seen.append(bool((there.to(inp["x"].device) > 2).all()))
+        model(inp["x"]).sum().backward()
+
+    trace = trace_step(nn.Linear(4, 4), {"x": torch.rand(2, 4), "number": torch.tensor(2.5)}, step, hardware=H200)
+    assert list(seen) == [True]
+    assert trace.host_peak_bytes == (16 if shape else 4)  # pinned memory comes in powers of two
