@@ -265,7 +265,12 @@ class Shadows:
             if func is aten.histc.default and not args[0].is_floating_point():
                 # the CPU has no kernel that counts integers
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            if func in _WIDEN_IF_ASKED and args[2]:  # nor has it one that widens
+                return func(args[0].float(), args[1], False)
             return func(*args, **kwargs)
+
+
+_WIDEN_IF_ASKED = (aten._softmax.default, aten._log_softmax.default)
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:

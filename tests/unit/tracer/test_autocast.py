@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.common.tracing import Seen, cpu_trace
+from tests.common.tracing import H200, Seen, cpu_trace, trace_step
 
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mm": torch.mm,
@@ -66,3 +66,32 @@ def test_operators_give_the_dtypes_of_a_real_step(low: torch.dtype, mixed: bool)
 
     cpu_trace(nn.Linear(4, 4), {"first": first, "second": second}, step)
     assert next(iter(seen)) == dtypes(first, second, low)
+
+
+ON_CUDA = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "einsum", "linear", "attention", "conv1d", "baddbmm"), "low"),
+    **dict.fromkeys(("softmax", "log_softmax", "layer_norm", "sum", "prod", "cumsum", "norm", "exp", "cdist"), "wide"),
+    **dict.fromkeys(("mse_loss", "cross_entropy", "smooth_l1_loss"), "wide"),
+    **dict.fromkeys(("add", "cat", "stack", "where"), "widest"),
+    "interpolate": "wide",
+    "index_copy": "given",
+}
+"""By PyTorch's table of operators that autocast to float16, to float32, or to the widest input."""
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_on_cuda_operators_give_the_dtypes_of_the_table(low: torch.dtype) -> None:
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        seen.append(dtypes(inp["half"], inp["half"], low) | {"of two": dtypes(inp["half"], inp["float"], low)})
+        model(inp["float"]).sum().backward()
+
+    given = {"half": torch.rand(4, 4).to(low), "float": torch.rand(4, 4)}
+    trace_step(nn.Linear(4, 4), given, step, hardware=H200)
+    found = next(iter(seen))
+    kinds = {"low": low, "wide": torch.float32, "widest": low, "given": low}
+    mixed = found.pop("of two")
+    assert found == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}
+    kinds["widest"] = torch.float32
+    assert mixed == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}

@@ -40,6 +40,10 @@ def test_round_trip_with_buffers(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
+def test_the_only_rank_is_the_first(pair: Pair) -> None:
+    assert pair.module.state_dict(rank0_only=True).keys() == pair.module.state_dict().keys()
+
+
 def test_what_it_gives_does_not_change_later(pair: Pair) -> None:
     state = pair.module.state_dict()
     before = copy.deepcopy(state)
