@@ -157,9 +157,13 @@ def _check_trace(traces: BudgetedTraces) -> None:
             "already by a checkpoint in the model's code; take it out, or leave out activations="
         )
     if not whole.forwards and not traces.under:
-        compiled = "its layers are compiled, and what they keep under a memory budget of torch.compile is not known"
-        why = compiled if whole.step.compiled else "the model repeats no layer that can run again"
-        raise InputError(f"activations='auto' cannot keep less than everything: {why}; leave it out")
+        why = "the model repeats no layer that can run again; leave it out"
+        if whole.step.compiled:
+            why = (
+                "its layers are compiled, and what they keep under a memory budget of torch.compile is known for "
+                "inductor on the CPU alone; leave it out, or plan layers that are not compiled"
+            )
+        raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 
 
 @garbage_collection_paused()
