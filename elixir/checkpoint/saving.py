@@ -371,6 +371,7 @@ class Saving:
             self.snapshot.end()
             for states in self._hooked():
                 states.chunk.before_write = None
+            self._captured.readers.clear()
             del self._captured.own_tensors, self._captured.shared_tensors
             self._ended.set()
 

@@ -374,4 +374,5 @@ class Snapshot:
                 if part.state is not PartState.DONE:
                     part.to(PartState.DONE)
                 self._drop(part)
+                vars(part).pop("states", None)  # a save that the caller keeps must not keep chunks, which may move
             self._turn.notify_all()

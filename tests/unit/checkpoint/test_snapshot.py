@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -214,6 +216,18 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
     sink = Sink(random.Random(0), 0)
     snapshot.write(sink.write, lambda: None)
     assert torch.equal(sink.tensor("a/0", torch.float32), torch.zeros(100))
+
+
+def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
+    chunk = Chunk(0, SPAN)
+    snapshot, alive = Snapshot([chunk], SnapshotPool(0, torch.empty), CPU), weakref.ref(chunk)
+    snapshot.write(lambda *_: None, lambda: None)
+    del chunk
+    assert alive() is not None
+    snapshot.end()
+    snapshot.release(0)  # an update that was about to ask
+    gc.collect()
+    assert alive() is None
 
 
 def test_an_empty_area_does_not_part_the_others() -> None:
