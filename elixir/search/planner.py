@@ -419,6 +419,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         clipping=request.clipping is not False or trace.dtype == "float16",
         frozen_weights=request.frozen_weights,
         replicas=request.divisions(1)[0],
+        device_kind=hardware.device_kind,
     )
 
 

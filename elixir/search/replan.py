@@ -178,7 +178,7 @@ def correct(
     ranks = hardware.ranks_per_host(plan.world_size)
     asked = plan
     if seen.batches is not None and seen.batches != plan.passes:
-        plan = _for_batches(plan, trace, ranks, seen.batches)
+        plan = _for_batches(plan, trace, hardware, seen.batches)
     host_seen, predicted = seen.host_peak_bytes * ranks, plan.predicted
     # On a CPU only what exceeds the plan is seen, so the rest is the plan's own number.
     foreseen = (asked if hardware.device_kind == "cpu" else plan).predicted.device_peak_bytes
@@ -191,7 +191,7 @@ def correct(
         host_reserve_bytes=plan.host_reserve_bytes,
     )
     machine, scale = calibrated(trace, hardware, plan, seen)
-    setting = setting_of(plan, ranks)
+    setting = setting_of(plan, ranks, hardware.device_kind)
     keeps = seen.early.kept >= LEAST_KEPT
     if not keeps:
         setting = replace(setting, early_updates=False)
@@ -217,9 +217,10 @@ def correct(
     return Correction(None, f"{what}; another plan would gain {max(gain, 0.0):.1%}")
 
 
-def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int) -> Plan:
+def _for_batches(plan: Plan, trace: StepTrace, hardware: HardwareProfile, batches: int) -> Plan:
     """The plan as it runs with so many batches a step: gradients wait longer, and move more often."""
-    setting = replace(setting_of(plan, ranks_per_host), accumulation=batches)
+    setting = setting_of(plan, hardware.ranks_per_host(plan.world_size), hardware.device_kind)
+    setting = replace(setting, accumulation=batches)
     need = MemoryModel(packed_step_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
     predicted = replace(
         plan.prediction_for(batches),

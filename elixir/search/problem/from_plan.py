@@ -68,8 +68,9 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
     return work
 
 
-def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
-    """The setting, which was the same for all candidates when it was searched."""
+def setting_of(plan: Plan, ranks_per_host: int, device_kind: str = "cuda") -> Setting:
+    """The setting, which was the same for all candidates when it was searched; the kind of device only matters for
+    memory."""
     return Setting(
         plan.world_size,
         ranks_per_host,
@@ -83,6 +84,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         clipping=plan.clipping,
         frozen_weights=plan.frozen_weights,
         replicas=plan.replicas,
+        device_kind=device_kind,
     )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from elixir.optimizer_states import (
     DIRECTION_BYTES,
     FP32_BYTES,
+    LARGEST_HOST_PIECE_NUMEL,
     LARGEST_PIECE_NUMEL,
     MATRIX_STATES,
     STEP_TEMPORARY_BYTES,
@@ -392,7 +393,8 @@ class MemoryModel:
         """
         moments = self.setting.moments
         if moments != "float32":
-            taken = np.minimum(self.shard_numel, LARGEST_PIECE_NUMEL) * STEP_TEMPORARY_BYTES[moments]
+            largest = LARGEST_HOST_PIECE_NUMEL if self.setting.device_kind == "cpu" else LARGEST_PIECE_NUMEL
+            taken = np.minimum(self.shard_numel, largest) * STEP_TEMPORARY_BYTES[moments]
         else:
             taken = self.shard_numel * FP32_BYTES * self._low_precision
         # The gradient in the dtype of the momentum, and the direction; or the orthogonal part in that of the weights.

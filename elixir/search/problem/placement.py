@@ -138,6 +138,8 @@ class Setting:
     """The home of frozen weights that do not fit the device."""
     replicas: int = 1
     """Replicas of the model, each sharded over as many ranks."""
+    device_kind: str = "cuda"
+    """The kind of the devices; a CPU steps smaller pieces at once."""
 
     @property
     def shards(self) -> int:

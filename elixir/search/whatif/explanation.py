@@ -197,7 +197,7 @@ class _Variants:
 
     def __init__(self, plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> None:
         self._plan, self._placement = plan, placement_of(plan)
-        setting = setting_of(plan, hardware.ranks_per_host(plan.world_size))
+        setting = setting_of(plan, hardware.ranks_per_host(plan.world_size), hardware.device_kind)
         self._model = MemoryModel(packed_step_of(plan, trace), setting)
         self._check(trace)
         if not plan.block_bytes:
