@@ -100,7 +100,7 @@ class Checks:
     def __init__(self, group: Path | None, share: float, verdict: Path) -> None:
         self._group, self._share, self._verdict = group, share, verdict
         self.expected: dict[str, int] = {}
-        self.expected_bytes = 0
+        self.expected_bytes = self._own_bytes = 0
         """The highest peak that any check of this process expected."""
         self.modules: list[str] = []
         """Modules that were imported at the first check."""
@@ -119,10 +119,21 @@ class Checks:
             if self._group is not None and not self.modules:
                 self._limit(self._group, need.own_bytes, lambda: original(promise, plan))
             else:
+                if self._group is not None:
+                    self._widen(self._group, need.own_bytes - self._own_bytes)
                 original(promise, plan)
+            self._own_bytes = max(self._own_bytes, need.own_bytes)
             self.modules = self.modules or list(sys.modules)
 
         PlanPromise.refuse_exceeded = refuse_exceeded  # type: ignore[method-assign]
+
+    def _widen(self, group: Path, more_bytes: int) -> None:
+        """Gives the group what another plan takes more than the first."""
+        more_bytes = sum(together(max(more_bytes, 0)))
+        if os.environ["RANK"] == "0":
+            limit = group / "memory.limit_in_bytes"
+            limit.write_text(str(int(limit.read_text()) + more_bytes))
+        together()
 
     def _limit(self, group: Path, own_bytes: int, check: Callable[[], None]) -> None:
         """Checks with `share` of the need; if any rank is refused, again with the room that this names."""

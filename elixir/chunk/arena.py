@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from elixir.chunk.pages import host_zeros, pinned_zeros
+from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros, pinned_zeros
 from elixir.errors import NoMemoryError, StateError, readable_bytes
 from elixir.plan.chunk_plan import Memory
 
@@ -40,18 +40,27 @@ class Arena:
         self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
     def make(
-        self, numel: int, dtype: torch.dtype, home: Memory, kind: str, *, pin: bool = True, paged: bool = False
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        home: Memory,
+        kind: str,
+        *,
+        pin: bool = True,
+        paged: bool = False,
+        passing: bool = False,
     ) -> torch.Tensor:
         """Makes a flat zeroed buffer of exactly `numel` elements.
 
         Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
-        nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device.
+        nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device. So
+        do large buffers on a CPU, unless they are `passing`, so freed in each step: the C library leaves gaps between.
 
         Raises:
             NoMemoryError: host memory ran out. On a CUDA device, torch's own error is raised.
         """
         try:
-            buffer = self._made(numel, dtype, home, pin=pin, paged=paged)
+            buffer = self._made(numel, dtype, home, pin=pin, paged=paged, passing=passing)
         except torch.OutOfMemoryError:
             raise  # programs that look for the largest batch know the one of CUDA
         except (RuntimeError, MemoryError, OverflowError, OSError, TypeError, ValueError) as error:  # of any allocator
@@ -62,12 +71,16 @@ class Arena:
         self.count(buffer.nbytes, home, kind)
         return buffer
 
-    def _made(self, numel: int, dtype: torch.dtype, home: Memory, *, pin: bool, paged: bool) -> torch.Tensor:
+    def _made(
+        self, numel: int, dtype: torch.dtype, home: Memory, *, pin: bool, paged: bool, passing: bool
+    ) -> torch.Tensor:
         if home == "host" and self.device.type == "cuda" and numel:
             memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros
             return memory(numel * dtype.itemsize).view(dtype)
         if home == "host" and paged:
             return host_zeros(numel, dtype)
+        if self.device.type == "cpu" and not passing and numel * dtype.itemsize >= HUGE_PAGE_BYTES:
+            return host_zeros(numel, dtype, forked=True)
         return torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
 
     def count(self, nbytes: int, home: Kept, kind: str) -> None:

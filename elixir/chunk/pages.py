@@ -36,8 +36,8 @@ def pinned_zeros(nbytes: int, device: torch.device | None = None) -> torch.Tenso
     return buffer
 
 
-def host_zeros(numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A flat buffer, all zero, in pages that are present and that no child process gets.
+def host_zeros(numel: int, dtype: torch.dtype = torch.uint8, *, forked: bool = False) -> torch.Tensor:
+    """A flat buffer, all zero, in pages that are present and that no child process gets, unless it is `forked`.
 
     A child that `fork` makes, such as a worker of a DataLoader, has nothing at these addresses: should it read a tensor
     that lies there, the operating system ends it. Otherwise either the kernel would copy every pinned page inside
@@ -48,10 +48,11 @@ def host_zeros(numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     Args:
         numel: its elements; of none it is an ordinary tensor.
         dtype: of each.
+        forked: child processes get it.
     """
     if not numel:
         return torch.zeros(0, dtype=dtype, device="cpu")
-    return _touched(numel * dtype.itemsize)[1].view(dtype)
+    return _touched(numel * dtype.itemsize, forked=forked)[1].view(dtype)
 
 
 def separate_copy(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,8 +65,8 @@ def separate_copy(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(source.shape).copy_(source)
 
 
-def _touched(nbytes: int) -> tuple[_Pages, torch.Tensor]:
-    memory = _Pages(nbytes)
+def _touched(nbytes: int, *, forked: bool = False) -> tuple[_Pages, torch.Tensor]:
+    memory = _Pages(nbytes, forked=forked)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     buffer.zero_()  # by all threads: the driver would bring the pages in one after the other
     return memory, buffer
@@ -81,11 +82,12 @@ class _Pages(mmap.mmap):
     _address = 0
     _pinned_by = 0
 
-    def __new__(cls, nbytes: int) -> _Pages:
+    def __new__(cls, nbytes: int, *, forked: bool = False) -> _Pages:
         if os.name != "posix":
             return super().__new__(cls, -1, nbytes)
         pages = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages._advise("MADV_DONTFORK")
+        if not forked:
+            pages._advise("MADV_DONTFORK")
         if nbytes >= HUGE_PAGE_BYTES:
             pages._advise("MADV_HUGEPAGE")  # before the first touch, which then brings in 512 small pages at once
         return pages

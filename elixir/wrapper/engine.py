@@ -105,7 +105,7 @@ class Engine:
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
         self.heap_limit = HeapLimit()
-        """Looked at while backward runs; set where the memory of the process is predicted."""
+        """Looked at when a forward begins and while backward runs; set where the memory of the process is predicted."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -337,6 +337,7 @@ class Engine:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
         if self.joins_pass:
             return
+        self.heap_limit.look()
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()

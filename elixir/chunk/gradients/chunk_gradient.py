@@ -159,7 +159,8 @@ class ChunkGradient:
         """Makes memory for the shard, zeros, unless it is there."""
         if not self.memory.numel():
             chunk = self.chunk
-            self.memory = self._arena.make(chunk.shard_numel, chunk.dtype, chunk.plan.update_home, "gradients")
+            home = chunk.plan.update_home
+            self.memory = self._arena.make(chunk.shard_numel, chunk.dtype, home, "gradients", passing=home == "device")
 
     def parts_of(self, names: Collection[str]) -> list[torch.Tensor]:
         """The parts of the shard that are some parameters'."""

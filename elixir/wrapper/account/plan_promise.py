@@ -87,8 +87,9 @@ class PlanPromise:
             return LARGEST_BYTES
         if now is None:
             return LARGEST_BYTES
-        later = self.need_of(self._engine.plan).own_bytes - now.own_bytes
-        return max(free // self.ranks - max(later, 0), 0)
+        need_bytes = self.need_of(self._engine.plan).own_bytes
+        later = max(need_bytes - now.own_bytes, 0) + int(promises.UNSTEADY_SHARE * need_bytes)
+        return max(free // self.ranks - later, 0)
 
     def peaks(self, need: ProcessNeed) -> tuple[int, int] | None:
         """The observed peak of this process and the predicted one, both of its whole life; None where it is not known,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from elixir.chunk.arena import Arena
 from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros
 from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
@@ -139,3 +141,18 @@ def is_mapped(address: int) -> bool:
         if first <= address < last:
             return True
     return False
+
+
+@linux
+def test_only_large_memory_that_lasts_leaves_the_heap_on_a_cpu() -> None:
+    arena, numel = Arena(torch.device("cpu")), HUGE_PAGE_BYTES // 4
+    lasting = [arena.make(numel, torch.float32, home, "weights") for home in ("device", "host")]
+    passing = arena.make(numel, torch.float32, "device", "gradients", passing=True)
+    small = arena.make(numel // 2, torch.float32, "device", "weights")
+    assert [each.data_ptr() % mmap.PAGESIZE for each in lasting] == [0, 0]
+    assert all(each.data_ptr() % mmap.PAGESIZE for each in (small, passing))
+    lasting[0].fill_(3.0)
+    child = os.fork()
+    if not child:
+        os._exit(int(lasting[0][-1]))  # as a worker of a DataLoader may read weights
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
