@@ -97,11 +97,11 @@ class PlanPromise:
         now = resident()
         if now is None or self.held is None or promises.outstanding(self.device).plans > 1:
             return None
-        self._expect(need)
+        self._most_bytes = max(self._most_bytes, need.peak_bytes, self.held.peak_bytes)
+        self._limit_heap(need)
         return now.peak_bytes, self._most_bytes
 
-    def _expect(self, need: ProcessNeed) -> None:
-        self._most_bytes = max(self._most_bytes, need.peak_bytes, self.held.peak_bytes if self.held else 0)
+    def _limit_heap(self, need: ProcessNeed) -> None:
         if self._engine.device.type == "cpu":
             self._engine.heap_limit.set(need.own_bytes)
 
@@ -121,7 +121,6 @@ class PlanPromise:
             return
         on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
         need = self.need_of(plan)
-        self._expect(need)
         mine = need.parts.get(GIVEN_PART, 0)  # full state dicts, which one rank holds
         later = (need.own_bytes - mine - now.own_bytes) * self.ranks + mine
         running = engine.arena.live_bytes("device") if engine.has_plan else self._replaced[engine.device.type]
@@ -132,6 +131,7 @@ class PlanPromise:
             name=name,
             but=self,
         )
+        self._limit_heap(need)
 
 
 def rank_host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:

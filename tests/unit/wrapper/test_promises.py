@@ -107,22 +107,31 @@ def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatc
 
 
 def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, inp = wrapped(reserve="1GiB")  # which the program has not taken yet
+    model, optimizer, inp = wrapped(reserve="1GiB", device_memory="16MiB")  # which the program has not taken yet
     before = model.plan
     other = optimal_search(
         case("gpt2").model, 1, inp=inp, hardware="cpu", chunks_of=before, optimizer_type=before.optimizer,
-        device_memory="16MiB", host_memory="1GiB",
+        device_memory="1800KiB", host_memory="1GiB",
     ).plan  # fmt: skip
     free = {"bytes": MIB}
     monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: free["bytes"])
+
+    def predicted() -> int | None:
+        hf_loss(model, inp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found: int | None = model.last_report.predicted.get("process_peak")
+        return found
+
+    expected = predicted()
     with pytest.raises(InputError, match="more suffice"):
         model.rehome(other)
     assert model.plan is before
+    assert predicted() == expected  # a plan that never ran is no part of it
     free["bytes"] = FREE
     model.rehome(other)
     assert [chunk.home for chunk in model.plan.chunks] != [chunk.home for chunk in before.chunks]
-    hf_loss(model, inp).backward()
-    optimizer.step()
+    predicted()
 
 
 def test_full_state_dicts_count_as_far_as_they_exceed_what_a_step_has() -> None:
