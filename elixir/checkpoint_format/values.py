@@ -98,7 +98,7 @@ class _Encoder:
             return self._mapping(value, where, depth)
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value, where)
-        if isinstance(value, np.ndarray) and kind is np.ndarray:
+        if kind is np.ndarray:
             return self._array(value, where)
         if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.name in _NUMPY:
             raw = np.asarray(value).astype(_numpy_dtype(value.dtype.name)).tobytes()

@@ -383,11 +383,11 @@ class Chunk:
             if self.whole is not None:
                 begin, stop = slot.offset, slot.offset + slot.numel
                 self.whole[begin:stop].copy_(memory[begin:stop])
-            if self.filed is not None and slot.name in self.held:
-                self.refuse_unlike_file(slot, memory[self.mine][self.held[slot.name].part])
-            if self.shard is not None and slot.name in self.held:
+            if slot.name in self.held:
                 part = self.held[slot.name].part
-                self.shard[part].copy_(memory[self.mine][part])
+                self.refuse_unlike_file(slot, memory[self.mine][part])
+                if self.shard is not None:
+                    self.shard[part].copy_(memory[self.mine][part])
         self.follow_writes()
 
     @property

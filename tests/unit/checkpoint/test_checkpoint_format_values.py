@@ -103,6 +103,7 @@ class Odd(dict):  # type: ignore[type-arg]
         ({"t": torch.ones(1).to_sparse()}, "state.t"),
         ({Path("a"): 1}, "key"),
         (np.datetime64("2026-01-01"), "state"),
+        ([np.ma.masked_array([1, 2], mask=[True, False])], "state[0]"),
         (type, "state"),
     ],
 )
