@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.values import encode
+from elixir.checkpoint_format.values import DEEPEST, encode
 from elixir.errors import CheckpointCorrupt, InputError
 from tests.common.checkpoints import same, save, write
 
@@ -110,6 +111,20 @@ class Odd(dict):  # type: ignore[type-arg]
 def test_what_cannot_be_saved_is_named_by_its_path(value: Any, where: str) -> None:
     with pytest.raises(InputError, match=re.escape(where)):
         encode(value, "state")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"a": inner}, lambda inner: {1: inner}]
+)
+def test_values_in_each_other_are_saved_down_to_the_deepest(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    value: Any = 5
+    for _ in range(DEEPEST):
+        value = wrap(value)
+    save(tmp_path, {}, values={"deep": value})
+    with open_checkpoint(tmp_path) as saved:
+        assert saved.value("deep") == value
+    with pytest.raises(InputError, match="more than 64 containers in each other"):
+        encode(wrap(value), "state")
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:

@@ -215,7 +215,7 @@ def test_a_damaged_one_is_left_out_and_may_be_saved_again(
         checkpoints.load(run.state())
 
 
-def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "run"
     save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
     run.train(1)
@@ -238,9 +238,11 @@ def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> No
         assert number in (1, 2)
         save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
     # Nobody has waited: the next save says so, and the one after goes on.
+    caplog.clear()
     save_checkpoint(folder, run.state(), files=FailingFiles(3))
     with pytest.raises(CheckpointError, match="No space left"):
         save_checkpoint(folder, run.state(), files=FILES)
+    assert f"{folder} was not saved: " in caplog.text
     save_checkpoint(folder, run.state(number=3), files=FILES).wait()
     with open_checkpoint(folder) as saved:
         assert saved.value("number") == 3
