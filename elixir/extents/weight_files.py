@@ -24,7 +24,7 @@ import torch
 from elixir.errors import FileError, InputError
 from elixir.files import FILES, File, Files
 from elixir.plan.weight_file import WeightFile
-from elixir.units import MIB, format_bytes
+from elixir.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ _DTYPES = {
 """Names of dtypes in safetensors; tensors of others stay unknown."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, a little-endian number of so many bytes."""
-_MOST_HEADER_BYTES = 100 * MIB
-"""The limit of the safetensors library."""
 WRITTEN = (
     "was written or copied since the plan was made; a sample of each tensor is the same, but other values of it may "
     "differ"
@@ -299,9 +297,7 @@ def _header_text(file: File) -> bytearray:
     if file.read_into(length, 0) < _LENGTH_BYTES:
         raise ValueError("it has no header")
     nbytes = int.from_bytes(length, "little")
-    if nbytes > _MOST_HEADER_BYTES:
-        raise ValueError(f"its header would have {format_bytes(nbytes)}")
-    text = bytearray(nbytes)
+    text = bytearray(min(nbytes, _stamp(file)[0]))  # no memory for a length that is wrong
     if file.read_into(text, _LENGTH_BYTES) < nbytes:
         raise ValueError("its header is cut off")
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -50,11 +51,17 @@ SCRIPT = re.compile(r"^(?:import|from) \w", re.MULTILINE)
 """A string that is a program has code in it, not text."""
 
 
+@functools.lru_cache(maxsize=1)
+def nodes(source: str) -> list[ast.AST]:
+    """All nodes of a Python source."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of every comment block and string of a Python source, f-strings included."""
     block: list[str] = []
     first = last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
         if token.type == tokenize.COMMENT:
             if block and token.start[0] != last + 1:
                 yield first, " ".join(block)
@@ -65,21 +72,16 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             block.append(token.string.lstrip("# "))
     if block:
         yield first, " ".join(block)
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not SCRIPT.search(node.value):
             yield node.lineno, node.value
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of docstrings, those of attributes included."""
-    for node in ast.walk(ast.parse(source)):
-        for child in ast.iter_child_nodes(node):
-            if (
-                isinstance(child, ast.Expr)
-                and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str)
-            ):
-                yield child.lineno, child.value.value
+    for node in nodes(source):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def found_in(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe, observe_step
+from elixir.errors import TraceError
 from elixir.tracer import peaks
 from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_step, trace_step
 
@@ -378,3 +379,11 @@ def test_a_convolution_over_time_is_laid_out_by_its_weight(weight_transposed: bo
     model, inp = Convolves(), {"x": torch.randn(2, 65, 32)}
     step = lambda m, i: m(i["x"]).square().sum().backward()  # noqa: E731
     assert abs(predicted_bytes(model, inp, step) - observe_step(model, inp, step).peak_bytes) <= 8
+
+
+def test_a_step_that_leaves_the_model_out_is_refused() -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        inp["x"].clone().requires_grad_().sum().backward()
+
+    with pytest.raises(TraceError, match="step_fn used no parameter of the model it was given; it must run the model"):
+        trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
