@@ -220,7 +220,9 @@ class _Trials:
             if may_keep_everything and (count < every or found_s == math.inf):
                 way, way_s = self._moved(found_s)
             if way is None or way_s >= found_s * (1 - NOTICEABLE_SHARE):
-                return None if count == every else self.kept.activations(count), found_s
+                own = self.kept.activations(count)
+                # Compiled units may have a budget with which they are as fast and keep less.
+                return None if count == every and all(each.budget is None for each in own) else own, found_s
         return self.units.activations(way), way_s
 
     def _may_beat(self, way_s: float) -> bool:

@@ -17,8 +17,11 @@ from elixir.errors import InputError, TraceError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
-from elixir.search.problem.budgeted_trace import BudgetedTraces
+from elixir.search.advise.activations import _Trials
+from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
+from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer import trace_step
@@ -145,6 +148,30 @@ def test_each_change_keeps_more_and_takes_less_time() -> None:
     assert peaks[0] < 0.5 * peaks[-1]
     seconds = [float(rates.accesses_s(each).sum()) for each in fillings]
     assert [seconds[0] - each for each in seconds] == pytest.approx(kept.saved_s, rel=0.01, abs=1e-7)
+
+
+def test_units_have_a_budget_if_they_are_as_fast_with_it_and_keep_less() -> None:
+    it = wide(layers=2)
+    whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
+
+    def keeping_less(nbytes: int, times: int) -> StepTrace:
+        """The step with other bytes kept of each unit, whose backward has more to do."""
+        accesses = list(whole.accesses)
+        for forward, backward in budgeted_units(whole).values():
+            for index in range(forward.last + 1, backward.first):
+                had = accesses[index]
+                accesses[index] = replace(had, live_bytes=had.live_bytes - nbytes, kept_bytes=had.kept_bytes - nbytes)
+            last = accesses[backward.first]
+            accesses[backward.first] = replace(last, operations=last.operations * times)
+        return replace(whole, accesses=tuple(accesses))
+
+    traces = BudgetedTraces(whole, {0.99: keeping_less(2**16, 1), 0.0: keeping_less(2**17, 2)})
+    request = SearchRequest(world_size=1, optimizer_type="AdamW", device_memory="1GiB", host_memory="1GiB")
+    rates = Rates(CPU, "float32", 1, 1)
+    kept = KeptResults(traces, rates)
+    assert kept.activations(0) == with_budgets([0.0, 0.0])
+    own, _ = _Trials(kept, SwappedUnits(kept, rates), rates, CPU, request).choice()
+    assert own == with_budgets([0.99, 0.99])  # more than all of these fits
 
 
 @pytest.mark.slow
