@@ -70,6 +70,7 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     check_consistent(short, stack)
 
 
+@pytest.mark.slow
 def test_a_lever_of_a_plan_on_the_disk_may_use_the_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
     short = {"device_memory": device, "host_memory": int(0.8 * host), "disk_memory": "1GiB"}

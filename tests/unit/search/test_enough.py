@@ -115,15 +115,17 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> N
     assert "supposed" not in of_measured
 
 
-def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
-    made = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
+def test_levers_of_a_plan_are_plans() -> None:
+    given: dict[str, Any] = {"device_memory": GIB, "host_memory": 8 * GIB, "placement": "cuda"}
+    trace = stack_trace(StackShape(256, 2, 1024, 1000, 128))
+    made = plan_from_trace(trace, MACHINE, 1, **given)
     levers = made.levers()
     found = {lever.options: lever for lever in levers}
     assert {(("moments", "8bit"),), (("accumulation", "4"),)} <= set(found)
     gains = [lever.gain for lever in levers if lever.gain is not None]
     assert gains == sorted(gains, reverse=True)
     eight = found[(("moments", "8bit"),)].plan
-    asked = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB, moments="8bit")
+    asked = plan_from_trace(trace, MACHINE, 1, moments="8bit", **given)
     assert eight is not None
     assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
 

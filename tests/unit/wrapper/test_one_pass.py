@@ -167,6 +167,7 @@ def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
