@@ -189,10 +189,24 @@ def test_what_cannot_stay_in_files_is_refused_by_name(tmp_path: Path) -> None:
     assert f"no values of {name} in the files" in refused()
     values[name] = whole[:-1]
     assert f"{name} must have shape" in refused()
+    values[name] = whole.detach().clone()
+    whole.data = whole.data.t().contiguous().t()
+    assert f"{name} lies in memory in another order than in its file (strides [1, " in refused()
     with pytest.raises(InputError, match="does not say how fast its disk is"):
         plan_in_files(model, inp, hardware="cpu")
     with pytest.raises(InputError, match="frozen_weights must be one of"):
         plan_in_files(model, inp, frozen_weights="disk")
+
+
+def test_weights_do_not_move_to_files_that_were_not_given() -> None:
+    model = frozen_model()
+    inp = default_input(model, batch=2, seq=16)
+    plan = plan_in_files(model, inp)
+    module = ElixirModule(model, plan_in_files(model, inp, frozen_weights="host"), device="cpu")
+    with pytest.raises(InputError, match=r"leaves .* in its files, which the model was not wrapped with; wrap it with"):
+        module.rehome(plan)
+    hf_loss(module, inp).backward()
+    module.close()
 
 
 def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:

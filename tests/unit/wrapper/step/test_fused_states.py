@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -93,6 +94,17 @@ def test_low_precision_weights_are_the_rounded_masters(mode: str) -> None:
         assert (value - reference[name]).norm() <= 0.05 * LR * STEPS * value.numel() ** 0.5, name
     module.close()
     still.close()
+
+
+def test_saved_options_that_cannot_be_fused_are_refused() -> None:
+    module, optimizer = wrapped(case("opt", layers=1), "streamed", OPTIMIZERS["AdamW"])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(
+        InputError, match=r"\(amsgrad=True\) are none with which Adam steps over whole shards; load them"
+    ):
+        optimizer.load_state_dict(state)
+    module.close()
 
 
 def test_what_cannot_be_fused_is_stepped_by_its_own_class() -> None:
