@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.errors import DiskError, InputError
+from elixir.errors import DiskError, InputError, InputTypeError
 from elixir.kernels import HybridAdam
 
 
@@ -78,6 +78,8 @@ def test_states_on_the_disk_take_no_memory_between_steps(tmp_path: Path) -> None
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nvme_offload_dir"):
         HybridAdam(parameters(torch.float32), nvme_offload_fraction=0.5)
+    with pytest.raises(InputTypeError, match="nvme_offload_fraction must be a number, got 'half'"):
+        HybridAdam(parameters(torch.float32), nvme_offload_fraction="half", nvme_offload_dir=".")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="from 0 to 1"):
         HybridAdam(parameters(torch.float32), nvme_offload_fraction=1.5, nvme_offload_dir=tmp_path)
 

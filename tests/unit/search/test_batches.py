@@ -196,6 +196,8 @@ def least_needed_of(batch: int) -> int:
         ({"checkpoints": "none"}, InputTypeError, "checkpoints must be a list"),
         ({"checkpoints": []}, InputTypeError, "checkpoints must be a list"),
         ({"accumulation": 2}, InputError, "follows from samples"),
+        ({"layers": "3"}, InputTypeError, "layers must be a whole number, got '3'"),
+        ({"layers": -1}, InputError, "layers must be 0 or larger, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,21 @@ def test_the_command_prints_what_is_refused_and_ends_with_status_1(
     status, _, err = run(capsys, "check", f"{name}.py:passes")
     assert status == 2
     assert "names a file; expected module:function" in err
+
+
+def test_only_a_model_and_optimizers_over_it_are_checked() -> None:
+    model: Any = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for given, over, error, says in (
+        ("model", optimizer, InputTypeError, "model must be a plain nn.Module, got str"),
+        (model, (), InputTypeError, "optimizer must be a torch optimizer, got tuple"),
+        (model, [3], InputTypeError, "optimizer must be a torch optimizer, got int"),
+        (nn.Linear(2, 2), optimizer, InputError, "2 parameters of the optimizer are not the model's; make it over"),
+    ):
+        with pytest.raises(error, match=says):
+            refusals(given, over)
+    model.lock = threading.Lock()
+    with pytest.raises(InputError, match=r"cannot be copied to be checked \(TypeError: .*; keep locks, generators and"):
+        refusals(
+            model, optimizer, inp={"input": torch.ones(1, 2)}, step_fn=lambda model, inp: model(**inp).sum().backward()
+        )
