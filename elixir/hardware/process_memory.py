@@ -79,7 +79,7 @@ def give_back_freed() -> None:
 
 
 class HeapLimit:
-    """Gives freed memory back when this process holds more of its own than it is expected to.
+    """Gives freed memory back when this process has more private memory than it is expected to.
 
     A freed gradient leaves a gap in the heap into which the next one of its size does not fit: glibc 2.36 looks for 96
     bytes more than it then takes, to align a tensor. So all gradients of a backward may leave gaps. Pages that are made
