@@ -95,7 +95,14 @@ def test_a_dtype_may_be_a_name(unified: str | None) -> None:
     module.close()
 
 
-@pytest.mark.parametrize(("device", "told"), [("gpu", "must be 'cpu' or a CUDA"), ("cuda:0", "finds no CUDA here")])
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("gpu", "must be 'cpu' or a CUDA"),
+        ("meta", "must be 'cpu' or a CUDA device such as 'cuda:0', got 'meta'"),
+        ("cuda:0", "finds no CUDA here"),
+    ],
+)
 def test_a_device_that_is_not_there(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plain = small()
