@@ -485,6 +485,37 @@ def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, messa
         in_passes(make, steps, plan, loss)
 
 
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        ("before", r"a hook, or retain_grad\(\), waits for the gradient of a tensor of shape .* that enters a layer"),
+        (
+            "after",
+            r"an input of the layer layers.\d was written to in place after the layer, which could not run again",
+        ),
+    ],
+)
+def test_what_is_done_to_the_input_of_a_layer_is_refused(meddle: str, message: str) -> None:
+    done: list[str] = []
+
+    class Meddled(Stack):
+        def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            if "before" in done:
+                x.retain_grad()
+            output = super().run(layer, x)
+            if "after" in done:
+                with torch.no_grad():
+                    x.add_(1)
+            return output
+
+    steps, make = vectors(2, steps=1), seeded(lambda: Meddled([Layer(), Layer()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    done.append(meddle)
+    with pytest.raises(InputError, match=message):
+        in_passes(make, steps, plan, square_loss)
+
+
 def _differentiating_twice(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     loss = square_loss(model, batch)
     (slope,) = torch.autograd.grad(loss, model.get_parameter("last.weight"), create_graph=True)

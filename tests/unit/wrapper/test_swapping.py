@@ -157,3 +157,15 @@ def test_batches_of_other_lengths_take_the_planned_host_memory_or_say_so(caplog:
 @pytest.mark.parametrize(("name", "own", "swapped", "mode"), [each for each in _EVERY if each not in _SAMPLE])
 def test_same_bits_of_every_family(name: str, own: str, swapped: str, mode: str) -> None:
     check(name, own, swapped, mode)
+
+
+def test_a_result_that_was_written_to_while_it_moved_is_refused() -> None:
+    class Still:
+        def send(self, tensor: torch.Tensor) -> Any:
+            return None
+
+    result = torch.ones(4)
+    moved = swapping._Moved(Still(), result)
+    result.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation while it moved to the host; plan without"):
+        moved.taken()
