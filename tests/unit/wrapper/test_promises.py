@@ -103,7 +103,7 @@ def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatc
     free["bytes"] += int(float(found[2]) * MIB) + 1  # the size that it names suffices
     elixir.ElixirModule(it.model, plan).close()
     with pytest.raises(InputError, match="more suffice"):
-        elixir.ElixirModule(it.model, plan, reserve="1MiB")
+        elixir.ElixirModule(it.model, plan, reserve="2MiB")
 
 
 def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
