@@ -7,6 +7,8 @@ what each name is used for against the installed version, so that a version that
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -92,15 +94,22 @@ def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[...
     if function is None or backend is None:
         return None
     unguarded = getattr(getattr(context, "_hooks", None), "guard_filter_fn", None)
-    compiled = torch.compile(
-        function,
-        backend=_UnderMemoryBudget(backend, budget),
-        fullgraph=context.fullgraph,
-        dynamic=getattr(context, "_dynamic", None),
-        options=None if unguarded is None else {"guard_filter_fn": unguarded},
-    )
+    under = _UnderMemoryBudget(backend, budget)
+    compiling_under = _compiling_under(under, context.fullgraph, getattr(context, "_dynamic", None), unguarded)
+    compiled: Callable[..., Any] = compiling_under(function)
     compiled.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
     return compiled
+
+
+@functools.lru_cache(32)
+def _compiling_under(backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None, unguarded: Any) -> Any:
+    """Gives functions to the compiler. It compiles a function for only so many different calls (``recompile_limit``),
+    among which, from PyTorch 2.13 on, those under other budgets are not."""
+    import torch._dynamo
+
+    optimize: Any = torch._dynamo.optimize
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    return optimize(backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=unguarded, **apart)
 
 
 class _UnderMemoryBudget:

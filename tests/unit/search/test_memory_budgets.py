@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from tests.unit.search.test_activations import step_of, wide
 from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
 settings = pytest.importorskip("torch._functorch.config")
+settings_of_dynamo = pytest.importorskip("torch._dynamo.config")
 
 pytestmark = pytest.mark.skipif(not hasattr(settings, "activation_memory_budget"), reason="no memory budgets")
 
@@ -116,6 +118,24 @@ def test_a_layer_compiled_anew_gets_its_budget_until_the_model_is_closed(mode: s
     assert seen == []  # code of the other layer
     model.close()
     assert set(run(it.model)) == {1.0}
+
+
+@pytest.mark.skipif("isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="one limit for all")
+def test_budgets_share_no_limit_of_what_a_compiler_makes_of_one_layer() -> None:
+    it, seen = wide(layers=2), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(settings.activation_memory_budget)
+        return graph.forward
+
+    for layer in it.model.model.layers:  # type: ignore[union-attr]
+        layer.compile(backend=backend)
+    own = with_budgets([0.0, None])
+    with recomputing(it.model, own), settings_of_dynamo.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for tokens in (16, 32):  # of a second size, code is for any
+            ids = it.inp["input_ids"][:, :tokens]
+            it.loss(it.model, {"input_ids": ids, "labels": ids})
+    assert seen == [0.0, 1.0] * 2
 
 
 def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
