@@ -56,18 +56,7 @@ class Plan(Artifact):
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
-        19: {},
-        20: {},
-        21: {},
-        22: {},
-        23: {},
-        24: {},
-        25: {},
-        26: {},
-        27: {},
-        28: {},
-        29: {},
-        30: {},
+        **{version: {} for version in range(19, 31)},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"

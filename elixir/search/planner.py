@@ -52,10 +52,8 @@ PREFETCH_DEPTH = 1
 def plan_or_shortage(
     trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True
 ) -> Plan:
-    """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing.
-
-    With `moves`, layers of a pass may have their inputs on the host.
-    """
+    """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing. With `moves`, layers of a
+    pass may have their inputs on the host."""
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
     question = Question(trace, hardware, request)

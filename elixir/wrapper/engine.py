@@ -55,8 +55,7 @@ _FORMS_KEPT = 4096
 """The most forms of steps that are kept if no report takes them."""
 
 Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], Iterator[Chunk]]
-"""Yields the filled chunks of a model under a plan, one by one. A yielded chunk alone has its weights, so
-`Engine.chunks` takes it at once, whatever fails later."""
+"""Yields the filled chunks of a model under a plan. One alone has its weights: `Engine.chunks` takes it at once."""
 
 
 class Engine:
@@ -134,13 +133,12 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
         self._handles: list[Frozen] = []
-        self.recomputation: Recomputation | None = None
+        self.recomputation = Recomputation(model, ())
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan, build: Build) -> None:
-        """Puts the model under a plan. A failure is raised on all ranks; `chunks` then has the chunks with the
-        weights."""
+        """Puts the model under a plan. A failure is raised on all ranks; `chunks` has the weights then."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
         self.window.count_in(self.arena, plan.disk_bytes(self.group.rank))
@@ -180,8 +178,7 @@ class Engine:
     def listen(self) -> None:
         """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
         self.stop_listening()
-        if self.recomputation is not None:
-            self.recomputation.renew_compiled()
+        self.recomputation.renew_compiled()
         units = fetched_as_one(self.model, self.plan.step)
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
         heard = bool(self.tracked) or self.plan.moves_activations  # of which weights must be no part
@@ -241,8 +238,7 @@ class Engine:
             self.arrivals.remove()
         while self._handles:
             self._handles.pop().remove()
-        if self.recomputation is not None:
-            self.recomputation.remove()
+        self.recomputation.remove()
 
     def release_memory(self) -> None:
         """Calls `uninstall`, and frees all memory except the chunks and the window of the disk."""

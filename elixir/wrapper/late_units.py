@@ -40,12 +40,12 @@ def follow_changes(engine: Engine) -> None:
     Raises:
         InputError: the plan cannot run them.
     """
-    if engine.recomputation is not None and engine.recomputation.renew():
+    if engine.recomputation.renew():
         logger.warning(
             "activation checkpointing was switched on or off after wrapping; layers keep what the plan says instead. "
             "Plan without activations= to choose it yourself"
         )
-    if engine.access is None and engine.recomputation is not None:
+    if engine.access is None:
         engine.recomputation.renew_compiled()
     if engine.access is None or not engine.access.was_changed_since:
         return
