@@ -233,6 +233,23 @@ def test_a_second_backward_over_kept_results_is_refused_in_words() -> None:
     model.close()
 
 
+def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
+    it = made("stack", "none")
+    model = ElixirModule(it.model, plan_that_keeps(it, "products"), device="cpu")
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    layer: Any = it.model.layers[1].up
+    forward, runs = layer.forward, []
+
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return forward(x @ torch.eye(4) if len(runs) > 1 else x)
+
+    layer.forward = changing
+    with pytest.raises(InputError, match="a layer did something else when it ran again in backward than in forward"):
+        optimizer.backward(it.loss(model, it.inp))
+    model.close()
+
+
 def plan_that_keeps(it: Case, kept: str) -> Plan:
     request = SearchRequest(world_size=1, optimizer_type="AdamW")
     return simple_plan(
