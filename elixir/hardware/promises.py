@@ -17,8 +17,8 @@ UNSTEADY_SHARE = 0.03
 """Share of a need by which the size that suffices is larger: free memory differs when it is read again, and a control
 group counts page tables, which are 0.2 % of it, and what else the kernel holds for its processes.
 
-Source: measured; a size without it was refused by some MiB in the next run, and with 1 and 2 % three runs were killed
-whose peak was within 1 % of the prediction."""
+Source: measured; a size without it was refused by some MiB in the next run, and with 1 and with 2 % a run was killed
+that otherwise stayed within 1 % of its prediction."""
 
 
 @dataclass(frozen=True)
