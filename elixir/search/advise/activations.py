@@ -87,12 +87,13 @@ def trace_that_keeps(
         return replace(step, activations=own).trace(hardware, model, kinds)
 
     request = replace(request, activations=None)
-    if budgeted_units(whole) and _stays(whole, hardware, request):
+    one_by_one = request.pass_size in (1, "auto")  # micro-batches; in larger passes all that can runs again
+    if one_by_one and budgeted_units(whole) and _stays(whole, hardware, request):
         return whole  # each trace with another budget takes the seconds of a compilation
-    traces = BudgetedTraces(whole, _under_budgets(whole, traced))
+    traces = BudgetedTraces(whole, _under_budgets(whole, traced) if one_by_one else {})
     _check_trace(traces)
     found = []
-    if request.pass_size in (1, "auto"):
+    if one_by_one:
         found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced))
     if request.pass_size != 1 and whole.forwards and not (found and _is_again(found[0])):
         found.append(traced(tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)))
@@ -161,7 +162,8 @@ def _check_trace(traces: BudgetedTraces) -> None:
         if whole.step.compiled:
             why = (
                 "its layers are compiled, and what they keep under a memory budget of torch.compile is known for "
-                "inductor on the CPU alone; leave it out, or plan layers that are not compiled"
+                "inductor on the CPU alone, micro-batch by micro-batch (pass_size=1); leave it out, or plan layers "
+                "that are not compiled"
             )
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 

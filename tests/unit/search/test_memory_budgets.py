@@ -18,10 +18,11 @@ from elixir.errors import InputError, TraceError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
-from elixir.search.advise.activations import _Trials
+from elixir.search.advise.activations import _Trials, trace_that_keeps
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import StepTrace, UnitActivations
@@ -138,6 +139,17 @@ def test_budgets_share_no_limit_of_what_a_compiler_makes_of_one_layer() -> None:
     assert seen == [0.0, 1.0] * 2
 
 
+def test_passes_of_several_micro_batches_take_layers_of_which_some_are_compiled() -> None:
+    it = wide(layers=2)
+    it.model.model.layers[0].compile(backend="aot_eager")  # type: ignore[union-attr, index, operator]
+    step = StepQuestion(model=it.model, inp=it.inp, step_fn=step_of(it))
+    request = SearchRequest(world_size=1, optimizer_type="AdamW", accumulation=2, pass_size=2, activations="auto")
+    assert trace_that_keeps(step, CPU, request).step.activations == (UnitActivations("model.layers.1", ()),)
+    it.model.model.layers[1].compile(backend="aot_eager")  # type: ignore[union-attr, index, operator]
+    with pytest.raises(InputError, match=r"micro-batch by micro-batch \(pass_size=1\)"):
+        trace_that_keeps(step, CPU, request)
+
+
 def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
     count = len(it.model.model.layers)  # type: ignore[union-attr, arg-type]
 
@@ -223,7 +235,7 @@ def test_what_is_refused() -> None:
     options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
     compiled(it.model)
     assert optimal_search(it.model, 1, **options, device_memory="1GiB").plan.activations == ()
-    with pytest.raises(InputError, match=r"what they keep under a memory budget .* on the CPU alone; leave it out"):
+    with pytest.raises(InputError, match=r"what they keep under a memory budget .* on the CPU alone, .*; leave it out"):
         optimal_search(it.model, 1, **options, device_memory="3MiB", host_memory="1GiB")
     with pytest.raises(InputError, match="is not compiled, but its plan"):
         Recomputation(wide().model, own)
