@@ -386,10 +386,6 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
     Raises:
         InputError, InputTypeError: they do not go together.
     """
-    if not isinstance(trace, StepTrace):
-        raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
-    if not isinstance(hardware, HardwareProfile):
-        raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     matrices = _matrices(trace, request)

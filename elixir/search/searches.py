@@ -50,6 +50,10 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
+    if not isinstance(trace, StepTrace):
+        raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
+    if not isinstance(hardware, HardwareProfile):
+        raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
     return _answered(trace, hardware, SearchRequest.of(asked, **options))
 
 

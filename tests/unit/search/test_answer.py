@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.errors import InputTypeError
+from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan, plan_of
-from elixir.search import Answer, optimal_search, planner
+from elixir.search import Answer, optimal_search, plan_from_trace, planner
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
+from elixir.show.tables import record_of
 from elixir.units import GIB
 from elixir.wrapper import ElixirModule
 from tests.common.searching import HARDWARE, SMALL
@@ -79,3 +83,18 @@ def test_an_answer_is_explained_as_its_plan(answer: Answer) -> None:
     mine, of_plan = (explain(each, answer.trace, hardware, levers=False) for each in (answer, answer.plan))
     assert mine == of_plan
     assert len(repr(answer)) <= 2 * len(repr(answer.plan))
+
+
+def test_what_is_of_another_kind_or_has_other_parameters_is_told() -> None:
+    trace = stack_trace(SMALL, batch=1, seq=64)
+    memory: Any = {"device_memory": 4 * GIB, "host_memory": GIB, "placement": "cuda"}
+    with pytest.raises(InputTypeError, match="trace must be a StepTrace, got str"):
+        plan_from_trace("a trace", HARDWARE, 1, **memory)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=r"hardware must be a HardwareProfile, such as preset\('h200'\), got 3"):
+        plan_from_trace(trace, 3, 1, **memory)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="expected a StepTrace, HardwareProfile or Plan, found str"):
+        record_of("a plan")  # type: ignore[arg-type]
+    plan = plan_from_trace(trace, HARDWARE, 1, **memory).plan
+    more = replace(trace, parameters=(*trace.parameters, replace(trace.parameters[-1], name="another")))
+    with pytest.raises(InputError, match=r"has \d+ parameters, the plan others; plan again"):
+        simulate_step(plan, more, HARDWARE)
