@@ -89,26 +89,31 @@ def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[...
     context: Any = next((each for each in cells if hasattr(each, "callback") and hasattr(each, "fullgraph")), None)
     function: Any = getattr(call, "_torchdynamo_orig_callable", None)
     backend: Any = getattr(context, "callback", None)
+    limit: int | None = None
     while hasattr(backend, "_torchdynamo_orig_backend"):
+        limit = getattr(backend, "_recompile_limit", limit)
         backend = backend._torchdynamo_orig_backend
     if function is None or backend is None:
         return None
     unguarded = getattr(getattr(context, "_hooks", None), "guard_filter_fn", None)
     under = _UnderMemoryBudget(backend, budget)
-    compiling_under = _compiling_under(under, context.fullgraph, getattr(context, "_dynamic", None), unguarded)
+    compiling_under = _compiling_under(under, context.fullgraph, getattr(context, "_dynamic", None), unguarded, limit)
     compiled: Callable[..., Any] = compiling_under(function)
     compiled.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
     return compiled
 
 
 @functools.lru_cache(32)
-def _compiling_under(backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None, unguarded: Any) -> Any:
+def _compiling_under(
+    backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None, unguarded: Any, limit: int | None
+) -> Any:
     """Gives functions to the compiler. It compiles a function for only so many different calls (``recompile_limit``),
     among which, from PyTorch 2.13 on, those under other budgets are not."""
     import torch._dynamo
 
     optimize: Any = torch._dynamo.optimize
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    ours = {"isolate_recompiles": True, "recompile_limit": limit}
+    apart = {name: ours[name] for name in ours.keys() & inspect.signature(torch.compile).parameters.keys()}
     return optimize(backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=unguarded, **apart)
 
 

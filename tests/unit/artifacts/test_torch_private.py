@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,13 @@ def memory_budgets() -> None:
         assert call(torch.ones(2))[0] == 3
     assert seen == [1.0, 0.5, 0.25]
     assert private.under_memory_budget(plain, 0.5) is None
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        limited = torch.compile(lambda x: (x + 2,), backend=backend, dynamic=False, recompile_limit=1)
+        under = private.under_memory_budget(limited, 0.75)
+        assert under is not None
+        for size in (2, 3, 4):  # the first is compiled
+            assert under(torch.ones(size))[0].shape == (size,)
+        assert seen.count(0.75) == 1
 
 
 def optimizers() -> None:
