@@ -138,6 +138,8 @@ def _under_budgets(
             for budget in (BUDGETS if units else ())
         }
     except TraceError as error:
+        if not whole.forwards:  # no other layer can keep less
+            raise InputError(f"activations='auto' cannot keep less than everything: {error}") from error
         logger.info("compiled layers keep what their compiler keeps: %s", error)
         return {}
     return found
