@@ -18,6 +18,7 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.planner import plan_in
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import out_of_place_share
@@ -106,7 +107,7 @@ def calibrated(
     if offload > LEAST_BUSY_S and seen.offloaded_bytes:
         rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
     ranks = hardware.ranks_per_host(plan.world_size)
-    stepped = _stepped_numel(plan, ranks, seen)
+    stepped = _stepped_numel(plan, setting_of(plan, ranks, hardware.device_kind), seen)
     if adam > LEAST_BUSY_S and stepped:
         # A profile's rate is that of float32 moments, from which `Rates` makes the plan's again.
         rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments)
@@ -119,7 +120,7 @@ def calibrated(
     return machine, _compute_scale(trace, machine, plan, seen)
 
 
-def _stepped_numel(plan: Plan, ranks_per_host: int, seen: Observation) -> float:
+def _stepped_numel(plan: Plan, setting: Setting, seen: Observation) -> float:
     """Elements that CPU Adam of one rank could have stepped in place by the work of one step.
 
     New states that were made early and discarded are work, too, after which it steps the chunk in place.
@@ -130,7 +131,7 @@ def _stepped_numel(plan: Plan, ranks_per_host: int, seen: Observation) -> float:
     }
     in_place = numel[False] + (1 - seen.early.kept) * numel[True]
     out_of_place = max(seen.early.run, seen.early.kept) * numel[True]
-    return (in_place + out_of_place * out_of_place_share(setting_of(plan, ranks_per_host))) / plan.world_size
+    return (in_place + out_of_place * out_of_place_share(setting)) / plan.world_size
 
 
 def simulated_s(

@@ -68,7 +68,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
     return work
 
 
-def setting_of(plan: Plan, ranks_per_host: int, device_kind: str = "cuda") -> Setting:
+def setting_of(plan: Plan, ranks_per_host: int, device_kind: str) -> Setting:
     """The setting, which was the same for all candidates when it was searched; the kind of device only matters for
     memory."""
     return Setting(

@@ -115,7 +115,7 @@ def simulate_step(
     )
     check_positive("compute_scale", compute_scale)
     work, placement = packed_step_of(plan, trace), placement_of(plan)
-    setting = replace(setting_of(plan, ranks_per_host), accumulation=accumulation)
+    setting = replace(setting_of(plan, ranks_per_host, hardware.device_kind), accumulation=accumulation)
     schedule, model = plan.schedule(), MemoryModel(work, setting)
     case = Case(
         WorkTimes(

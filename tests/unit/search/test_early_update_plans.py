@@ -142,7 +142,7 @@ def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrac
 def test_a_plan_remembers_the_wish(stack: StepTrace, wish: bool | None) -> None:
     plan = planned(stack, early_updates=wish)
     assert Plan.from_json(plan.to_json()).may_update_early is wish
-    assert setting_of(plan, 1).early_updates is wish
+    assert setting_of(plan, 1, "cuda").early_updates is wish
     assert Answer.of(plan, stack, SLOW).question.request.early_updates is wish
     if wish is not False:
         with pytest.raises(InputError, match="'may_update_early' must be true or null"):
@@ -260,10 +260,10 @@ def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: 
         seconds.append(sum(span.end_s - span.start_s for span in spans if span.name == "early update"))
     assert seconds[1] / seconds[0] == pytest.approx(1 + 3 * 12 / 30)
     assert simulate_step(looped, stack, SLOW).step_s == pytest.approx(looped.predicted.step_s, rel=1e-9)
-    assert setting_of(looped, 1).copied
+    assert setting_of(looped, 1, "cuda").copied
     assert plan_from_trace(*Answer.of(looped, stack, SLOW).question).chunks == looped.chunks
     narrow = planned(stack, optimizer_type=looped.optimizer, moments="bfloat16")
-    assert not setting_of(narrow, 1).copied  # stepped by this project, whatever the class
+    assert not setting_of(narrow, 1, "cuda").copied  # stepped by this project, whatever the class
 
 
 def test_a_plan_by_hand_has_early_updates_too(stack: StepTrace) -> None:

@@ -94,7 +94,7 @@ def test_the_search_sees_what_simulate_step_gives(world_size: int) -> None:
     for clips in (False, True):
         plan = _planned(trace, world_size, clipping=clips)
         step = simulate_step(plan, trace, HARDWARE)
-        assert plan.clipping is setting_of(plan, 1).clipping is plan_record(plan)["clipping"] is clips
+        assert plan.clipping is setting_of(plan, 1, "cuda").clipping is plan_record(plan)["clipping"] is clips
         assert ("without clipping" in str(plan)) is not clips
         assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
         for sums in (step.phases_s, step.critical_s):

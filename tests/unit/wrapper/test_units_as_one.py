@@ -305,7 +305,7 @@ def test_a_second_plan_fetches_as_the_first(fetch: Literal["units", "parameters"
     trace = cpu_trace(it.model, it.inp, lambda model, inp: it.loss(model, inp).backward())
     given = {"placement": "cpu", "host_memory": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
     plan = plan_from_trace(trace, preset("cpu"), 1, fetch=fetch, **given).plan
-    space = SearchSpace(trace, preset("cpu"), setting_of(plan, 1))
+    space = SearchSpace(trace, preset("cpu"), setting_of(plan, 1, "cpu"))
     second = _best_with_packing(space, Budgets(plan.device_budget_bytes, plan.host_budget_bytes), plan, plan.optimizer)
     assert second is not None
     assert second.step.joined == plan.step.joined
