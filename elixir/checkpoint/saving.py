@@ -362,6 +362,7 @@ class Saving:
             said = "%s: %s of this rank written in %.1f s, for which updates waited %.2f s"
             logger.info(said, self._options.folder, written, took_s, self.stall_s)
         except BaseException as error:  # raised where the save is waited for
+            self._outcome = CheckpointError(f"{self._options.folder} was not saved: {error}")  # if no rank can be told
             self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
             failed.__cause__ = None if failed is error else error
