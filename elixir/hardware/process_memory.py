@@ -94,11 +94,13 @@ class HeapLimit:
 
     def set(self, expected_bytes: int) -> None:
         """Expects a peak of `Resident.own_bytes` from here on."""
-        self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes)
         if self._file is None:
             with contextlib.suppress(OSError):
                 self._file = os.open(_PAGES, os.O_RDONLY)
                 weakref.finalize(self, os.close, self._file)
+        held = resident()
+        shared_bytes = 0 if held is None or self._file is None else held.own_bytes - self._held_bytes(self._file)
+        self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
 
     def look(self) -> None:
         """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time."""
@@ -109,6 +111,7 @@ class HeapLimit:
 
     @staticmethod
     def _held_bytes(file: int) -> int:
+        """Private memory: `Resident.own_bytes` less what other processes share."""
         _, resident_pages, shared_pages, *_ = os.pread(file, 128, 0).split()
         return (int(resident_pages) - int(shared_pages)) * PAGE_BYTES
 
