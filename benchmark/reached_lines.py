@@ -2,8 +2,9 @@
 
 python benchmark/reached_lines.py unit/cli unit/search      folders of tests/; all of unit if none is given
 
-coverage.py records a file of tests once, the first and the last case of each test, in out/reached_lines: delete that
-folder after changes of the package. Ranks and other processes that a test starts are not recorded.
+coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of each test, in
+out/reached_lines: delete that folder after changes of the package. Ranks and other processes that a test starts are
+not recorded.
 """
 
 from __future__ import annotations
