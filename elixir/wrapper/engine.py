@@ -147,6 +147,7 @@ class Engine:
                 self.host_buffers.replace(kinds.window_kind(plan))
         for chunk in build(self.model, plan, self.arena, self.group, self.window):
             self.chunks[chunk.index : chunk.index + 1] = [chunk]
+        give_back_freed()  # copies of weights
         with self.group.together("have its blocks and buffers"):
             self._make_memory(plan)
         for chunk in self.chunks:

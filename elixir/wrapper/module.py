@@ -17,7 +17,6 @@ from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.hardware import promises
-from elixir.hardware.process_memory import give_back_freed
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.quantised import ready_to_move
@@ -182,7 +181,6 @@ class ElixirModule(nn.Module):
             promises.enter(self._promise)
             self._passes = self._passes_of(module)
             undone.pop_all()
-            give_back_freed()  # of copies of weights
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own method reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
