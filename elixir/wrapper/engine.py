@@ -124,8 +124,7 @@ class Engine:
         self._pass: RunningPass | None = None  # that takes several micro-batches through each layer
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
-        self.state_reader: StateReader | None = None
-        """The reader of checkpoints; None before the first."""
+        self.state_reader: StateReader | None = None  # of checkpoints; None before the first
         self._pending_updates: list[Ticket] = []
         self._is_after_step = False  # no forward has ended since
         self.leaving: dict[int, StoredStates] = {}
