@@ -362,7 +362,8 @@ class Saving:
             said = "%s: %s of this rank written in %.1f s, for which updates waited %.2f s"
             logger.info(said, self._options.folder, written, took_s, self.stall_s)
         except BaseException as error:  # raised where the save is waited for
-            self._outcome = CheckpointError(f"{self._options.folder} was not saved: {error}")  # if no rank can be told
+            # This stays the outcome if telling the other ranks fails.
+            self._outcome = CheckpointError(f"{self._options.folder} was not saved: {error}")
             self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
             failed.__cause__ = None if failed is error else error

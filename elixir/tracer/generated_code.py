@@ -58,8 +58,8 @@ class GeneratedCode:
     Args:
         layers: name of a layer -> the layer, and settings of inductor; empty for those that it has now.
         cost: gets what each kernel costs.
-        budgets: memory budgets of some layers (`elixir.step_trace.UnitActivations.budget`); others have that which is
-            set.
+        budgets: memory budgets of some layers (`elixir.step_trace.UnitActivations.budget`); the others
+            have the one of PyTorch's setting.
         kinds: code of kinds of layers that traces of the same step have found, to which this one adds.
 
     Raises:

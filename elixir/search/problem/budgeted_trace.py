@@ -46,7 +46,7 @@ class BudgetedTraces:
         return budgeted_units(self.whole) if self.under else {}
 
     def get(self, budget: float | None) -> StepTrace:
-        """The trace with a budget; None is that which is set."""
+        """The trace with this budget for all units; with None, each keeps the one that PyTorch's setting gives."""
         return self.whole if budget is None else self.under[budget]
 
     def more_bytes(self, unit: str, budget: float | None) -> int:

@@ -19,6 +19,7 @@ import torch
 
 import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
@@ -246,6 +247,19 @@ def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path, caplo
     save_checkpoint(folder, run.state(number=3), files=FILES).wait()
     with open_checkpoint(folder) as saved:
         assert saved.value("number") == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_that_cannot_tell_the_other_ranks_has_its_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(ranks: HeartbeatGroup, error: BaseException) -> CheckpointError:
+        raise RuntimeError("a rank is lost")
+
+    monkeypatch.setattr(HeartbeatGroup, "fail", lost)
+    saving = save_checkpoint(tmp_path / "run", run.state(), files=FailingFiles(3))
+    with pytest.raises(CheckpointError, match="was not saved: .*No space left"):
+        saving.wait()
 
 
 class HeldFiles(UnsyncedFiles):
