@@ -86,8 +86,8 @@ def refused(rank: int, world_size: int) -> None:
             optimizer.step()
     state = optimizer.state_dict()
     state["param_groups"] = state["param_groups"][: 4 - rank]
-    told = "rank 1: " * (rank == 0) + r"the state dict has groups of \[1, 1, 1\] parameters, this optimizer of"
-    with pytest.raises(InputError, match=f"^{told}"):
+    message = "rank 1: " * (rank == 0) + r"the state dict has groups of \[1, 1, 1\] parameters, this optimizer of"
+    with pytest.raises(InputError, match=f"^{message}"):
         optimizer.load_state_dict(state)
     optimizer.zero_grad()
     module(torch.ones(2, 24)).backward()

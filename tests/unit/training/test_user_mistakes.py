@@ -96,17 +96,17 @@ def test_a_dtype_may_be_a_name(unified: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "told"),
+    ("device", "message"),
     [
         ("gpu", "must be 'cpu' or a CUDA"),
         ("meta", "must be 'cpu' or a CUDA device such as 'cuda:0', got 'meta'"),
         ("cuda:0", "finds no CUDA here"),
     ],
 )
-def test_a_device_that_is_not_there(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plain = small()
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         ElixirModule(plain, planned(plain), device=device)
 
 
