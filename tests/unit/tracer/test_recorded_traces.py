@@ -129,13 +129,12 @@ CASES: dict[str, tuple[Any, Step]] = {
 
 @contextlib.contextmanager
 def kernels_not_run() -> Iterator[None]:
-    """Leaves out what kernels of the CPU allocate, which differs between processors."""
-    before = kernel_memory.MAX_RUN_FLOPS, kernel_memory.MAX_SLOW_RUN_FLOPS
-    kernel_memory.MAX_RUN_FLOPS = kernel_memory.MAX_SLOW_RUN_FLOPS = 0.0
-    try:
+    """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
+        patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
+        patch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
         yield
-    finally:
-        kernel_memory.MAX_RUN_FLOPS, kernel_memory.MAX_SLOW_RUN_FLOPS = before
 
 
 def outcome(name: str) -> dict[str, Any]:
