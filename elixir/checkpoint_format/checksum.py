@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xxhash import xxh3_64_intdigest as checksum
 
-__all__ = ["CHECKSUM_KIND", "LARGEST_CHECKSUM", "checksum"]
+__all__ = ["CHECKSUM_KIND", "checksum"]
 
 CHECKSUM_KIND = "xxh3_64"
 """Name of the checksum in the index of a checkpoint."""
-LARGEST_CHECKSUM = 2**64 - 1

@@ -181,7 +181,6 @@ def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
     """
     for name in (PREVIOUS_NAME, INDEX_NAME):
         files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
-    files.sync_folder(folder)
     remove_stale(folder, files=files)
     if files.names(folder):
         return False

@@ -132,11 +132,9 @@ class Index(Artifact):
                 grouped.add((group.optimizer, name))
 
     def _check_files(self) -> None:
-        for name, size in self.files.items():
+        for name in self.files:
             if not _FILE.fullmatch(name) or not name.startswith(f"{self.id}-") or ".." in name:
                 raise _wrong("files", f"{name!r:.80} is no name of a file of checkpoint {self.id}")
-            if size < 8:
-                raise _wrong(f"files.{name}", f"must be 8 bytes or more, found {size}")
         ranges: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
         for key, tensor in self.tensors.items():
             if len({piece.file for piece in tensor.pieces}) < len(tensor.pieces):

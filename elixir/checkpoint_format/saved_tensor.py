@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.units import MIB, dtype_name
@@ -62,8 +61,8 @@ class Piece:
                 f"a piece has start 0 or more, numel 1 or more and offset 8 or more, found {self.start}, {self.numel} "
                 f"and {self.offset}"
             )
-        if not all(0 <= value <= LARGEST_CHECKSUM for value in self.checksums):
-            raise InputError("a checksum is at least 0 and below 2^64")
+        if any(value < 0 for value in self.checksums):
+            raise InputError("a checksum is at least 0")
 
     @property
     def stop(self) -> int:
@@ -126,8 +125,7 @@ class SavedTensor:
         at = 0
         for piece in self.pieces:
             if piece.start != at:
-                problem = "overlap" if piece.start < at else "are missing"
-                return f"a piece begins at element {piece.start}, expected {at}: pieces {problem}"
+                return f"a piece begins at element {piece.start}, the one before ends at {at}"
             at = piece.stop
         return "" if at == self.numel else f"pieces end at element {at}, the tensor has {self.numel}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -156,14 +156,11 @@ class SliceReader:
         for each in batch:
             self._check_span(each)
 
-    def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> Iterator[Piece]:
+    def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> tuple[Piece, ...]:
         if start == stop:
-            return
+            return ()
         starts = self._starts.setdefault(key, [piece.start for piece in saved.pieces])
-        for piece in saved.pieces[bisect_right(starts, start) - 1 :]:
-            if piece.start >= stop:
-                return
-            yield piece
+        return saved.pieces[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
 
     def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
         """Reads and checks one whole span into `view`."""

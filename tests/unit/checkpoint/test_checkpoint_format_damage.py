@@ -216,10 +216,10 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda d: d["files"].clear(), "tensors.weight/w", "not listed"),
     (lambda d: d["files"].update({next(iter(d["files"])): 100}), "tensors", "a piece ends at byte"),
     (lambda d: d["tensors"]["weight/w"]["pieces"].pop(), "tensors.weight/w", "pieces end at"),
-    (lambda d: d["tensors"]["weight/w"]["pieces"].pop(0), "tensors.weight/w", "are missing"),
+    (lambda d: d["tensors"]["weight/w"]["pieces"].pop(0), "tensors.weight/w", "before ends at 0"),
     (lambda d: d["tensors"]["weight/w"]["pieces"].reverse(), "tensors.weight/w", "begins at element"),
     (lambda d: d["tensors"]["weight/w"]["pieces"].append(first_piece(d)), "tensors.weight/w", "two pieces"),
-    (lambda d: d["tensors"]["weight/w"]["pieces"][1].update(start=10), "tensors.weight/w", "overlap"),
+    (lambda d: d["tensors"]["weight/w"]["pieces"][1].update(start=10), "tensors.weight/w", "begins at element 10"),
     (lambda d: d["param_groups"].append(d["param_groups"][0]), "param_groups[1].names", "already"),
     (lambda d: first_piece(d, "weight/v").update(offset=first_piece(d)["offset"]), "tensors", "overlaps"),
     (lambda d: first_piece(d).update(offset=2**50), "tensors.weight/w", "a piece ends at byte"),
@@ -228,9 +228,11 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda d: first_piece(d).update(start=-1), "tensors.weight/w.pieces[0]", "start 0"),
     (lambda d: first_piece(d).update(numel=2**50), "tensors.weight/w", "spans"),
     (lambda d: first_piece(d).update(checksums=[]), "tensors.weight/w", "checksums"),
-    (lambda d: first_piece(d).update(checksums=[-1]), "tensors.weight/w.pieces[0]", "below 2^64"),
+    (lambda d: first_piece(d).update(checksums=[-1]), "tensors.weight/w.pieces[0]", "at least 0"),
+    (lambda d: first_piece(d).update(checksums=[2**64]), "tensors.weight/w.pieces[0]", "64 bits"),
     (lambda d: first_piece(d).update(checksums=[1.0]), "tensors.weight/w.pieces[0].checksums[0]", "must be int"),
     (lambda d: d["tensors"]["weight/w"].update(shape=[-1, -3000]), "tensors.weight/w", "negative"),
+    (lambda d: d["tensors"]["weight/w"].update(shape=[0, 2**61], pieces=[]), "tensors.weight/w", "any memory"),
     (lambda d: d["tensors"]["weight/w"].update(shape=[2**20, 2**20]), "tensors.weight/w", "pieces end"),
     (lambda d: d["tensors"]["weight/w"].update(shape=[0, 2**40, 2**40], pieces=[]), "tensors.weight/w", "any memory"),
     (lambda d: d["tensors"]["weight/w"].update(dtype="object"), "tensors.weight/w", "dtype"),
@@ -249,6 +251,46 @@ def test_an_index_made_up_with_care_is_refused_by_its_field(
         parse_index(crafted(change, whole), whole / "index.json")
     assert caught.value.key.startswith(key)
     assert caught.value.path == str(whole / "index.json")
+
+
+AT_THE_END: list[Callable[[dict[str, Any]], Any]] = [
+    lambda d: d.update(sequence=1, step=0, steps={"w": 0}),
+    lambda d: d.update(id="0badcafe", files={}, tensors={}, aliases={}),
+    lambda d: d.update(id="0badcafe" * 4, files={}, tensors={}, aliases={}),
+    lambda d: first_piece(d).update(checksums=[2**64 - 1]),
+    lambda d: d["tensors"]["weight/w"].update(shape=[0, 2**61 - 1], pieces=[]),
+    lambda d: d["tensors"]["weight/w"].update(order=[0]),
+    lambda d: d["files"].update(ends(d)),
+    lambda d: d.update(rng=[], rank_values=[{}, {}]),
+    lambda d: d.update(rng=[1, 2], rank_values=[]),
+]
+"""Changes that are only just right."""
+
+
+def ends(data: dict[str, Any]) -> dict[str, int]:
+    """Where the last piece of each file ends."""
+    itemsize = {"float32": 4, "bfloat16": 2, "int64": 8}
+    found = [
+        (piece["file"], piece["offset"] + piece["numel"] * itemsize[tensor["dtype"]])
+        for tensor in data["tensors"].values()
+        for piece in tensor["pieces"]
+    ]
+    return {name: max(end for other, end in found if other == name) for name, _ in found}
+
+
+@pytest.mark.parametrize("change", AT_THE_END)
+def test_an_index_at_the_end_of_what_is_allowed_is_read(whole: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    assert isinstance(parse_index(crafted(change, whole), whole / "index.json"), Index)
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [("schema_version", 4, "reads 3"), ("artifact", "plan", "plan")])
+def test_an_index_of_another_kind_is_told_from_a_damaged_one(whole: Path, field: str, value: Any, words: str) -> None:
+    """Its checksum may be made in another way."""
+    data = json.loads((whole / "index.json").read_text())
+    data[field] = value
+    with pytest.raises(CheckpointCorrupt, match=words) as caught:
+        parse_index(json.dumps(data).encode(), whole / "index.json")
+    assert caught.value.key == field
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.values import DEEPEST, encode
+from elixir.checkpoint_format.values import DEEPEST, decode, encode
 from elixir.errors import CheckpointCorrupt, InputError
 from tests.common.checkpoints import same, save, write
 
@@ -59,6 +59,44 @@ def test_values_come_back_of_the_same_types_to_the_bit(tmp_path: Path) -> None:
             assert same(saved.value(name), value), name
         with pytest.raises(InputError, match="did you mean plain"):
             saved.value("plan")
+
+
+WRITTEN = [
+    (None, None), (True, True), ("x", "x"), (1.5, 1.5), ([1, [2]], [1, [2]]), ({"a": {"b": 1}}, {"a": {"b": 1}}),
+    (2**63 - 1, 2**63 - 1), (2**63, {"$": "int", "hex": "0x8000000000000000"}),
+    (1 - 2**63, 1 - 2**63), (-(2**63), {"$": "int", "hex": "-0x8000000000000000"}),
+    (float("inf"), {"$": "float", "hex": "inf"}), (2 - 0.5j, {"$": "complex", "hex": ["0x1.0000000000000p+1", "-0x1.0000000000000p-1"]}),
+    (b"ab", {"$": "bytes", "base64": "YWI="}), (bytearray(b"ab"), {"$": "bytearray", "base64": "YWI="}),
+    ((1, (2,)), {"$": "tuple", "items": [1, {"$": "tuple", "items": [2]}]}),
+    ({2, 10}, {"$": "set", "items": [10, 2]}), (frozenset({"b", "a"}), {"$": "frozenset", "items": ["a", "b"]}),
+    ({"$": 1}, {"$": "dict", "pairs": [["$", 1]]}), ({1: 2}, {"$": "dict", "pairs": [[1, 2]]}),
+    (OrderedDict(a=1), {"$": "OrderedDict", "pairs": [["a", 1]]}), (Counter("aa"), {"$": "Counter", "pairs": [["a", 2]]}),
+    (np.float32(1.5), {"$": "numpy", "dtype": "float32", "hex": "0000c03f"}),
+    (np.arange(2, dtype=">i2"), {"$": "array", "key": "value/k", "dtype": ">int16", "shape": [2]}),
+    (np.zeros((1, 2), bool), {"$": "array", "key": "value/k", "dtype": "bool", "shape": [1, 2]}),
+    (torch.ones(2, 3).bfloat16(), {"$": "tensor", "key": "value/k", "dtype": "bfloat16", "shape": [2, 3]}),
+    ([torch.nn.Parameter(torch.ones(()))], [{"$": "tensor", "key": "value/k[0]", "dtype": "float32", "shape": []}]),
+    (torch.ones(1, dtype=torch.complex128), {"$": "tensor", "key": "value/k", "dtype": "complex128", "shape": [1]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "text"), WRITTEN)
+def test_values_are_this_json_which_later_versions_have_to_read(value: Any, text: Any) -> None:
+    found, tensors = encode(value, "k")
+    assert same(found, text)
+    back = decode(json.loads(json.dumps(text)), tensors.__getitem__, path="f", key="k")
+    assert same(back, [each.detach() for each in value] if isinstance(value, list) and tensors else value)
+
+
+def test_tensors_have_the_keys_of_their_places_and_no_two_the_same() -> None:
+    value = {"a": [torch.zeros(1)], 1.0: torch.ones(1), "a[0]": torch.full((1,), 2.0), "b": {2: np.arange(3)}}
+    _, tensors = encode(value, "k")
+    assert {key: found.tolist() for key, found in tensors.items()} == {
+        "value/k['a'][0]": [0.0], "value/k[1.0]": [1.0], "value/k['a[0]']": [2.0],
+        "value/k['b'][2]": np.arange(3).view(np.uint8).tolist(),
+    }  # fmt: skip
+    _, tensors = encode({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "k")
+    assert {key: found.tolist() for key, found in tensors.items()} == {"value/k.a.b": [0.0], "value/k.a.b#1": [1.0]}
 
 
 def test_schedulers_come_back(tmp_path: Path) -> None:
