@@ -247,3 +247,152 @@ def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: py
     assert snapshot.copied_bytes
     assert recorded == [snapshot]  # what compute had been given when the snapshot was taken
     snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
+
+
+def pool_of(nbytes: int) -> SnapshotPool:
+    return SnapshotPool(nbytes, lambda n: torch.empty(n, dtype=torch.uint8))
+
+
+def waiting(snapshot: Snapshot, index: int) -> threading.Thread:
+    """A thread that updates a chunk, once it waits for the writer."""
+    thread = threading.Thread(target=snapshot.release, args=(index,))
+    thread.start()
+    while index not in snapshot._wanted and thread.is_alive():
+        time.sleep(1e-3)
+    return thread
+
+
+@pytest.mark.parametrize(("asked", "order"), [((), [0, 1, 2, 3]), ((0,), [0, 3, 2, 1]), ((0, 2), [0, 2, 3, 1])])
+def test_the_writer_goes_on_from_the_far_end_and_first_to_what_is_waited_for(
+    asked: tuple[int, ...], order: list[int]
+) -> None:
+    chunks = [Chunk(index, 1) for index in range(4)]
+    snapshot, written, threads = Snapshot(chunks, pool_of(0), CPU), list[int](), list[threading.Thread]()
+
+    def write(key: str, number: int, data: memoryview) -> None:
+        if key.startswith("a/"):
+            if not written:
+                threads.extend(waiting(snapshot, index) for index in asked)
+            written.append(int(key[2:]))
+
+    snapshot.write(write, lambda: None)
+    snapshot.end()
+    for thread in threads:
+        thread.join(20)
+    assert written == order
+
+
+def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> None:
+    """The writer is done with the first of four spans when memory in the pool is given back."""
+    numel = 3 * SPAN // 4 + 1
+    chunk, pool = Chunk(0, numel), pool_of(4 * SPAN)
+    chunk.tensors = {"a/0": torch.arange(float(numel)), "b/0": torch.arange(numel, dtype=torch.int16)}
+    expected = {key: tensor.clone() for key, tensor in chunk.tensors.items()}
+    taken = pool.take(2 * SPAN)
+    assert taken is not None
+    snapshot, sink, beats, threads = Snapshot([chunk], pool, CPU), Sink(random.Random(0), 0), [0], []
+
+    def heartbeat() -> None:
+        beats[0] += 1
+        if beats == [1]:
+            threads.append(waiting(snapshot, 0))
+            pool.give_back(taken)
+
+    def write(key: str, number: int, data: memoryview) -> None:
+        if beats == [1]:
+            threads[0].join(20)  # the update goes on before the second span is written
+            for tensor in chunk.tensors.values():
+                tensor.zero_()
+        sink.write(key, number, data)
+
+    snapshot.write(write, heartbeat)
+    assert all(torch.equal(sink.tensor(key, each.dtype), each) for key, each in expected.items())
+    assert beats == [4 + 2]
+    rest = (numel * 4 - SPAN, numel * 2)
+    assert snapshot.copied_bytes == sum(map(aligned, rest)) == pool.largest_use_bytes
+    assert pool.free_bytes == 4 * SPAN
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_an_update_that_cannot_copy_goes_on_and_the_writer_ends(reading: bool) -> None:
+    """Either the states cannot be read, or they were written to meanwhile. The writer waits for the copy."""
+    copying, go = threading.Event(), threading.Event()
+
+    class Unreadable(Flat):
+        def values(self, first: int, stop: int) -> torch.Tensor:
+            copying.set()
+            assert go.wait(20)
+            if reading:
+                raise RuntimeError("unreadable")
+            return super().values(first, stop)
+
+    chunks, pool = [Chunk(0, 10), Chunk(1, 10)], pool_of(1 << 12)
+    snapshot = Snapshot(chunks, pool, CPU)
+    chunks[0].read = lambda: {"a/0": Unreadable(torch.ones(10))}  # type: ignore[method-assign]
+
+    def check() -> None:
+        raise RuntimeError("unreadable")
+
+    if not reading:
+        chunks[0].check = check  # type: ignore[method-assign]
+    update = threading.Thread(target=snapshot.release, args=(0,))
+    update.start()
+    assert copying.wait(20)
+    snapshot.release(1)  # its copy is given up, too
+    found: list[BaseException] = []
+
+    def writes() -> None:
+        try:
+            snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
+        except CheckpointError as error:
+            found.append(error)
+
+    writer = threading.Thread(target=writes)
+    writer.start()
+    time.sleep(0.02)
+    go.set()
+    for thread in (update, writer):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "unreadable" in str(found)
+    snapshot.end()
+    assert pool.free_bytes == 1 << 12
+    snapshot.release(0)
+    snapshot.wait_for_live()
+
+
+def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:
+    chunks, pool = [Chunk(0, SPAN), Chunk(1, SPAN)], pool_of(1 << 12)
+    snapshot, said, threads = Snapshot(chunks, pool, CPU), list[str](), list[threading.Thread]()
+
+    def load() -> None:
+        snapshot.wait_for_live()
+        said.append("free")
+
+    def write(key: str, number: int, data: memoryview) -> None:
+        if not threads:
+            snapshot.release(1)  # has a copy, which is written later
+            threads.append(threading.Thread(target=load))
+            threads[0].start()
+            time.sleep(0.02)
+        said.append(key)
+        if key == "a/1":
+            threads[0].join(20)
+
+    snapshot.write(write, lambda: None)
+    threads[0].join(20)
+    assert said.index("b/0") < said.index("free") < said.index("b/1")
+
+
+def test_a_step_says_how_long_it_waited_for_a_save() -> None:
+    snapshot = Snapshot([Chunk(0, 10)], pool_of(0), CPU)
+
+    def write(key: str, number: int, data: memoryview) -> None:
+        if key == "a/0":
+            threads.append(waiting(snapshot, 0))
+            time.sleep(0.05)
+
+    threads: list[threading.Thread] = []
+    snapshot.write(write, lambda: None)
+    threads[0].join(20)
+    assert 0.05 <= snapshot.stall_s < 10
