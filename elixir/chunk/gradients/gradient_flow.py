@@ -35,7 +35,6 @@ from elixir.chunk.gradients.transport import MovedBytes, Transport
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lanes
-from elixir.chunk.part_norms import PartNorms
 from elixir.schedule import Schedule
 
 
@@ -377,7 +376,7 @@ class GradientFlow:
         # What all replicas have summed must not be mixed with what they have not.
         whole = late or gradient.is_partial is False or self._backwards >= self._options.accumulation
         over = whole and self._group.replicas > 1
-        leaving = self._transport.send(gradient, opened, self._norms_for(gradient, over), over_replicas=over)
+        leaving = self._transport.send(gradient, opened, with_norms=self._sums_norms(chunk), over_replicas=over)
         is_block = opened.memory.nbytes == self._options.block_bytes
         self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
@@ -389,18 +388,15 @@ class GradientFlow:
         if opened is not None:
             self._blocks.leave(self._transport.keep(gradient, opened))
 
-    def _norms_for(self, gradient: ChunkGradient, over_replicas: bool) -> PartNorms | None:
-        """Makes the norms of what is sent now; None if the step sums those that it needs.
+    def _sums_norms(self, chunk: Chunk) -> bool:
+        """Whether the norms of what is sent now are summed on the way; otherwise the step sums those that it needs.
 
         The step sums what stays on the device: compute does it there, and nobody waits. Of accumulated gradients only
         the last sum counts, so backwards before the planned number leave it out. A step that comes earlier reads the
         gradients itself.
         """
-        chunk = gradient.chunk
-        if chunk.plan.update_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
-            return None
-        adds = gradient.holds and not gradient.ends_partial(over_replicas)
-        return PartNorms(chunk, "cpu" if adds else self._device)
+        is_last = self._backwards >= self._options.accumulation
+        return chunk.plan.update_home == "host" and is_last and self._wants_norms()
 
 
 def _number(gradient: ChunkGradient) -> int:

@@ -58,20 +58,20 @@ class Transport:
         self._reduce_fp32 = reduce_fp32
         self.moved = MovedBytes()
 
-    def send(
-        self, gradient: ChunkGradient, opened: OpenChunk, norms: PartNorms | None, *, over_replicas: bool = False
-    ) -> Leaving:
+    def send(self, gradient: ChunkGradient, opened: OpenChunk, *, with_norms: bool, over_replicas: bool) -> Leaving:
         """Reduces a chunk's gradients, and lets this rank's shard leave for its home.
 
         Args:
             gradient: of the chunk, with no block open.
             opened: all gradients of the chunk, zeros for those that did not come.
-            norms: filled with the norms of what is at home then.
+            with_norms: sum the norms of what is at home then.
             over_replicas: they are summed over the replicas as well, with those at home that have not been.
         """
         chunk, block = gradient.chunk, opened.block
         gradient.make_memory()
         gradient.arrived |= opened.arrived
+        adds = gradient.holds and not gradient.ends_partial(over_replicas)
+        norms = PartNorms(chunk, "cpu" if adds else self._device) if with_norms else None
         gradient.norms = norms
         gradient.changes += 1
         # They use the shard that is written below: the step before, or new states that are being made, may still read
@@ -80,7 +80,6 @@ class Transport:
         has_kept = gradient.kept is not None
         written, kept_alive = self._return_kept(gradient, block)
         mine = block[chunk.mine]
-        adds = gradient.holds and not gradient.ends_partial(over_replicas)
         moved_bytes = gradient.memory.nbytes if chunk.plan.update_home == "host" else 0
         if self._group.size > 1:
             what = f"gradients of chunk {chunk.index}"
@@ -193,13 +192,14 @@ class Transport:
             return [], ()
         gradient.arrived |= kept.arrived
         memory = kept.memory
-        self.moved.returned += memory.nbytes if gradient.chunk.plan.update_home == "host" else 0
+        moved_bytes = memory.nbytes if gradient.chunk.plan.update_home == "host" else 0
+        self.moved.returned += moved_bytes
 
         def add() -> None:
             block.add_(memory.to(block.device))
 
         # The last gradients that were kept may still be on their way to `memory`.
-        return [self._lanes.offload.submit(add, after=kept.uses.to_read(), nbytes=memory.nbytes)], (memory,)
+        return [self._lanes.offload.submit(add, after=kept.uses.to_read(), nbytes=moved_bytes)], (memory,)
 
     def _reduce(
         self,

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
-from elixir.chunk.lanes import make_lanes
+from elixir.chunk.lanes import Ticket, Work, make_lanes
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 
@@ -93,6 +94,7 @@ class Case:
     """By chunk, whether the traced step gave it a gradient."""
     steps: list[list[Backward]]
     reduce_fp32: bool
+    wants_norms: bool
     as_traced: bool
     """Whether every rank gets every gradient once in each backward."""
 
@@ -106,7 +108,7 @@ HOMES = [(True, "device", "device"), (True, "device", "host"), (False, "host", "
 
 def drawn(seed: int) -> Case:
     draw = random.Random(seed)
-    ranks, replicas = draw.choice(((2, 1), (2, 1), (4, 2), (3, 1)))
+    ranks, replicas = draw.choice(((1, 1), (2, 1), (2, 1), (4, 2), (3, 1)))
     count, as_traced = draw.randint(1, 3), draw.random() < 0.5
 
     def arrivals(share: float) -> list[tuple[int, int, float]]:
@@ -130,6 +132,7 @@ def drawn(seed: int) -> Case:
         [as_traced or draw.random() < 0.8 for _ in range(count)],
         [[backward() for _ in range(draw.randint(1, 3))] for _ in range(3)],
         draw.random() < 0.3,
+        seed % 2 == 0,
         as_traced,
     )
 
@@ -181,7 +184,21 @@ class Training:
             accumulation=case.accumulation,
         )
         gathering = sorted(self.chunks, key=lambda chunk: not case.in_order[chunk.index])
-        self.flow = GradientFlow(gathering, self.arena, self.lanes, self.group, buffers, options)
+        self.completed: list[int] = []
+        """Chunks of which all gradients are on their way home."""
+        self.submitted: list[int] = []
+        """Bytes of the work that lanes were given."""
+        for lane in (self.lanes.network, self.lanes.offload):
+            lane.submit = partial(self._submit, lane.submit)  # type: ignore[method-assign]
+        self.measured = 0
+        self.flow = GradientFlow(
+            gathering, self.arena, self.lanes, self.group, buffers, options,
+            complete=lambda chunk: self.completed.append(chunk.index), wants_norms=lambda: case.wants_norms,
+        )  # fmt: skip
+
+    def _submit(self, submit: Callable[..., Ticket], work: Work, *, nbytes: int = 0, **options: Any) -> Ticket:
+        self.submitted.append(nbytes)
+        return submit(work, nbytes=nbytes, **options)
 
     def _chunks(self) -> Iterator[Chunk]:
         for index, (resident, weights, states) in enumerate(self.case.homes):
@@ -226,11 +243,23 @@ class Training:
                     assert torch.equal(here[part], whole[chunk.mine][part]), (chunk.index, name)
                 else:
                     assert not whole[chunk.mine][part].any()
+            if gradient.norms is not None:
+                gradient.norms.wait()
+                for held in chunk.held.values():
+                    assert gradient.norms.of(held.place).item() == pytest.approx(here[held.part].norm().item())
+                    self.measured += 1
             assert gradient.arrived == got(self.case, step, self.rank, chunk.index)
             assert gradient.opened is None
             assert gradient.kept is None
         if self.case.as_traced:
-            self.check_bytes(Backwards.of([each.reducing for each in step], self.case.accumulation))
+            sent = [each.reducing or self.case.ranks == 1 for each in step]
+            self.check_bytes(Backwards.of(sent, self.case.accumulation))
+            # All gradients of each chunk came in each backward that sends them.
+            assert sorted(self.completed) == sorted(list(range(len(self.chunks))) * sum(each.reducing for each in step))
+        self.completed.clear()
+        moved = self.flow.moved
+        assert sum(self.submitted) == moved.offloaded + moved.returned + moved.network + moved.replicas
+        self.submitted.clear()
         self.flow.forget_counts()
         self.flow.clear()
         assert not self.flow.any_held()
@@ -284,6 +313,7 @@ def on_ranks(count: int, work: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_every_rank_ends_with_the_mean(first: int) -> None:
+    measured = 0
     for seed in range(first, first + 10):
         case = drawn(seed)
         meeting = Meeting(case.ranks)
@@ -295,5 +325,7 @@ def test_every_rank_ends_with_the_mean(first: int) -> None:
 
         on_ranks(case.ranks, train)
         assert len({tuple(training.group.issued) for training in trainings}) == 1
+        measured += sum(training.measured for training in trainings)
         for training in trainings:
             training.lanes.close()
+    assert measured

@@ -1,0 +1,258 @@
+"""Writes to a chunk's weights: what each of its memories holds afterwards, on one rank and on several, with masters or
+without."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk, ChunkState, take_back
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks, as_block
+from elixir.errors import InputError
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
+
+CPU = torch.device("cpu")
+SHAPES = ((2, 3), (0,), (5,), (3,))
+OFFSETS = (0, 6, 8, 13)
+"""There is a gap before the third parameter, and two parameters are next to each other; the last element is nobody's."""
+NUMEL = 18
+RANKS = (1, 2, 3)
+FINE = 1.0 + 2.0**-12
+"""Rounds to 1 in bfloat16."""
+
+
+@dataclass
+class Made:
+    chunk: Chunk
+    announced: list[int]
+    """One entry for each time that a checkpoint was asked to copy first."""
+
+
+def made(rank: int = 0, ranks: int = 1, *, resident: bool = True, masters: bool = True) -> Made:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    slots = tuple(ParamSlot(f"p{i}", at, p.numel()) for i, (at, p) in enumerate(zip(OFFSETS, parameters, strict=True)))
+    home: Any = "device" if resident else "host"
+    plan = ChunkPlan("bfloat16", True, NUMEL, slots, weight_home=home, state_home="host", resident=resident)
+    chunk = Chunk(3, plan, parameters, rank=rank, world_size=ranks)
+    if resident:
+        chunk.whole = torch.zeros(NUMEL, dtype=torch.bfloat16)
+    else:
+        chunk.shard = torch.zeros(NUMEL // ranks, dtype=torch.bfloat16)
+    if masters:
+        chunk.masters = torch.zeros(NUMEL // ranks)
+    chunk.attach()
+    found = Made(chunk, [])
+    chunk.before_write = lambda: found.announced.append(1)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(ranks, slot) for ranks in RANKS for slot in range(len(SHAPES))])
+def test_each_rank_has_its_part_of_each_parameter(ranks: int, number: int) -> None:
+    numel, offset = torch.Size(SHAPES[number]).numel(), OFFSETS[number]
+    seen: list[int] = []
+    for rank in range(ranks):
+        chunk = made(rank, ranks, resident=False).chunk
+        assert (chunk.shard_numel, chunk.shard_start) == (NUMEL // ranks, rank * NUMEL // ranks)
+        own = [e for e in range(offset, offset + numel) if rank == e // (NUMEL // ranks)]
+        held = chunk.held.get(f"p{number}")
+        assert chunk.wants(chunk.slots[number]) == bool(own) == (held is not None)
+        if held is not None:
+            assert (held.place, held.numel, held.first) == (number, len(own), own[0] - offset)
+            assert list(range(NUMEL))[chunk.mine][held.part] == own
+            seen += own
+        assert chunk.on_one_rank == (ranks == 1)
+    assert seen == list(range(offset, offset + numel))
+
+
+@pytest.mark.parametrize(("ranks", "resident", "masters"), list(itertools.product(RANKS, (True, False), (True, False))))
+def test_values_are_written_to_all_that_holds_them(ranks: int, resident: bool, masters: bool) -> None:
+    """Masters take the values as they are, weights round them; the other parameters stay zero."""
+    values = FINE * torch.arange(1.0, 6.0)
+    for rank in range(ranks):
+        it = made(rank, ranks, resident=resident, masters=masters)
+        chunk, slot = it.chunk, it.chunk.slots[2]
+        chunk.write(slot, values)
+        expected = torch.zeros(NUMEL)
+        expected[8:13] = values
+        assert chunk.writes == len(it.announced) == 1
+        if chunk.whole is not None:
+            assert torch.equal(chunk.whole, expected.bfloat16())
+        assert torch.equal(chunk.shard_weights, expected.bfloat16()[chunk.mine])
+        if chunk.masters is not None:
+            assert torch.equal(chunk.masters, expected[chunk.mine])
+
+
+@pytest.mark.parametrize(("ranks", "resident", "masters"), list(itertools.product(RANKS, (True, False), (True, False))))
+def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: bool, masters: bool) -> None:
+    """Gathered weights are taken home: masters keep their digits where the weights say the same."""
+    gathered = torch.zeros(NUMEL, dtype=torch.bfloat16)
+    gathered[8:13] = torch.tensor([1.0, 1.0, 2.0, 1.0, 3.0])
+    gathered[:6] = 9.0
+    for rank in range(ranks):
+        it = made(rank, ranks, resident=resident, masters=masters)
+        chunk = it.chunk
+        chunk.write(chunk.slots[2], torch.full((5,), FINE))
+        chunk.take(gathered, [chunk.slots[2]])
+        expected = torch.zeros(NUMEL)
+        expected[8:13] = torch.tensor([FINE, FINE, 2.0, FINE, 3.0])
+        assert torch.equal(chunk.shard_weights, expected.bfloat16()[chunk.mine])
+        if chunk.masters is not None:
+            assert torch.equal(chunk.masters, expected[chunk.mine])
+        count = len(it.announced)
+        chunk.follow_writes()
+        assert len(it.announced) == count, "nothing was written since"
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_a_forward_wrote_is_kept(ranks: int, masters: bool) -> None:
+    for rank in range(ranks):
+        it = made(rank, ranks, masters=masters)
+        chunk = it.chunk
+        assert chunk.may_be_written_inside
+        chunk.write(chunk.slots[2], torch.full((5,), FINE))
+        with torch.no_grad():
+            chunk.slots[2].parameter[1] = 4.0
+        chunk.take_written(chunk.slots[2].parameter)
+        expected = torch.full((5,), FINE)
+        expected[1] = 4.0
+        whole = torch.zeros(NUMEL)
+        whole[8:13] = expected
+        if chunk.masters is not None:
+            assert torch.equal(chunk.masters, whole[chunk.mine])
+        assert torch.equal(chunk.shard_weights, whole.bfloat16()[chunk.mine])
+
+
+def test_a_write_to_a_block_that_is_announced_is_kept_and_no_error() -> None:
+    it = made(resident=False)
+    chunk, memory = it.chunk, torch.zeros(NUMEL, dtype=torch.bfloat16)
+    chunk.memory = memory
+    chunk.to(ChunkState.FETCHING)
+    chunk.to(ChunkState.CACHED, memory)
+    with torch.no_grad():
+        chunk.slots[3].parameter.fill_(2.0)
+    chunk.take_written(chunk.slots[3].parameter)
+    chunk.to(ChunkState.HOME)
+    assert chunk.shard is not None
+    assert chunk.shard.tolist() == [0.0] * 13 + [2.0] * 3 + [0.0] * 2
+
+
+def test_parameters_with_other_memory_are_found_and_taken_back() -> None:
+    """Two parameters exchange their values by ``data``; the others are left alone, and copied nowhere."""
+    it = made()
+    chunk, whole = it.chunk, it.chunk.whole
+    assert whole is not None
+    whole.copy_(torch.arange(float(NUMEL)))
+    assert chunk.moved(whole) == []
+    assert chunk.with_moved(whole) is whole
+    third, fourth = chunk.slots[2].parameter, chunk.slots[3].parameter
+    third.data, fourth.data = torch.full((5,), 7.0, dtype=torch.bfloat16), third.data[1:4]
+    assert [slot.name for slot in chunk.moved(whole)] == ["p2", "p3"]
+    assert [slot.name for slot in chunk.moved(whole, chunk.slots[3:])] == ["p3"]
+    expected = [*range(8), *[7] * 5, 9, 10, 11, 16, 17]
+    assert chunk.with_moved(whole).tolist() == expected
+    assert whole.tolist() == list(range(NUMEL))
+    take_back([(chunk, whole, chunk.slots)])
+    assert whole.tolist() == expected
+    assert chunk.moved(whole) == []
+    assert (chunk.taken_back, chunk.data_writes) == (2, 2)
+    third.data = torch.zeros(6, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"p2 was given \[6\] values of torch.bfloat16, its weights are \[5\]"):
+        take_back([(chunk, whole, chunk.slots)])
+    third.data = torch.zeros(5)
+    with pytest.raises(InputError, match=r"\[5\] values of torch.float32"):
+        chunk.with_moved(whole)
+
+
+def test_writes_through_data_of_resident_weights_are_counted() -> None:
+    chunk = made().chunk
+    third = chunk.slots[2].parameter
+    assert chunk.data_writes == 0
+    for times in (1, 2):
+        chunk.lend(third.data).fill_(float(times))
+        assert chunk.data_writes == times
+        assert third.tolist() == [times] * 5
+    foreign = torch.zeros(5, dtype=torch.bfloat16)
+    assert chunk.lend(foreign) is foreign
+    assert made(resident=False).chunk.lend(foreign) is foreign
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("home", "foreseen"), list(itertools.product(("host", "device"), (True, False))))
+def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_foresees_any(
+    home: Any, foreseen: bool
+) -> None:
+    slots = (ParamSlot("p", 0, 8),)
+    order = 0 if foreseen else None
+    plan = ChunkPlan("float32", True, 8, slots, "device", home, True, reduce_order=order)
+    arena = Arena(CPU)
+    gradient = ChunkGradient(Chunk(0, plan, [nn.Parameter(torch.zeros(8))], rank=0, world_size=2), arena)
+    at_once = home == "host" and foreseen
+    assert gradient.memory.numel() == (4 if at_once else 0)
+    gradient.make_memory()
+    gradient.make_memory()
+    assert arena.parts(home) == {"gradients": 16}
+    gradient.hold_zeros()
+    gradient.clear(set(), to_none=True)
+    assert arena.parts(home) == ({"gradients": 16} if home == "host" else {})
+
+
+def chunk_of(*shapes: tuple[int, ...]) -> Chunk:
+    parameters, slots, at = [nn.Parameter(torch.zeros(shape)) for shape in shapes], list[ParamSlot](), 0
+    for number, parameter in enumerate(parameters):
+        slots.append(ParamSlot(f"p{number}", at, parameter.numel()))
+        at += parameter.numel()
+    plan = ChunkPlan("float32", True, at, tuple(slots), "host", "host", False)
+    return Chunk(0, plan, parameters, rank=0, world_size=1)
+
+
+def test_a_gradient_larger_than_a_block_is_used_where_autograd_made_it() -> None:
+    """A copy would take as much again. Several parameters, other dtypes and other orders are copied."""
+    chunk, arena, gradient = chunk_of((4, 5)), Arena(CPU), torch.randn(4, 5)
+    blocks = GradientBlocks(arena, 1, 64)
+    for counted in (False, True):
+        opened = blocks.adopt(chunk, gradient, counted=counted)
+        assert opened is not None
+        assert opened.block.data_ptr() == gradient.data_ptr()
+        assert opened.block.shape == (20,)
+        assert arena.parts("device")["gradient_blocks"] == 64 + counted * gradient.nbytes
+    assert blocks.adopt(chunk_of((4, 4)), torch.randn(4, 4), counted=True) is None, "as large as a block"
+    for other in (gradient.double(), gradient.t().contiguous().t(), gradient.to_sparse()):
+        assert as_block(chunk, other) is None
+    assert as_block(chunk_of((4, 5), (3,)), gradient) is None
+
+
+def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
+    chunk = make_chunk(0)
+    blocks = GradientBlocks(Arena(CPU), 2, chunk.weight_bytes)
+    assert not blocks.are_taken
+    first = blocks.open(chunk)
+    assert not blocks.are_taken
+    blocks.open(chunk)
+    assert blocks.are_taken
+    blocks.give_back(first.memory)
+    assert not blocks.are_taken
+    assert blocks.open(chunk).memory is first.memory
+    assert blocks.extra == 0
+
+
+def test_one_rank_sends_gradients_home_though_it_is_told_to_keep_them() -> None:
+    """`no_sync` is for several ranks. Of a chunk that was sent then, nobody is told that it is complete."""
+    chunk = make_chunk(0)
+    flow, _ = make_flow([chunk])
+    flow.reducing = False
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gradient = flow.by_chunk[0]
+    assert gradient.holds
+    assert gradient.kept is None
+    assert flow.backwards == [True]
