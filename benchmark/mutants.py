@@ -4,8 +4,8 @@ python benchmark/mutants.py --seed 1 --count 40           40 changes, drawn even
 python benchmark/mutants.py --seed 1 --count 40 --cuda    lines that no test reaches on the CPU run on the emulated device
 
 A change turns a comparison, exchanges `and` and `or`, `+` and `-`, or `*` and `//`, or leaves out a `not` or a call. It
-is made in a copy of the repository. The tests of the room that reach the line run until one fails, those of few lines
-first, in a fork of a process that has imported torch and transformers. cosmic-ray and mutmut know no rooms, and start
+is made in a copy of the repository. The tests of the room that reach the line run until one fails, in turns from each
+file, in a fork of a process that has imported torch and transformers. cosmic-ray and mutmut know no rooms, and start
 Python and run all tests for each place.
 """
 

@@ -139,8 +139,13 @@ def reached(folders: Iterable[str], copy: Path, *options: str) -> Reached:
 
 
 def at(tests: Reached, path: str, line: int) -> list[str]:
-    """The tests that reach a line."""
-    return [test for test, bits in tests.get(path, ()) if bits >> line & 1]
+    """The tests that reach a line: the first of each file, the second of each, and so on."""
+    turns, found = Counter[str](), list[tuple[int, str]]()
+    for test, bits in tests.get(path, ()):
+        if bits >> line & 1:
+            turns[file := test.partition("::")[0]] += 1
+            found.append((turns[file], test))
+    return [test for _, test in sorted(found, key=lambda each: each[0])]
 
 
 def in_package(folder: str = "") -> Iterator[tuple[str, bytes]]:

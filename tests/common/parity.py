@@ -25,6 +25,7 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import Engine, engine_of
 from tests.common import gpu
+from tests.common.audit import audit
 from tests.common.debug import debugged
 from tests.common.tiny_models import FAMILIES, tiny
 
@@ -215,6 +216,7 @@ class Pair:
         for _ in range(steps):
             losses.append(self.backward(inp))
             self.step()
+        audit(self.module)
         return losses
 
     def assert_same_weights(self) -> None:

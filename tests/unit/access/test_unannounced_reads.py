@@ -372,3 +372,13 @@ def test_a_compiled_extension(tmp_path: Path) -> None:
         pair.module.module.how = around(lambda layer, x: extension.scaled(x, layer.weight))
         with pytest.raises(InputError, match="one of weight"):
             pair.module(**pair.case.inp)
+
+
+def test_data_that_is_taken_unannounced_is_refused_by_who_reads_it() -> None:
+    def unannounced(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ (layer.weight.data.t() + 1)
+
+    it = Case(Layer(around(unannounced)), {"input": torch.randn(3, WIDTH)}, square_loss)
+    with Pair(it, make_plan(it, "streamed")) as pair, pytest.raises(InputError, match="no torch function announces"):
+        pair.backward()

@@ -47,5 +47,7 @@ def test_fingerprint_sees_everything_a_plan_depends_on() -> None:
 
 
 def test_fingerprint_of_a_lazy_model_asks_for_a_forward() -> None:
-    with pytest.raises(InputError, match="run one forward"):
+    with pytest.raises(InputError, match="'weight' is lazy.*run one forward"):
         fingerprint(nn.LazyLinear(3))
+    with pytest.raises(InputError, match="'0.running_mean' is lazy"):
+        fingerprint(nn.Sequential(nn.LazyBatchNorm1d(affine=False)))

@@ -170,6 +170,8 @@ def test_a_reference_is_planned_and_left_as_it_was(tmp_path: Path) -> None:
     assert sum(chunk.trainable for chunk in plan.chunks) < len(plan.chunks)
     with pytest.raises(InputError, match="sync_ref_model writes to the reference"):
         preferred(with_elixir(trl.DPOTrainer), tmp_path, elixir=ON_HOST, sync_ref_model=True)
+    with pytest.raises(InputError, match="cannot be read into a model next to ref_model; load all models before"):
+        preferred(with_elixir(trl.DPOTrainer), tmp_path, elixir={**ON_HOST, "weights": str(tmp_path)}).plan()
 
 
 def reinforced(kind: Any, folder: Path, *, lora: bool = False, elixir: Any = None, **more: Any) -> Any:

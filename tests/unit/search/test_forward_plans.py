@@ -133,6 +133,14 @@ def test_impossible_generations_are_refused(generate: Any, more: Any, said: str)
         optimal_search(model(), 1, generate=generate, **SMALL, **more)
 
 
+def test_a_cache_that_grows_by_no_tokens_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    recurrent = MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16, state_size=2))
+    with pytest.raises(InputError, match="MambaForCausalLM keeps a cache of another kind"):
+        optimal_search(recurrent, 1, generate=(4, 4), **SMALL)
+
+
 def test_only_causal_models_are_planned_by_name() -> None:
     with pytest.raises(InputError, match="causal language models"):
         optimal_search(tiny("t5"), 1, generate=(8, 8), **SMALL)

@@ -1,0 +1,55 @@
+"""What a run says of its memory, compared with the memory that is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from elixir.chunk.chunk import ChunkState
+from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
+
+
+def audit(module: ElixirModule) -> None:
+    """Checks a wrapped model between two steps: counted bytes are those of the tensors, and blocks hold what they say.
+
+    States of a chunk are counted once all of its segments have some; those that a class makes later are not.
+    """
+    engine = engine_of(module)
+    found: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
+    open_states = set[str]()
+    for chunk in engine.chunks:
+        plan = chunk.plan
+        if chunk.masters is not None and chunk.stored is None:
+            found[plan.update_home]["optimizer_states"] += chunk.masters.nbytes
+        if chunk.whole is not None:
+            found["device"]["resident_weights"] += chunk.whole.nbytes
+        if chunk.shard is not None:
+            kind = "weight_shards" if plan.weight_home == "device" else "weights"
+            found[plan.weight_home][kind] += chunk.shard.nbytes
+        gradient = engine.gradients.by_chunk.get(chunk.index)
+        if gradient is not None:
+            found[plan.update_home]["gradients"] += gradient.memory.nbytes
+            if gradient.kept is not None:
+                found[plan.update_home]["gradients"] += gradient.kept.memory.nbytes
+        for stepper in engine.steppers:
+            shard = stepper.shards[chunk.index] if plan.trainable else None  # type: ignore[attr-defined]
+            if shard is not None and chunk.stored is None:
+                ours = type(stepper.user.given).__module__.startswith(("torch.", "elixir."))  # type: ignore[attr-defined]
+                if shard.states.without_states() or not ours:
+                    open_states.add(plan.update_home)
+                found[plan.update_home]["optimizer_states"] += sum(each.nbytes for _, each, _ in shard.states.memory())
+    pool = engine.cache._pool
+    found["device"]["rcache"] = pool.count * pool.block_bytes
+    blocks = engine.gradients._blocks
+    waiting = [leaving.memory for leaving in blocks._leaving]
+    arriving = [own.opened.memory for own in engine.gradients.by_chunk.values() if own.opened is not None]
+    found["device"]["gradient_blocks"] = sum(each.nbytes for each in (*blocks._free, *waiting, *arriving))
+    for home, kinds in found.items():
+        counted = engine.arena.parts(home)  # type: ignore[arg-type]
+        for kind, nbytes in kinds.items():
+            if kind != "optimizer_states" or home not in open_states:
+                assert counted.get(kind, 0) == nbytes, f"{kind} on the {home}: counted {counted.get(kind, 0)}, {nbytes}"
+    cached = [chunk for chunk in engine.chunks if chunk.state in (ChunkState.CACHED, ChunkState.FETCHING)]
+    assert [chunk.index for chunk in cached] == list(engine.cache.held)
+    assert pool.free == pool.count - len(cached)
+    assert not any(chunk.pins for chunk in engine.chunks), "something still uses a block"
