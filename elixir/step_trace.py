@@ -503,18 +503,6 @@ class StepTrace(Artifact):
         """The runs of all units: `unit_runs` of the accesses."""
         return unit_runs(self.accesses, [unit.name for unit in self.units])
 
-    def unit_accesses(self, unit: int) -> dict[Phase, tuple[int, int]]:
-        """The first and the last access of a unit in each phase of the step in which it runs.
-
-        Args:
-            unit: index into `units`.
-        """
-        found: dict[Phase, tuple[int, int]] = {}
-        for run in self.unit_runs:
-            if run.unit == unit:
-                found[run.phase] = found.get(run.phase, (run.first, 0))[0], run.last
-        return found
-
     def fetching_as_one(self, names: Collection[str]) -> StepTrace:
         """The same step, in which the units with these names are fetched as one (`Fetch`).
 

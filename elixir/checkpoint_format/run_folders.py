@@ -67,13 +67,13 @@ def one_checkpoint(folder: PathLike, *, files: Files = FILES) -> Path:
     return found or path
 
 
-def find_checkpoints(root: PathLike, *, files: Files = FILES) -> tuple[tuple[Path, ...], tuple[CheckpointError, ...]]:
+def find_checkpoints(root: PathLike) -> tuple[tuple[Path, ...], tuple[CheckpointError, ...]]:
     """The folders in `root` that hold checkpoints, the latest first, and why others cannot be read.
 
     The latest is the one with the largest `sequence`, not the one with the largest step or the newest file.
     """
     damaged: list[CheckpointError] = []
-    return tuple(newest_checkpoints(root, damaged, files=files)), tuple(damaged)
+    return tuple(newest_checkpoints(root, damaged)), tuple(damaged)
 
 
 def newest_checkpoints(root: PathLike, damaged: list[CheckpointError], *, files: Files = FILES) -> Iterator[Path]:

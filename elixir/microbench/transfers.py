@@ -147,17 +147,16 @@ def both_ways_series(bench: Bench) -> list[Series]:
     ]
 
 
-def peer_series(bench: Bench, other: torch.device | str | None = None) -> Series:
-    """Copies from the device to another CUDA device, one direction; default: to the next one.
+def peer_series(bench: Bench) -> Series:
+    """Copies from the device to the next CUDA device, one direction.
 
     Raises:
         InputError: they are not two different CUDA devices of this machine.
     """
     first = bench.device
-    if other is None and first.type == "cuda":
-        other = f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}"
-    second = check_device(other or "cpu")
-    if first.type != "cuda" or second.type != "cuda" or first == second:
+    is_cuda = first.type == "cuda"
+    second = check_device(f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}" if is_cuda else "cpu")
+    if not is_cuda or first == second:
         raise InputError(f"expected two different CUDA devices, got {first} and {second}")
     plan = bench.effort(second)
     origin = torch.ones(plan.buffer_bytes, dtype=torch.uint8, device=first)

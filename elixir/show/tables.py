@@ -325,8 +325,12 @@ def comparison_table(title: str, a: str, b: str, rows: tuple[Row, ...]) -> Table
     return table
 
 
-def contributors_table(trace: StepTrace, limit: int = 10) -> Table:
-    """Allocations at the peak of forward and backward, the `limit` largest origins (rich).
+_CONTRIBUTORS = 10
+"""Origins that have a line each."""
+
+
+def contributors_table(trace: StepTrace) -> Table:
+    """Allocations at the peak of forward and backward, the largest origins (rich).
 
     Repeated layers share a line: ``layers.*.fc1`` stands for that module in every layer.
     """
@@ -336,11 +340,11 @@ def contributors_table(trace: StepTrace, limit: int = 10) -> Table:
         count, size = groups.get(key, (0, 0))
         groups[key] = (count + origin.count, size + origin.bytes)
     ranked = sorted(groups.items(), key=lambda group: (-group[1][1], group[0]))
-    rows = [[*key, f"{count:,}", format_bytes(size)] for key, (count, size) in ranked[:limit]]
-    if ranked[limit:]:
-        count = sum(group[1][0] for group in ranked[limit:])
-        size = sum(group[1][1] for group in ranked[limit:])
-        rows.append(["others", f"{len(ranked) - limit} origins", "", f"{count:,}", format_bytes(size)])
+    rows = [[*key, f"{count:,}", format_bytes(size)] for key, (count, size) in ranked[:_CONTRIBUTORS]]
+    if len(ranked) > _CONTRIBUTORS:
+        count = sum(group[1][0] for group in ranked[_CONTRIBUTORS:])
+        size = sum(group[1][1] for group in ranked[_CONTRIBUTORS:])
+        rows.append(["others", f"{len(ranked) - _CONTRIBUTORS} origins", "", f"{count:,}", format_bytes(size)])
     title = "alive at the peak of forward and backward"
     return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)
 

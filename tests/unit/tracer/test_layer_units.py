@@ -72,7 +72,6 @@ def test_units_are_the_repeated_layers_and_have_runs() -> None:
         ("layers.0", "forward", 1, 2), ("layers.1", "forward", 3, 4), ("layers.2", "forward", 5, 6),
         ("layers.2", "backward", 9, 10), ("layers.1", "backward", 11, 12), ("layers.0", "backward", 13, 14),
     ]  # fmt: skip
-    assert trace.unit_accesses(1) == {"forward": (3, 4), "backward": (11, 12)}
     assert trace.step.compiled == ()
 
 
@@ -82,8 +81,10 @@ def test_checkpointed_layers_run_again_in_backward() -> None:
         Unit("layers.0", "checkpointed", "Layer", "either"),
         Unit("layers.1", "checkpointed", "Layer", "either"),
     )
-    assert trace.unit_accesses(1) == {"forward": (3, 4), "recompute": (7, 8), "backward": (9, 10)}
-    assert trace.unit_accesses(0) == {"forward": (1, 2), "recompute": (11, 12), "backward": (13, 14)}
+    assert runs(trace) == [
+        ("layers.0", "forward", 1, 2), ("layers.1", "forward", 3, 4), ("layers.1", "recompute", 7, 8),
+        ("layers.1", "backward", 9, 10), ("layers.0", "recompute", 11, 12), ("layers.0", "backward", 13, 14),
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_around_all_layers_is_no_unit() -> None:
@@ -98,8 +99,8 @@ def test_a_unit_that_runs_twice_has_a_run_for_each_call() -> None:
             return super().forward(super().forward(x))
 
     trace = cpu_trace(Twice(8, 8), INP, sum_step)
-    assert [name for name, phase, _, _ in runs(trace) if phase == "forward"] == ["layers.0", "layers.1"] * 2
-    assert trace.unit_accesses(0)["forward"] == (1, 8)
+    forward = [("layers.0", 1, 2), ("layers.1", 3, 4), ("layers.0", 7, 8), ("layers.1", 9, 10)]
+    assert [(name, *span) for name, phase, *span in runs(trace) if phase == "forward"] == forward
 
 
 def test_compiled_modules_are_units_before_repeated_layers() -> None:
@@ -115,7 +116,7 @@ def test_compiled_modules_are_units_before_repeated_layers() -> None:
     trace = cpu_trace(model, INP, sum_step)
     assert {unit.name: unit.form for unit in trace.units} == found
     assert trace.step.compiled == ("end", "layers.0", "layers.1.up")
-    first = trace.unit_accesses([unit.name for unit in trace.units].index("layers.0"))["forward"][0]
+    first = next(first for name, phase, first, _ in runs(trace) if (name, phase) == ("layers.0", "forward"))
     used = {trace.parameters[index].name for index in trace.accesses[first].parameters}
     assert used == {f"layers.0.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")}
 

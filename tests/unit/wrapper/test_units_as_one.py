@@ -247,13 +247,13 @@ def test_the_joined_step_has_the_same_costs() -> None:
     joined = trace.fetching_as_one(["layers.0", "layers.2"])
     assert joined.flops == trace.flops
     assert joined.step.joined == ("layers.0", "layers.2")
-    first, last = trace.unit_accesses(0)["forward"]
-    access = joined.accesses[first]
+    run = next(run for run in trace.unit_runs if (run.unit, run.phase) == (0, "forward"))
+    access = joined.accesses[run.first]
     assert {joined.parameters[index].name for index in access.parameters} == {
         f"layers.0.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")
     }
-    assert access.pin_until == last
-    assert joined.accesses[last].parameters == ()
+    assert access.pin_until == run.last
+    assert joined.accesses[run.last].parameters == ()
     assert joined.unit_runs == trace.unit_runs
     assert joined.fetching_as_one(["layers.0"]) == joined
 
