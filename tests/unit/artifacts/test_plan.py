@@ -14,8 +14,9 @@ from elixir.optimizer_states import moments_size
 from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Judgement
+from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule
-from elixir.step_trace import Form, Result, StepShape, Unit, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Form, Result, StepShape, Unit, UnitActivations
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
@@ -43,6 +44,12 @@ def with_prediction(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, **changes))
 
 
+def with_activations(plan: Plan, activations: UnitActivations) -> Plan:
+    """The plan of a step with one unit, that has these activations."""
+    unit = Unit(activations.unit, "plain", "Layer", "one")
+    return dataclasses.replace(plan, step=dataclasses.replace(plan.step, units=(unit,), activations=(activations,)))
+
+
 def slots(*places: tuple[str, int, int]) -> tuple[ParamSlot, ...]:
     """Parameter slots by name, offset, numel."""
     return tuple(ParamSlot(*place) for place in places)
@@ -62,8 +69,21 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             "grad_block_count",
             "device_budget_bytes",
             "host_budget_bytes",
+            "disk_budget_bytes",
+            "device_reserve_bytes",
+            "host_reserve_bytes",
+            "reserve_bytes",
+            "start_up_s",
+            "host_threads",
+            "pass_size",
+            "accumulation",
         )
     ),
+    *(
+        (name, lambda plan, name=name: dataclasses.replace(plan, **{name: 0}))  # type: ignore[misc]
+        for name in ("host_threads", "pass_size", "accumulation")
+    ),
+    ("nbytes", lambda plan: dataclasses.replace(plan, weight_files=(WeightFile("a.safetensors", -1, ""),))),
     # Chunk 0 of the sample has 3 * 2**24 elements, which 9 ranks cannot share evenly.
     (r"chunks\[0\].numel", lambda plan: dataclasses.replace(plan, world_size=9)),
     ("numel", lambda plan: with_chunk(plan, STREAMED, numel=0, parameters=())),
@@ -148,6 +168,20 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             ),
         ),
     ),
+    *(
+        (
+            f"field '{field}' of unit 'layers.0' must name {expected}",
+            lambda plan, activations=activations: with_activations(plan, activations),  # type: ignore[misc]
+        )
+        for field, expected, activations in (
+            ("keep", "results of operators", UnitActivations("layers.0", (Result("aten.mm.default", -1),))),
+            ("keep", "results of operators", UnitActivations("layers.0", (Result(INPUT, 0),))),
+            ("keep", "results of operators", UnitActivations("layers.0", (Result(SAVED, 0),))),
+            ("swap", f"'{INPUT}'", UnitActivations("layers.0", (), (Result("aten.mm.default", 0),))),
+            ("swap", f"'{INPUT}'", UnitActivations("layers.0", (), (Result(SAVED, 0),))),
+            ("swap", f"'{SAVED}'", UnitActivations("layers.0", None, (Result(INPUT, 0),))),
+        )
+    ),
     (
         "'may_update_early' must be true",
         lambda plan: dataclasses.replace(
@@ -169,6 +203,43 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
 def test_what_could_not_be_run_is_refused_by_the_name_of_the_field(field: str, spoil: Callable[[Plan], Plan]) -> None:
     with pytest.raises(ValueError, match=field):
         spoil(make_plan())
+
+
+GOOD: list[Callable[[Plan], Plan]] = [
+    *(
+        lambda plan, name=name: dataclasses.replace(plan, **{name: 0})  # type: ignore[misc]
+        for name in ("device_budget_bytes", "host_budget_bytes", "disk_budget_bytes", "reserve_bytes")
+    ),
+    *(
+        lambda plan, name=name: dataclasses.replace(plan, **{name: 1})  # type: ignore[misc]
+        for name in ("host_threads", "pass_size", "accumulation", "prefetch_depth")
+    ),
+    lambda plan: dataclasses.replace(plan, weight_files=(WeightFile("a.safetensors", 0, ""),)),
+    lambda plan: dataclasses.replace(plan, block_count=plan.schedule().min_blocks),
+    lambda plan: dataclasses.replace(plan, block_bytes=plan.chunks[STREAMED].weight_bytes),
+    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 2**24 - 256, 256))),
+    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 256), ("w", 256, 256))),
+    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 0), ("w", 0, 256))),
+    lambda plan: with_chunk(plan, STREAMED, grad_entry=0),
+    lambda plan: with_chunk(plan, STREAMED, grad_entry=len(plan.order) - 1),
+    lambda plan: dataclasses.replace(
+        with_chunk(dataclasses.replace(plan, may_update_early=None), STREAMED, update="early", grad_entry=0)
+    ),
+    lambda plan: with_use(plan, 1, chunks=(0, len(plan.chunks) - 1)),
+    lambda plan: with_use(plan, 1, chunks=(1,), pin_until=len(plan.order) - 1),
+    lambda plan: with_activations(plan, UnitActivations("layers.0", (Result("aten.mm.default", 0),))),
+    lambda plan: with_activations(plan, UnitActivations("layers.0", (), (Result(INPUT, 0),))),
+    lambda plan: with_activations(plan, UnitActivations("layers.0", None, (Result(SAVED, 0),))),
+    lambda plan: with_prediction(plan, loads=0, hits=0, seconds={"total": 0.0}),
+    lambda plan: with_prediction(plan, judgements=(Judgement(Scenario(), 1.0, 1.0),)),
+]
+
+
+@pytest.mark.parametrize("changed", GOOD)
+def test_what_can_just_be_run_is_taken_and_reads_the_same_from_a_file(changed: Callable[[Plan], Plan]) -> None:
+    plan = changed(make_plan())
+    assert Plan.from_json(plan.to_json()) == plan
+    assert str(Plan.from_json(plan.to_json())) == str(plan)
 
 
 def test_a_bad_value_in_a_file_is_named_by_its_path() -> None:
