@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import process_need
-from elixir.search import plan_from_trace
+from elixir.search import plan_from_trace, search_batches
 from elixir.search.advise.activations import predicted_that_keeps
+from elixir.search.advise.answer import Answer
+from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
+from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
@@ -44,7 +48,9 @@ LAYERED = (
     66, 69, 70, 73, 77, 81, 85, 92, 93, 94, 95, 98, 104, 106, 108, 119, 133, 137, 177,
 )  # fmt: skip
 """Of steps of layers."""
-NAMES = (*map(str, SEEDS), *(f"layers {seed}" for seed in LAYERED))
+BATCHES = (0, 1, 2, 3, 6, 7, 9, 13)
+"""Of steps of layers, for which the batch and the checkpointed layers are searched as well."""
+NAMES = (*map(str, SEEDS), *(f"layers {seed}" for seed in LAYERED), *(f"batches {seed}" for seed in BATCHES))
 WITH_LEVERS = "2"
 """Explained with all levers, which takes longer, since they plan again."""
 
@@ -62,7 +68,7 @@ def made_up_machine(draw: random.Random) -> HardwareProfile:
             "device_to_host": RateFit(1e-5, link * 0.9, 0.02),
             "host_to_device.both": RateFit(1e-5, link * 0.7, 0.02),
         }
-    return dataclasses.replace(
+    return replace(
         make_hardware(),
         device_kind=kind,
         compute_capability=(9, 0) if kind == "cuda" else None,
@@ -170,6 +176,26 @@ def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, 
     return trace, machine, options
 
 
+def batches(draw: random.Random) -> dict[str, Any]:
+    """The ways to take the samples of a step, and the fastest."""
+    layers, machine = some_layers(draw, "plain"), made_up_machine(draw)
+    whole = layered_step(layers)
+    device = whole.activation_peak_bytes * draw.uniform(1, 6) + whole.param_bytes * draw.uniform(1, 6)
+
+    def trace_of(batch: int, checkpoint: str) -> StepTrace:
+        share = 0.0 if checkpoint == "none" else float(checkpoint.partition(":")[2] or 4) / 4
+        flops, made = int(batch * layers.flops * (1 + share / 3)), int(batch * layers.made_bytes * (1 - share / 2))
+        return layered_step(replace(layers, flops=flops, made_bytes=made, input_bytes=batch * layers.input_bytes))
+
+    options: dict[str, Any] = {"checkpoints": ("none", "non-reentrant"), "layers": draw.choice((0, 4))}
+    options |= {"device_memory": int(device), "host_memory": 16 * GIB, "search": "minimum_waste"}
+    try:
+        choice = search_batches(trace_of, machine, 1, samples=draw.choice((4, 8)), **options)
+    except PlanError as error:
+        return {"error": str(error).splitlines()}
+    return {"options": digest(rounded(choice.options)), "chosen": rounded(choice.option)}
+
+
 def situation(name: str) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
     """A step, a machine, and what is asked."""
     family, _, seed = name.rpartition(" ")
@@ -182,6 +208,8 @@ def situation(name: str) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
 
 def outcome(name: str) -> dict[str, Any]:
     """The outcome of one search: the plan in short and the digest of all of it, or the error."""
+    if name.startswith("batches"):
+        return batches(random.Random(name))
     try:
         trace, machine, options = situation(name)
         answer = plan_from_trace(trace, machine, options.pop("asked"), **options)
@@ -200,6 +228,7 @@ def outcome(name: str) -> dict[str, Any]:
         "process": [process_need(plan, kind, host_bytes=0, given_bytes=10**9).peak_bytes for kind in ("cuda", "cpu")],
         "follows": digest(following(plan)),
         "step": digest(rounded(simulated(plan, trace, machine))),
+        "changes": digest(rounded(changes(answer))),
     }
     explanation = explain(answer, trace, machine, levers=name == WITH_LEVERS)
     found["explained"] = digest(rounded(explanation))
@@ -228,6 +257,15 @@ def following(plan: Plan) -> Any:
     found |= {f"routes of rank {rank}": plan.routes(rank) for rank in (0, plan.world_size - 1)}
     found |= {f"for {count} micro-batches": plan.prediction_for(count) for count in (1, 3, 4)}
     return rounded(found | {"time": predicted.time_text()})
+
+
+def changes(answer: Answer) -> list[Any]:
+    """All changes that a user could make, as if the step could be traced again by the name of its model."""
+    trace, machine, request = answer.question
+    again = replace(trace, step=replace(trace.step, checkpoint="non-reentrant" if trace.step.checkpointed else "none"))
+    question, size = Question(again, machine, request), 16 * GIB
+    more = [change for which in ("device", "host") for change in more_machine(question, which, "16GiB", size)]
+    return [*for_speed(question), *for_memory(question), *more, *better_machine(answer.plan, machine)]
 
 
 def words(plan: Plan) -> list[str]:
