@@ -1,0 +1,256 @@
+"""Ranks, here threads over gloo: what collectives give, and who finds out when ranks no longer do the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir.chunk import group as module
+from elixir.chunk.group import MESH_DIMENSIONS, Group
+from elixir.errors import InputError, RankError
+from tests.common.rank_threads import TIMEOUT_S, on_ranks, results
+
+FORMS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
+"""Ranks, replicas."""
+
+
+def made(replicas: int) -> Group:
+    if replicas == 1:
+        return Group()
+    group = Group(data=False)
+    group.divide(replicas)
+    return group
+
+
+@pytest.mark.parametrize(("size", "replicas"), FORMS)
+def test_collectives_give_what_their_names_say(size: int, replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shard i of replica r has the numbers 10 r + i."""
+    monkeypatch.setattr(module, "_PIECE_BYTES", 5)
+    shards = size // replicas
+
+    def work(rank: int) -> None:
+        group = made(replicas)
+        replica, shard = divmod(rank, shards)
+        assert (group.rank, group.size, group.shards, group.shard, group.replicas) == (
+            rank,
+            size,
+            shards,
+            shard,
+            replicas,
+        )
+        assert group.timeout_s == (None if size == 1 else TIMEOUT_S)
+        whole, mine = torch.full((2 * shards,), -1.0), torch.full((2,), 10.0 * replica + shard)
+        group.gather(whole, mine)
+        expected = [10.0 * replica + each // 2 for each in range(2 * shards)]
+        assert whole.tolist() == expected
+        group.gather(whole, whole[2 * shard : 2 * shard + 2], "its own part")
+        assert whole.tolist() == expected
+
+        whole, reduced = torch.arange(2.0 * shards) * (1 + rank), torch.empty(2)
+        group.reduce_mean(reduced, whole)
+        factor = sum(1 + each for each in range(replica * shards, (replica + 1) * shards)) / size
+        assert reduced.tolist() == pytest.approx([2 * shard * factor, (2 * shard + 1) * factor])
+        if replicas > 1:
+            group.sum_replicas(reduced)
+            factor = sum(range(1, size + 1)) / size
+            assert reduced.tolist() == pytest.approx([2 * shard * factor, (2 * shard + 1) * factor])
+
+        if shards > 1:  # to the next of the replica, and one byte more to the one after it
+            sent, came = torch.full((3,), float(rank)), torch.empty(3)
+            group.swap([(sent, (shard + 1) % shards)], [(came, (shard - 1) % shards)], "numbers")
+            assert came.tolist() == [float(replica * shards + (shard - 1) % shards)] * 3
+            group.swap([], [], "nothing")
+
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            value = torch.full((3, 2), rank + 7, dtype=dtype)
+            group.send_from_rank_0(value)
+            assert value.tolist() == [[7, 7]] * 3
+        assert group.exchange("numbers", {"rank": rank, "long": "x" * (1 + 100 * rank)}) == [
+            {"rank": each, "long": "x" * (1 + 100 * each)} for each in range(size)
+        ]
+        other = group.for_values()
+        assert other.exchange("others", rank) == list(range(size))
+        assert not group.is_broken
+        for each in (group, other):
+            each.close()
+
+    results(size, work)
+
+
+def test_one_rank_copies_to_other_memory_alone() -> None:
+    group, values = Group(), torch.arange(4.0)
+    for collective in (lambda out: group.gather(out, values), lambda out: group.reduce_mean(out, values)):
+        out = torch.zeros(4)
+        collective(out)
+        assert torch.equal(out, values)
+        collective(values)
+        assert values.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("among", [[0, 2], [1, 2]])
+def test_a_group_of_some_ranks_is_a_group(among: list[int]) -> None:
+    def work(rank: int) -> list[Any] | None:
+        given = dist.new_group(among)
+        if rank not in among:
+            return None
+        group = Group(given)
+        whole = torch.empty(2)
+        group.gather(whole, torch.tensor([float(rank)]))
+        value = torch.tensor([float(rank)])
+        group.send_from_rank_0(value)
+        return [group.rank, group.size, whole.tolist(), value.item(), group.exchange("ranks", rank)]
+
+    found = results(3, work)
+    for number, rank in enumerate(among):
+        assert found[rank] == [number, 2, [float(each) for each in among], float(among[0]), among]
+
+
+def test_a_mesh_says_which_ranks_form_a_replica() -> None:
+    def work(rank: int) -> tuple[int | None, int]:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=MESH_DIMENSIONS)
+        group = Group(mesh, data=False)
+        for other, names in (([[1, 0], [2, 3]], MESH_DIMENSIONS), ([[0, 1], [2, 3]], ("shard", "replicate"))):
+            with pytest.raises(InputError, match="must have the dimensions"):
+                Group(DeviceMesh("cpu", other, mesh_dim_names=names), data=False)
+        return group.of_mesh, group.size
+
+    assert results(4, work) == [(2, 4)] * 4
+
+
+def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
+    """What each rank's `RankError` says; all further calls say the same at once."""
+    monkeypatch.setattr(module, "_LOOK_S", look_s)
+
+    def rank_of(rank: int) -> str:
+        group = Group()
+        group.exchange("begin", None)
+        group.note("both")
+        assert not group.is_broken
+        with pytest.raises(RankError) as caught:
+            work(group)
+        assert group.is_broken
+        with pytest.raises(RankError) as again:
+            group.note("more")
+        assert again.value is caught.value
+        return str(caught.value)
+
+    return results(size, rank_of)
+
+
+def test_an_exchange_for_another_purpose_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = said(2, lambda group: group.exchange("ab"[group.rank], None), monkeypatch)
+    assert found[0].startswith(
+        "rank 0 is at 'a' after 2 collectives, rank 1 at 'b' after 2 others: the ranks no longer"
+    )
+    assert found[1].startswith("rank 1 is at 'b' after 2 collectives, rank 0 at 'a' after 2 others: ")
+
+
+def test_other_collectives_before_an_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: Group) -> None:
+        if group.rank:
+            group.note("more")
+        group.exchange("step", None)
+
+    found = said(3, work, monkeypatch)
+    assert found[0].startswith("rank 0 is at 'step' after 2 collectives, rank 1 at 'step' after 3: ")
+    assert found[1].startswith("rank 1 is at 'step' after 3 collectives, rank 0 at 'step' after 2: ")
+
+    def swapped(group: Group) -> None:
+        for what in "xy"[:: 1 if group.rank else -1]:
+            group.note(what)
+        group.exchange("step", None)
+
+    assert "rank 1 at 'step' after 4 others" in said(2, swapped, monkeypatch)[0]
+
+
+def test_ranks_that_wait_for_each_other_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is in a gather, the other in an exchange, for which gloo would wait until its timeout."""
+
+    def work(group: Group) -> None:
+        if group.rank:
+            group.gather(torch.empty(2), torch.empty(1), "chunk 3")
+        group.exchange("step", None)
+
+    begin = time.monotonic()
+    found = said(2, work, monkeypatch)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    words = ("rank 0 went on with 'step' after 2 collectives, rank 1 with 'gather chunk 3'",
+             "rank 1 went on with 'gather chunk 3' after 2 collectives, rank 0 with 'step'")  # fmt: skip
+    assert all(any(each.startswith(word) for word in words) for each in found)
+    assert all("every rank must call forward, backward and step equally often" in each for each in found)
+
+
+def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+
+    def work(rank: int) -> list[int]:
+        group = Group()
+        for times in range(2):
+            if rank == times:
+                time.sleep(0.15)
+            group.note("both")
+            assert group.exchange("step", rank) == [0, 1, 2]
+        whole = torch.empty(3)
+        if rank == 2:
+            time.sleep(0.15)
+        group.gather(whole, torch.tensor([float(rank)]))
+        return whole.tolist()
+
+    assert results(3, work) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    there = threading.Event()
+
+    def work(rank: int) -> None:
+        group = Group()
+        group.note("both")
+        if rank:
+            group.close()
+            dist.destroy_process_group()
+            there.set()
+            return
+        assert there.wait(TIMEOUT_S)
+        group.exchange("step", None)
+
+    (first, second) = on_ranks(2, work)
+    assert second is None
+    assert isinstance(first, RankError)
+    assert str(first).startswith(
+        "rank 0: step (collective 2) failed, because another rank has died, has raised an error"
+    )
+    assert isinstance(first.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_one_rank_raises_all_raise(size: int) -> None:
+    def work(rank: int) -> tuple[str, str]:
+        group, texts = Group(), list[str]()
+        with group.together("do nothing wrong"):
+            pass
+        for error in (ValueError("too large"), KeyError()):
+
+            def fit(wrong: Exception | None = error if rank == size - 1 else None) -> None:
+                with group.together("fit"):
+                    if wrong is not None:
+                        raise wrong
+
+            with pytest.raises((ValueError, KeyError, RankError)) as caught:
+                fit()
+            assert (caught.value is error) == (rank == size - 1)
+            texts.append(f"{type(caught.value).__name__}: {caught.value}")
+        assert not group.is_broken
+        return texts[0], texts[1]
+
+    found = results(size, work)
+    assert found[-1] == ("ValueError: too large", "KeyError: ")
+    told = f"RankError: rank {size - 1} could not fit: "
+    assert found[:-1] == [(told + "too large", told + "KeyError")] * (size - 1)
