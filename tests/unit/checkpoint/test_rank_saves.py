@@ -1,0 +1,207 @@
+"""Saves and loads as their users see them: on several ranks, each a thread, and while another save is under way."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkpoint
+from elixir.checkpoint import loading as module
+from elixir.checkpoint_format import saved_tensor, slice_reader, slices
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.chunk import group
+from elixir.errors import CheckpointMismatch, CheckpointNotFound, ElixirError, InputError
+from elixir.memory_order import flattened
+from elixir.wrapper.engine import engine_of
+from tests.common.checkpoints import save
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
+from tests.common.rank_threads import results
+from tests.unit.wrapper.test_rank_threads import Rank, Situation
+
+FILES = UnsyncedFiles()
+ONE = Situation(size=1)
+
+
+class HeldFiles(UnsyncedFiles):
+    """Has each save wait before its index is replaced."""
+
+    def __init__(self) -> None:
+        self.written, self.go = threading.Event(), threading.Event()
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "rename":
+            self.written.set()
+            assert self.go.wait(20)
+        return super().call(operation, path, function, *args)
+
+
+def state_of(run: Rank, **more: Any) -> dict[str, Any]:
+    return {"model": run.module, "optimizer": run.optimizer, **more}
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, held = Rank(ONE, 0), HeldFiles()
+    assert Checkpoints(tmp_path / "none", files=FILES).load(state_of(run)) is None
+    with Checkpoints(tmp_path, files=FILES) as first:
+        first.save(1, state_of(run))
+    second = Checkpoints(tmp_path, files=held)
+    second.save(2, state_of(run))
+    assert held.written.wait(20)
+    threading.Timer(0.05, held.go.set).start()
+    loaded = Checkpoints(tmp_path, files=FILES).load(state_of(run))
+    assert loaded is not None
+    assert loaded.step == 2
+    Checkpoints(tmp_path, files=FailingFiles(2)).save(3, state_of(run))
+    caplog.clear()
+    loaded = first.load(state_of(run))
+    assert loaded is not None
+    assert loaded.step == 2
+    assert "going on after a save that failed" in caplog.text
+    assert first.steps() == [1, 2]
+    assert first.latest() == tmp_path / "step-00000002"
+    run.module.rehome(run.it.plan)  # after loads and saves, none of which is under way
+    run.module.close()
+
+
+def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) -> None:
+    run = Rank(ONE, 0)
+    run.step(0)
+    engine = engine_of(run.module)
+    made = []
+    for number in range(3):
+        save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES)
+        made.append(engine.state_reader._pool)  # type: ignore[union-attr]
+        run.step(number + 1)
+    assert made[0] is made[1] is made[2]
+    run.module.close()
+
+
+@pytest.mark.parametrize("missing", ["load_state_dict", "state_dict"])
+def test_an_object_that_cannot_both_save_and_load_is_refused(tmp_path: Path, missing: str) -> None:
+    class Half:
+        def __getattr__(self, name: str) -> Any:
+            if name in {"state_dict", "load_state_dict"} - {missing}:
+                return dict
+            raise AttributeError(name)
+
+    run = Rank(ONE, 0)
+    with pytest.raises(InputError, match=r"half: a .*Half cannot be saved"):
+        save_checkpoint(tmp_path, state_of(run, half=Half()), files=FILES)
+    with pytest.raises(CheckpointNotFound) as caught:
+        load_checkpoint(tmp_path / "none", state_of(run), files=FILES)
+    assert not str(caught.value).startswith("rank"), "there is only one"
+    run.module.close()
+
+
+def test_a_save_says_what_it_has_written_and_how_long_it_took(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Rank(ONE, 0)
+    with caplog.at_level(logging.INFO, "elixir.checkpoint.saving"):
+        saving = save_checkpoint(tmp_path / "run", state_of(run), wait=True, files=FILES)
+    assert saving.done()
+    (said,) = [record for record in caplog.records if "written" in record.message]
+    folder, _, took_s, stall_s = said.args  # type: ignore[misc]
+    assert folder == tmp_path / "run"
+    assert 0 < float(took_s) < 60  # type: ignore[arg-type]
+    assert stall_s == saving.stall_s == 0
+    with open_checkpoint(tmp_path / "run") as saved:
+        tensors = sum(saved.tensor(key).nbytes for key in saved.keys() if key[:6] in ("weight", "exp_av"))  # noqa: SIM118
+    own = sum(saved.tensor(key).nbytes for key in saved.keys() if key.startswith("value/rng"))  # noqa: SIM118
+    assert saving.nbytes == tensors + own
+    run.module.close()
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(group, "_LOOK_S", 0.05)
+
+    def told(call: Any, run: Rank, folder: str, more: dict[str, Any] | None = None, **options: Any) -> str:
+        with pytest.raises(ElixirError) as caught:
+            call(tmp_path / folder, state_of(run, **(more or {})), **{"files": FILES} | options)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    def work(rank: int) -> list[str]:
+        run, own, mine = Rank(Situation(), rank), PerRank({"position": rank}), {f"n{rank}": 1}
+        run.step(0)
+        save_checkpoint(tmp_path / "run", state_of(run, own=own, n=rank), wait=True, files=FILES)
+        own.value = None
+        state = state_of(run, own=own, n=5)
+        load_checkpoint(tmp_path / "run", state, files=FILES)
+        assert (own.value, state["n"]) == ({"position": rank}, 0), "rank 0's values are those of all"
+        files = FailingFiles(3, only=("write",)) if rank else FILES
+        texts = [
+            told(save_checkpoint, run, f"run{rank}"),
+            told(save_checkpoint, run, "run", step=rank),
+            told(save_checkpoint, run, "run", mine),
+            told(load_checkpoint, run, "run", mine),
+            told(save_checkpoint, run, "run", {"x": object() if rank else 1}),
+            told(load_checkpoint, run, "none"),
+            told(save_checkpoint, run, "run", wait=True, files=files),
+        ]
+        assert load_checkpoint(tmp_path / "run", state_of(run, own=own), files=FILES).world_size == 2
+        run.module.close()
+        return texts
+
+    one, two = results(2, work)
+    assert [text.partition(": ")[0] for text in one] == [text.partition(": ")[0] for text in two]
+    differ = "InputError: ranks save different things: rank 0 ("
+    assert all(text.startswith(differ) and "rank 1 (" in text for text in one[:3])
+    assert "run0" in one[0]
+    assert "run1" in one[0]
+    assert one[3].startswith("InputError: ranks load into different things")
+    assert one[4].startswith("InputError: rank 1: x: a ")
+    assert one[5].startswith("CheckpointNotFound: rank 0: ")
+    assert one[6].startswith("CheckpointError: rank 1: ")
+    assert "No space left" in one[6]
+    assert one[4:] == two[4:]
+
+
+def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        run = Rank(Situation(), rank)
+        save_checkpoint(tmp_path, state_of(run, own=PerRank(rank)), wait=True, files=FILES)
+        run.module.close()
+
+    results(2, write)
+    run = Rank(ONE, 0)
+    with pytest.raises(CheckpointMismatch, match="has own for each of 2 ranks, here are 1"):
+        load_checkpoint(tmp_path, state_of(run, own=PerRank(0)), files=FILES)
+    load_checkpoint(tmp_path, state_of(run), files=FILES)
+    run.module.close()
+
+
+# --- reading into memory of any kind ---------------------------------------------------------------------------------
+
+
+def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its dtype or another, in the order of the dimensions or another."""
+    for each in (module, saved_tensor, slices, slice_reader):
+        monkeypatch.setattr(each, "SPAN_BYTES", 64)
+    torch.manual_seed(0)
+    plain = torch.randn(6, 20)
+    save(tmp_path, {"weight/w": plain, "exp_avg/w": plain + 1}, world_size=3)
+    dice = random.Random(0)
+    for wanted in (None, (1, 0)):
+        with open_checkpoint(tmp_path) as saved:
+            states = module.CheckpointStates(saved, ["w"], {} if wanted is None else {"w": wanted})
+            for number in range(30):
+                kind = dice.choice(["weight", "exp_avg"])
+                start, stop = sorted(dice.sample(range(121), 2))
+                dtype = dice.choice([torch.float32, torch.float64, torch.bfloat16])
+                out = torch.full((2 * (stop - start),), float("nan"), dtype=dtype)
+                target = out[::2] if number % 3 == 0 and stop > start + 1 else out[: stop - start]
+                states.fill(kind, "w", start, target)
+                states.filled()
+                expected = flattened(plain + (kind == "exp_avg"), wanted)[start:stop].to(dtype)
+                assert torch.equal(target, expected), (kind, start, stop, dtype, wanted)
+                assert out.isnan().sum() == stop - start, "nothing else is written"
