@@ -1,0 +1,206 @@
+"""Masters and states on a disk on their way through the window: in which order, how many bytes, and what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk import lanes
+from elixir.chunk.arena import Arena
+from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
+from elixir.chunk.lanes import Emulation, ThreadLane
+from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
+from elixir.errors import DiskError, StateError
+from elixir.extents.extent_file import ExtentFile
+from elixir.files import Files
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
+
+CPU = torch.device("cpu")
+BLOCK, NUMEL = 4096, 1000
+
+
+class Window:
+    """A window of two buffers, and three chunks with masters and one state each, on a real disk."""
+
+    def __init__(self, folder: Path, files: Files, states: bool = True, chunks: int = 3) -> None:
+        self.arena, self.lane = Arena(CPU), ThreadLane("disk")
+        buffers = HostBuffers(self.arena)
+        buffers.add(BufferKind(WINDOW, "state_window", 2 * BLOCK, 2, at_once=False, pin=False, paged=True))
+        self.log: list[tuple[str, int]] = []
+        """Transfers in order: what, bytes that the lane was given."""
+        self.submitted: list[int] = []
+        self._submit, self.lane.submit = self.lane.submit, self._noted  # type: ignore[method-assign]
+        self.window = StateWindow(self.lane, buffers, lambda _: ExtentFile([str(folder)], files=files))
+        self.window.count_in(self.arena, 2 * BLOCK * chunks)
+        self.chunks = [StoredStates(self.window, f"chunk {index}", 2 * BLOCK) for index in range(chunks)]
+        self.masters, self.states = list[torch.Tensor](), list[torch.Tensor]()
+        for index, chunk in enumerate(self.chunks):
+            for name, tensors in ((MASTERS, self.masters), ("exp_avg", self.states))[: 1 + states]:
+                tensors.append(chunk.region(name, NUMEL, torch.float32))
+                chunk.show(self, tensors[-1], name)
+            for what in ("fill", "store"):
+                setattr(chunk, what, self._logged(f"{what} {index}", getattr(chunk, what)))
+            with chunk.at_hand(write=True):
+                for tensor in (self.masters[index], *self.states[index : index + 1]):
+                    tensor.fill_(float(index))
+        self.log.clear()
+        self.submitted.clear()
+        self.window.take_moved()
+
+    def _noted(self, work: Any, **options: Any) -> Any:
+        self.submitted.append(options.get("nbytes", 0))
+        return self._submit(work, **options)
+
+    def _logged(self, what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(memory: torch.Tensor) -> None:
+            self.log.append((what, 0))
+            work(memory)
+
+        return run
+
+    def step(self, index: int, work: Callable[[], Any], adam: ThreadLane) -> None:
+        buffer, read = self.window.begin_step(self.chunks[index])
+        stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), after=[read])
+        self.window.end_step(self.chunks[index], buffer, stepped)
+
+    def values(self) -> list[float]:
+        """The masters, all elements of each the same."""
+        found = []
+        for index, chunk in enumerate(self.chunks):
+            with chunk.at_hand():
+                (value,) = set(self.masters[index].tolist())
+                found.append(value)
+        return found
+
+    def close(self) -> None:
+        for chunk in self.chunks:
+            chunk.give_back()
+        self.window.close()
+        self.lane.close()
+
+
+def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) -> None:
+    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
+    for index in range(3):
+        it.step(index, lambda index=index: it.masters[index].add_(10 + it.states[index]), adam)
+    it.window.flush()
+    it.window.settle()
+    order = ["fill 0", "fill 1", "store 0", "fill 2", "store 1", "store 2"]
+    assert [what for what, _ in it.log] == order
+    assert it.submitted == [2 * BLOCK] * 6 + [0]
+    assert it.window.take_moved() == (6 * BLOCK, 6 * BLOCK)
+    assert it.window.take_moved() == (0, 0)
+    assert it.masters[0].isnan().all(), "nothing is in memory"
+    assert it.values() == [10.0, 12.0, 14.0]
+    assert it.arena.parts("disk") == {"optimizer_states": 6 * BLOCK}
+    assert it.arena.parts("host") == {"state_window": 4 * BLOCK}
+    it.close()
+    adam.close()
+    assert it.arena.parts("disk") == {}
+
+
+def test_a_chunk_that_is_stepped_again_is_written_before_it_is_read(tmp_path: Path) -> None:
+    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
+    for _ in range(2):
+        it.step(0, lambda: it.masters[0].add_(1), adam)
+    it.window.settle()
+    assert [what for what, _ in it.log] == ["fill 0", "store 0", "fill 0", "store 0"]
+    assert it.values() == [2.0, 1.0, 2.0]
+    it.close()
+    adam.close()
+
+
+def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Path) -> None:
+    it = Window(tmp_path, UnsyncedFiles())
+    first, second = it.chunks[:2]
+    with first.at_hand(), first.at_hand(write=True):
+        assert first.is_at_hand
+        it.masters[0].fill_(7.0)
+    assert not first.is_at_hand
+    with it.window.keeping():
+        for _ in range(2):
+            with second.at_hand():
+                assert it.masters[1].tolist() == [1.0] * NUMEL
+        assert it.masters[1].tolist() == [1.0] * NUMEL, "it stays until others are asked for"
+    assert it.masters[1].isnan().all()
+    assert [what for what, _ in it.log] == ["fill 0", "store 0", "fill 1"]
+    assert it.values() == [7.0, 1.0, 2.0]
+
+    def both() -> None:
+        with first.at_hand(), second.at_hand():
+            pass
+
+    with pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
+        both()
+    it.close()
+
+
+def test_a_step_that_fails_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
+    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
+
+    def fails() -> None:
+        it.masters[1].fill_(99.0)
+        raise RuntimeError("no step")
+
+    it.step(0, lambda: it.masters[0].add_(1), adam)
+    it.step(1, fails, adam)
+    it.window.settle()
+    assert [what for what, _ in it.log] == ["fill 0", "fill 1", "store 0"]
+    assert it.masters[1].isnan().all()
+    it.chunks[1].forget_failure()
+    assert it.window.lost is None
+    assert it.values() == [1.0, 1.0, 2.0]
+    it.close()
+    adam.close()
+
+
+def test_a_disk_that_fails_stops_all_further_steps(tmp_path: Path) -> None:
+    files = FailingFiles(10**9, only=("write",))
+    it, adam = Window(tmp_path, files), ThreadLane("adam")
+    files.at, files.forever = files.count + 1, True
+    ran: list[int] = []
+    for index in range(3):
+        it.step(index, lambda index=index: ran.append(index), adam)
+    it.window.settle()
+    assert isinstance(it.window.lost, DiskError)
+    assert [what for what, _ in it.log].count("store 0") == 1
+    assert "store 2" not in [what for what, _ in it.log]
+    adam.close()
+    it.lane.close()
+
+
+@pytest.mark.parametrize(("states", "has_room"), [(True, True), (False, True)])
+def test_an_extent_has_room_for_states_if_it_is_larger_than_masters(
+    tmp_path: Path, states: bool, has_room: bool
+) -> None:
+    it = Window(tmp_path, UnsyncedFiles(), states)
+    assert it.chunks[0].has_room_for_states == has_room
+    masters = StoredStates(it.window, "masters alone", BLOCK)
+    masters.region(MASTERS, NUMEL, torch.float32)
+    assert not masters.has_room_for_states
+    assert masters.used_bytes == BLOCK
+    masters.give_back()
+    it.close()
+
+
+def test_lanes_count_how_long_they_work_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only sleeping moves: a link of 100 bytes per second takes 10 s for 1000 bytes."""
+    now = [50.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
+    lane = ThreadLane("link", Emulation(bytes_per_s=100.0))
+    for nbytes, work_s, expected in ((1000, 0.0, 10.0), (1000, 4.0, 10.0), (1000, 25.0, 25.0), (0, 3.0, 3.0)):
+        begin = now[0]
+        lane.submit(lambda work_s=work_s: sleep(work_s), nbytes=nbytes).synchronize()
+        assert now[0] - begin == lane.take_busy_s() == expected
+    assert lane.take_busy_s() == 0.0
+    assert 0.0 <= lane.waited_s <= 48.0
+    lane.close()
