@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.chunk import group
+from elixir.chunk.lanes import Emulation
 from elixir.errors import RankError
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
@@ -30,6 +32,14 @@ from tests.common.parity import mixed
 from tests.common.rank_threads import on_ranks, results
 
 WIDTH, ROWS, LR = 8, 2, 1e-2
+DELAY_S = 5e-4
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda trained: torch.optim.AdamW(trained, lr=LR),
+    "momentum": lambda trained: torch.optim.SGD(trained, lr=LR, momentum=0.9, weight_decay=0.1),
+    "groups": lambda trained: torch.optim.RMSprop(
+        [{"params": trained[::2], "lr": LR}, {"params": trained[1::2], "lr": LR / 4, "centered": True}]
+    ),
+}
 BUILDING = threading.Lock()
 """Held by a rank that makes random values."""
 
@@ -78,6 +88,7 @@ class Situation:
     silent: bool = False
     """Backwards before the last of a step keep their gradients."""
     max_norm: float | None = None
+    optimizer: str = "adamw"
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -90,11 +101,12 @@ class Rank:
 
     def __init__(self, it: Situation, rank: int, plan: Plan | None = None) -> None:
         self.it, self.rank = it, rank
-        self.module = ElixirModule(
-            model_of(it.dtype).eval(), plan or it.plan, device="cpu", debug=Debug(poison=True), **dict(it.options)
-        )
+        # Work on each lane is held back for a while: what does not wait for it shows.
+        debug = Debug(poison=True, emulation=Emulation(delay_s=DELAY_S, seed=rank))
+        model = model_of(it.dtype).eval()
+        self.module = ElixirModule(model, plan or it.plan, device="cpu", debug=debug, **dict(it.options))
         trained = [each for each in self.module.parameters() if each.requires_grad]
-        self.optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(trained, lr=LR), max_norm=it.max_norm)
+        self.optimizer = ElixirOptimizer(self.module, OPTIMIZERS[it.optimizer](trained), max_norm=it.max_norm)
         self.losses: list[float] = []
 
     def step(self, number: int) -> None:
@@ -120,7 +132,7 @@ def plain(it: Situation, steps: int) -> tuple[list[list[float]], dict[str, torch
     trained = [
         (one, other) for one, other in zip(model.parameters(), wide.parameters(), strict=True) if one.requires_grad
     ]
-    optimizer = torch.optim.AdamW([each for _, each in trained], lr=LR)
+    optimizer = OPTIMIZERS[it.optimizer]([each for _, each in trained])
     losses: list[list[float]] = [[] for _ in range(it.size)]
     for number in range(steps):
         for rank, micro in itertools.product(range(it.size), range(it.accumulation)):
@@ -139,6 +151,12 @@ def plain(it: Situation, steps: int) -> tuple[list[list[float]], dict[str, torch
 
 
 SITUATIONS = {
+    "one rank": Situation(size=1),
+    "one rank, clipped, accumulated": Situation(size=1, homes="host", accumulation=2, max_norm=0.05),
+    "one rank, momentum": Situation(size=1, optimizer="momentum"),
+    "one rank, groups, clipped": Situation(size=1, optimizer="groups", max_norm=0.05),
+    "momentum": Situation(optimizer="momentum"),
+    "groups, accumulated": Situation(optimizer="groups", accumulation=2),
     "host": Situation(homes="host"),
     "device": Situation(homes="device"),
     "three ranks": Situation(size=3),
