@@ -134,8 +134,8 @@ class Traits:
         self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
         """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""
         in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
-        self.rewrites_first = followed and in_place and _returns_first_if_any(schema, [p for p, _ in self.written])
-        """By its schema, all it does is to change the values of its first argument, and to return that or nothing."""
+        self.rewrites_first = followed and in_place and [position for position, _ in self.written] == [0]
+        """All it does is to change the values of its first argument, and to return that or nothing."""
         self.replaces_memory = schema.name == f"aten::{REPLACES_MEMORY}"
         self.matrix_product = func._overloadpacket in PRODUCTS  # for which matrix libraries keep a workspace
         self.one_dtype = self.matrix_product or func is aten.convolution.default
@@ -153,16 +153,6 @@ def _returns_tensors(schema: Any) -> bool:
     """Whether it returns one tensor, several, or one list of them; perhaps lengths as well, as attention does."""
     kinds = [str(returned.type) for returned in schema.returns]
     return kinds == ["List[Tensor]"] or (kinds[:1] == ["Tensor"] and set(kinds) <= {"Tensor", "int"})
-
-
-def _returns_first_if_any(schema: Any, written: list[int]) -> bool:
-    if written != [0]:
-        return False
-    first = schema.arguments[0]
-    if not schema.returns:
-        return str(first.type) in ("Tensor", "List[Tensor]")
-    alias = schema.returns[0].alias_info
-    return len(schema.returns) == 1 and str(first.type) == "Tensor" and alias is not None and alias.is_write
 
 
 KNOWN_TRAITS: dict[int, Traits] = {}

@@ -112,6 +112,20 @@ def in_low_precision(model: nn.Module, inp: dict[Any, Any]) -> None:
     loss.backward()
 
 
+def many_operators_in_low_precision(model: nn.Module, inp: dict[Any, Any]) -> None:
+    with torch.autocast(inp["x"].device.type, torch.bfloat16):
+        low = model(inp["x"])
+        wide = inp["x"][:, : low.shape[1]]
+        results = [
+            low.softmax(-1), low.log_softmax(-1), low.cumsum(0), low.sum(0), low.prod(0), low.exp(), low.norm(),
+            F.layer_norm(low, low.shape[1:]), F.mse_loss(low, wide), F.smooth_l1_loss(low, wide), F.gelu(low),
+            torch.cat([low, wide]), torch.stack([low, wide]), torch.addcmul(low, low, wide), low @ wide.t(),
+            torch.bmm(low[None], wide.t()[None]), low.cumsum(0, dtype=torch.float32), low.pow(2),
+        ]  # fmt: skip
+        loss = torch.stack([result.float().mean() for result in results]).sum()
+    loss.backward()
+
+
 CASES: dict[str, tuple[Any, Step]] = {
     **{name: (make, sum_step) for name, make in MODELS.items()},
     **{step.__name__: (lambda: (mlp(), x(64, 64)), step) for step in STEPS},
@@ -123,6 +137,7 @@ CASES: dict[str, tuple[Any, Step]] = {
     "heads of 96 with a mask": (lambda: (Layers(reentrant=None, width=96, masked=True), tokens()), sum_step),
     "experts": (lambda: (Experts(), x(64, 64)), sum_step),
     "recurrent": (lambda: (Recurrent(), x(4, 8, 16)), sum_step),
+    "autocast over many operators": (lambda: (mlp(), x(64, 64)), many_operators_in_low_precision),
     "autocast": (lambda: (Layers(reentrant=False), tokens()), in_low_precision),
 }
 
