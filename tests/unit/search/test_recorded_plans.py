@@ -10,10 +10,12 @@ places, is seen although the plan stays consistent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,11 @@ from elixir.search import plan_from_trace, search_batches
 from elixir.search.advise.activations import predicted_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.question import Question
 from elixir.search.replan import EarlyShares, Observation, calibrated, correct, worst
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.step_trace import Form, StepTrace
@@ -245,7 +249,42 @@ def situation(name: str) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
     return trace, machine, asked(draw, trace.param_bytes)
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """The work of searches: steps that are simulated, memory needs in full, and placements that are bounded.
+
+    A search that looks further for the same plan takes longer, and one that looks less far may miss another's.
+    """
+    work = [0, 0, 0]
+    estimate, need, bound = SimulatedCost.estimate, MemoryModel.need, SimulatedCost.lower_bound_s
+
+    def estimated(*args: Any, **options: Any) -> Any:
+        work[0] += 1
+        return estimate(*args, **options)
+
+    def needed(*args: Any) -> Any:
+        work[1] += 1
+        return need(*args)
+
+    def bounded(*args: Any, **options: Any) -> Any:
+        found = bound(*args, **options)
+        work[2] += len(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedCost, "estimate", estimated)
+        patch.setattr(MemoryModel, "need", needed)
+        patch.setattr(SimulatedCost, "lower_bound_s", bounded)
+        yield work
+
+
 def outcome(name: str) -> dict[str, Any]:
+    """The outcome of a search, and how much work it was."""
+    with counted() as work:
+        return found_by(name) | {"work": work}
+
+
+def found_by(name: str) -> dict[str, Any]:
     """The outcome of one search: the plan in short and the digest of all of it, or the error."""
     if name.startswith("batches"):
         return batches(random.Random(name))
