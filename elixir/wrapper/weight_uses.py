@@ -552,7 +552,7 @@ def _refuse_forward_mode() -> None:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a tensor but keeps expanded dimensions: `clone` would write them out, and another layout selects kernels
     with other bits."""
-    expanded = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim] > 1]
+    expanded = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim]]
     once = tensor
     for dim in expanded:
         once = once.narrow(dim, 0, 1)

@@ -174,6 +174,17 @@ SITUATIONS = {
 STEPS = 3
 
 
+def host_bytes(plan: Plan) -> int:
+    """One rank's weights, gradients, two states and masters in float32 on the host."""
+    found = 0
+    for chunk in plan.chunks:
+        shard_bytes = 4 * chunk.numel // plan.shards
+        found += shard_bytes * (chunk.weight_home == "host")
+        if chunk.trainable and chunk.state_home == "host":
+            found += shard_bytes * (1 + 2 + (chunk.weight_home == "device"))
+    return found
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_ranks_train_as_one_process_that_sees_all_batches(name: str) -> None:
     it = SITUATIONS[name]
@@ -192,7 +203,11 @@ def test_ranks_train_as_one_process_that_sees_all_batches(name: str) -> None:
         for key, expected in report.predicted.items():
             if key in ("loads", "host_to_device", "device_to_host", "network", "replicas") and not report.not_compared:
                 assert report.observed[key] == expected, key
-        assert (report.deviations, report.demand_loads) == (0, 0)
+        assert (report.deviations, report.demand_loads, report.micro_batches) == (0, 0, it.accumulation)
+        if exact:
+            assert report.predicted["host_peak"] == host_bytes(plan)
+        if not it.silent:  # what a rank keeps to itself takes more
+            assert report.observed["host_peak"] <= report.predicted["host_peak"]
         found = run.weights()
         for key, expected in weights.items():
             torch.testing.assert_close(
