@@ -68,10 +68,12 @@ def step_of(model: nn.Module, inp: dict[str, Any]) -> None:
 
 
 @cache
-def plan_of(size: int, homes: str, dtype: torch.dtype, replicas: int = 1, accumulation: int = 1) -> Plan:
+def plan_of(
+    size: int, homes: str, dtype: torch.dtype, replicas: int = 1, accumulation: int = 1, **options: Any
+) -> Plan:
     plan = simple_search(
         model_of(dtype).eval(), size, inp={"input": batch_of(0, 0)}, step_fn=step_of, hardware="cpu", split_number=4,
-        allocate_factor=0.01, shard_device="cuda" if homes == "device" else "cpu", replicas=replicas,
+        allocate_factor=0.01, shard_device="cuda" if homes == "device" else "cpu", replicas=replicas, **options,
     ).plan  # fmt: skip
     return replace(mixed(plan) if homes == "mixed" else plan, accumulation=accumulation)
 
