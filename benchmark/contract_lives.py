@@ -282,6 +282,9 @@ def _plain(case: Case, model: Any, rows: list[Any], options: dict[str, Any], fol
         elixir.load_checkpoint(folder / "saved", state)
     _later(case, model, rows)
     steps(1)
+    if case.phase == "rehome":
+        elixir.save_checkpoint(folder / "moved", state).wait()
+        steps(1)
     model.settle()
     return model
 
@@ -334,6 +337,15 @@ def _trainer(case: Case, model: Any, rows: list[Any], options: dict[str, Any], f
         trainer.args.max_steps = 3
         trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
     _later(case, wrapped, rows)
+    if case.phase == "rehome":
+        trainer.model_wrapped.train()
+        for begin in (0, case.accumulation):
+            for row in rows[begin : begin + case.accumulation]:
+                batch = {name: value[None] for name, value in row.items()}
+                trainer.accelerator.backward(wrapped(**batch).loss)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            trainer.save_model(str(folder / "moved"))
     return wrapped
 
 
@@ -411,6 +423,10 @@ def _accelerate(case: Case, model: Any, rows: list[Any], options: dict[str, Any]
         accelerator.load_state(str(folder / "state"))
     steps(1)
     _later(case, model, rows)
+    if case.phase == "rehome":
+        steps(1)
+        accelerator.save_state(str(folder / "moved"))
+        steps(1)
     return model
 
 

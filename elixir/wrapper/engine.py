@@ -104,7 +104,7 @@ class Engine:
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
         self.heap_limit = HeapLimit()
-        """Looked at when a forward begins and while backward runs; set where the memory of the process is predicted."""
+        """Looked at when a forward begins, before fetches and while backward runs; set where the peak is predicted."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -157,8 +157,8 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
-        of_model, backward_runs = (self.chunks, self.places, self.gradients), weakly(self.backward_runs)
-        self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
+        of_model, calls = (self.chunks, self.places, self.gradients), (weakly(self.backward_runs), self.heap_limit.look)
+        self.uses = WeightUses(self.cache, *of_model, self.device, *calls, moves=plan.moves_activations)
         self.swapping = Swapping(self.model, plan.step, self.mover)
         self.recomputation = Recomputation(self.model, plan.activations, self.swapping)
         self.listen()
@@ -167,7 +167,7 @@ class Engine:
             self.gradients,
             fetched_as_one(self.model, plan.step) if plan.pass_size == 1 else (),
             order_compute=weakly(self.uses.order_compute),
-            backward_runs=backward_runs,
+            backward_runs=weakly(self.backward_runs),
             keeps=weakly(self._kept_by_pass),
         )
         self._handles = [Frozen(self.model)] if plan.step.forward else []
