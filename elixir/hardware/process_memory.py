@@ -102,9 +102,13 @@ class HeapLimit:
         shared_bytes = 0 if held is None or self._file is None else held.own_bytes - self._held_bytes(self._file)
         self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
 
-    def look(self) -> None:
-        """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time."""
-        if self._file is not None and self._held_bytes(self._file) > self._next_bytes:
+    def look(self, coming_bytes: int = 0) -> None:
+        """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time.
+
+        Args:
+            coming_bytes: that are taken before the next look, such as the activations of a forward.
+        """
+        if self._file is not None and self._held_bytes(self._file) + coming_bytes > self._next_bytes:
             give_back_freed()
             held_bytes = self._held_bytes(self._file)
             self._next_bytes = max(self._limit_bytes, held_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from elixir.hardware.process_memory import FIRST_USE, HEAP_BYTES, HEAP_OF_RANKS, HEAP_SHARE, HELD, Resident
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.plan import Plan
+from elixir.units import dtype_bytes
 
 LIBRARIES_PART = "libraries"
 """Its name in `ProcessNeed.parts`: pages of files, most of them code."""
@@ -77,7 +78,7 @@ def process_need(
     if plan.shards > 1:
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
-    gathered = max((chunk.numel * MASTER_BYTES for chunk in plan.chunks), default=0) if on_cpu else 0  # one at a time
+    gathered = _gathered_bytes(plan, given_bytes) if on_cpu else 0
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     parts = {
         LIBRARIES_PART: found.file_bytes + more.file_bytes,
@@ -91,3 +92,18 @@ def process_need(
         "reserve": reserve_bytes,
     }
     return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})
+
+
+def _gathered_bytes(plan: Plan, given_bytes: int) -> int:
+    """The largest chunk that is gathered while a full state dict is made of it, one after the other.
+
+    Weights that lie whole on the device in their own precision are copied from there; more bytes than those of all
+    weights have optimizer states among them.
+    """
+    only_weights = given_bytes <= MASTER_BYTES * sum(chunk.numel for chunk in plan.chunks)
+    gathered = (
+        chunk.numel
+        for chunk in plan.chunks
+        if not (only_weights and chunk.resident and dtype_bytes(chunk.dtype) >= MASTER_BYTES)
+    )
+    return MASTER_BYTES * max(gathered, default=0)

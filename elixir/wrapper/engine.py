@@ -104,7 +104,7 @@ class Engine:
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
         self.heap_limit = HeapLimit()
-        """Looked at when a forward begins, before fetches and while backward runs; set where the peak is predicted."""
+        """Looked at before a forward and fetches, in backward and between updates; set where the peak is predicted."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -333,7 +333,7 @@ class Engine:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
         if self.joins_pass:
             return
-        self.heap_limit.look()
+        self.heap_limit.look(self.plan.predicted.activation_bytes)
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()

@@ -262,6 +262,7 @@ class Stepper:
                 continue
             self.early.kept += update(self._engine, shard, inputs)
             updates += self._updated(shard, inputs)
+            self._engine.heap_limit.look()
         update_together(together)
         for shard, inputs in together:
             updates += self._updated(shard, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,13 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -
     assert "heap" not in mapped
     gathered = max(chunk.numel for chunk in made.chunks) * 4  # the chunk of which a state dict is made now
     assert on_cpu.get("state_dicts", 0) < MIB + gathered
+    chunks = tuple(replace(chunk, numel=64 * chunk.numel, dtype="float32") for chunk in made.chunks)
+    whole, weights = replace(made, chunks=chunks), 4 * sum(chunk.numel for chunk in chunks)
+    only_weights, with_states = (
+        process_need(whole, "cpu", host_bytes=0, held=held, given_bytes=given).peak_bytes
+        for given in (weights, weights + 1)
+    )
+    assert with_states - only_weights == 64 * gathered + 1  # weights are copied from where they lie
     assert on_cpu["collectives"] == max(chunk.weight_bytes for chunk in made.chunks)
     assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
 
