@@ -64,6 +64,12 @@ def backward_is_compiled() -> bool:
     return bool(getattr(loaded, "compiled_autograd_enabled", False))
 
 
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a compiler records what is done with a tensor. False where PyTorch cannot say."""
+    loaded = sys.modules.get("torch._subclasses.functional_tensor")
+    return isinstance(tensor, getattr(loaded, "FunctionalTensor", ()))
+
+
 def while_nothing_compiles() -> Any:
     """A context in which no other thread has `torch.compiler.is_compiling`, which is one flag for all threads.
 

@@ -1,12 +1,12 @@
-"""Runs compiled layers of a trace as the code that inductor generates for the CPU: its buffers, kernels and products.
+"""Runs compiled layers of a trace as the code that inductor generates for them: its buffers, kernels and products.
 
 Inductor is given each kind of layer once, on fake tensors, and asked for its code. No kernel is built: in a trace they
 only cost what they read and write. The rest of the code allocates, frees and multiplies on meta, under the trace's
 dispatch mode, and PyTorch's own wrapper keeps what it saves for backward. So peaks and lifetimes are those of the
 real compiled step.
 
-If one layer cannot be compiled so, the trace begins anew with uncompiled layers, as on other devices. Private names of
-the compiler are in this file alone; where a version lacks one, all layers run uncompiled.
+If one layer cannot be compiled so, the trace begins anew with uncompiled layers. Private names of the compiler are in
+this file and in `pretended_cuda`; where a version lacks one, all layers run uncompiled.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from elixir.step_trace import Operation
 from elixir.torch_private import tree_flatten, tree_leaves, tree_unflatten, while_nothing_compiles
 from elixir.tracer.checkpointed_regions import STATE_BYTES
 from elixir.tracer.operation_kinds import passing
+from elixir.tracer.pretended_cuda import RANDOM_STATE_BYTES, compiled_for_cuda, pretended_cuda, without_driver
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
@@ -41,6 +42,7 @@ Kinds = dict[Any, tuple[list[Callable[[Operation], None]], Callable[[list[torch.
 Settings = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Settings of inductor, and of AOTAutograd, under which a layer is compiled."""
 
+_CHOSEN_BY_RUNNING = ("max_autotune", "cpp_wrapper", "triton.cudagraphs")
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _BUILDS_KERNELS = "async_compile = AsyncCompile()"
 """The line of generated code after which its kernels are defined."""
@@ -61,6 +63,7 @@ class GeneratedCode:
         budgets: memory budgets of some layers (`elixir.step_trace.UnitActivations.budget`); the others
             have the one of PyTorch's setting.
         kinds: code of kinds of layers that traces of the same step have found, to which this one adds.
+        capability: compute capability of the CUDA device that is planned for; None for a CPU.
 
     Raises:
         TraceError: a layer with a budget is none of these layers.
@@ -72,14 +75,15 @@ class GeneratedCode:
         cost: Callable[[Operation], None],
         budgets: Mapping[str, float],
         kinds: Kinds,
+        capability: tuple[int, int] | None,
     ) -> None:
         unknown = sorted(budgets.keys() - layers.keys())
         if unknown:
             raise TraceError(
                 f"{unknown[0]} has a memory budget of torch.compile, and what it keeps then is known only of layers "
-                "that inductor compiles for the CPU; plan for a CPU, or without activations="
+                "that inductor compiles; take the compiler's default backend, or plan without activations="
             )
-        self._cost, self._kinds = cost, kinds
+        self._cost, self._kinds, self._capability = cost, kinds, capability
         self._settings: dict[nn.Module, Any] = {}
         self.layers = [layer for layer, _ in layers.values()]
         """The layers that call generated code."""
@@ -121,7 +125,9 @@ class GeneratedCode:
             try:
                 _check(given, others)
                 costs = [self._cost]
-                made = _generated(layer, leaves, spec, settings, lambda operation: costs[0](operation))
+                made = _generated(
+                    layer, leaves, spec, settings, lambda operation: costs[0](operation), self._capability
+                )
                 self._kinds[key] = costs, made
             except Exception as error:  # whatever a compiler raises
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -136,16 +142,21 @@ def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:
         raise NotImplementedError("a tensor on the host among its arguments")
     if not all(isinstance(item, _ATOMS) for item in others):
         raise NotImplementedError("an object among its arguments, which may hold tensors")
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise NotImplementedError("autocast")
 
 
 def _generated(
-    layer: nn.Module, leaves: list[Any], spec: Any, given: Settings, cost: Callable[[Operation], None]
+    layer: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    given: Settings,
+    cost: Callable[[Operation], None],
+    capability: tuple[int, int] | None,
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does."""
     settings, _ = given
-    if settings.get("max_autotune") or settings.get("cpp_wrapper"):
+    if any(settings.get(name) for name in _CHOSEN_BY_RUNNING):
         raise NotImplementedError("code that is chosen by running it")
     own = _tensors_of(layer)
     names = list(own)
@@ -168,7 +179,7 @@ def _generated(
 
     def compiled() -> tuple[Callable[..., Any], list[int]]:
         with _checkpoints_in_the_graph(layer):
-            return _compiled(flat, layouts, len(names), given, cost)
+            return _compiled(flat, layouts, len(names), given, cost, capability)
 
     run, order = _in_a_thread_of_its_own(compiled, torch.is_grad_enabled())
     return lambda tensors: tree_unflatten(list(run(*[tensors[place] for place in order])), outside[0])
@@ -191,19 +202,22 @@ def _compiled(
     weights: int,
     given: Settings,
     cost: Callable[[Operation], None],
+    capability: tuple[int, int] | None,
 ) -> tuple[Callable[..., Any], list[int]]:
     """Returns a compiled function, and which tensors it takes in which order.
 
     Args:
         flat: takes tensors of these layouts, of which the first `weights` belong to the layer.
+        capability: of the CUDA device; None for the CPU.
     """
     import torch._functorch.config as aot_config  # the compiler takes a second to import
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx
     from torch._subclasses import FakeTensorMode
 
+    device = "cpu" if capability is None else "meta"
     with FakeTensorMode() as mode:
-        fakes = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype, _ in layouts]
+        fakes = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype, _ in layouts]
     for tensor, (_, _, _, trained) in zip(fakes, layouts, strict=True):
         tensor.requires_grad_(trained)
     settings, under = given
@@ -218,8 +232,11 @@ def _compiled(
         aot_config.patch(ahead),
         _code_without_kernels(cost),
     ):
-        graph = _as_dynamo_gives_it(flat, results, fakes, order, weights)
-        return cast(Callable[..., Any], compile_fx(graph, [fakes[place] for place in order])), order
+        graph, inputs = _as_dynamo_gives_it(flat, results, fakes, order, weights), [fakes[place] for place in order]
+        if capability is None:
+            return cast(Callable[..., Any], compile_fx(graph, inputs)), order
+        with pretended_cuda(capability):
+            return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compiled_for_cuda)), order
 
 
 _CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
@@ -355,7 +372,8 @@ def _code_without_kernels(cost: Callable[[Operation], None]) -> Iterator[None]:
 def _loaded(graph: Any, cost: Callable[[Operation], None]) -> Any:
     """Runs a module of generated code; its buffers will lie on meta, and its kernels only cost what they touch."""
     source: str = graph.codegen()[0].value
-    if _BUILDS_KERNELS not in source or "empty_strided_cpu" not in source or graph.constants:
+    kind = "cuda" if "cuda" in graph.device_types else "cpu"
+    if _BUILDS_KERNELS not in source or f"empty_strided_{kind}" not in source or graph.constants:
         raise NotImplementedError("generated code of another form")
 
     def kernel(*arguments: Any) -> None:
@@ -367,17 +385,27 @@ def _loaded(graph: Any, cost: Callable[[Operation], None]) -> Any:
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
+    nbytes, place = (STATE_BYTES, "meta") if kind == "cpu" else (RANDOM_STATE_BYTES, "cpu")
+
     def saving(operator: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        return torch.empty(STATE_BYTES, dtype=torch.uint8, device="meta"), operator(*args, **kwargs)
+        return torch.empty(nbytes, dtype=torch.uint8, device=place), operator(*args, **kwargs)
 
     def restoring(_: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
         return saving(operator, *args, **kwargs)[1]  # it saves the present state, too
 
-    builder = SimpleNamespace(cpp_pybinding=lambda *_: kernel, wait=lambda _: None)
-    names: dict[str, Any] = {"__name__": "elixir_generated_code", "async_compile": builder}
+    names: dict[str, Any] = {"__name__": "elixir_generated_code"}
     source = source.replace(_BUILDS_KERNELS, "").replace(_DRAWS, "elixir_draws.")
+    if kind == "cuda":
+        source = without_driver(source, names)
+    names["async_compile"] = SimpleNamespace(
+        cpp_pybinding=lambda *_: kernel,
+        triton=lambda *_, **__: SimpleNamespace(run=lambda *arguments, **_: kernel(*arguments)),
+        wait=lambda _: None,
+    )
     exec(compile(source, "<generated code>", "exec"), names)
-    names["empty_strided_cpu"] = empty
+    names |= {f"empty_strided_{kind}": empty, "device": lambda *_, **__: torch.device("meta")}
+    if kind == "cuda":  # seeds of attention have another shape than in the graph, and nothing has an address
+        names |= {"assert_size_stride": lambda *_: None, "copy_if_misaligned": lambda tensor: tensor}
     names["elixir_draws"] = SimpleNamespace(run_and_save_rng_state=saving, run_with_rng_state=restoring)
     return SimpleNamespace(call=names["call"], runner=names.get("runner"), __file__="<generated code>")
 

@@ -105,8 +105,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         cache: remember shape propagation; the result is the same without, only later.
         use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
         compile: whether the layers that the model repeats will be compiled; those compiled already count anyway.
-        generated_code: whether layers that inductor compiles for the CPU are traced as the code that it generates, if
-            it can. Otherwise they are traced uncompiled, which takes a few seconds less for each kind of layer.
+        generated_code: whether layers that inductor compiles are traced as the code that it generates, if it
+            can. Otherwise they are traced uncompiled, which takes a few seconds less for each kind of layer.
         checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
             from a name; written down as `StepShape.checkpoint`.
         forward: nothing is trained: `step_fn` runs without gradients, and no optimizer steps.
@@ -152,10 +152,11 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
         budgets = {each.unit: each.budget for each in activations if each.budget is not None}
         generated = GeneratedCode(
-            _generated_units(twin, compiled, target) if generated_code else {},
+            _generated_units(twin, compiled) if generated_code else {},
             order.cost,
             budgets,
             {} if kinds is None else kinds,
+            target.cuda_capability,
         )
         recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
         try:
@@ -297,11 +298,9 @@ def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, .
 
 
 def _generated_units(
-    twin: MetaCopy, units: Mapping[str, Mapping[str, Any] | None], target: Target
+    twin: MetaCopy, units: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, tuple[nn.Module, Mapping[str, Any]]]:
-    """The compiled modules with settings of inductor, if it can generate the code of all: for the CPU."""
-    if target.kind != "cpu":
-        return {}
+    """The compiled modules with settings of inductor, if it can generate the code of all."""
     found = {name: settings for name, settings in units.items() if settings is not None}
     whole = found if len(found) == len(units) else {}
     return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}

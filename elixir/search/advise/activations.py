@@ -164,8 +164,8 @@ def _check_trace(traces: BudgetedTraces) -> None:
         if whole.step.compiled:
             why = (
                 "its layers are compiled, and what they keep under a memory budget of torch.compile is known for "
-                "inductor on the CPU alone, micro-batch by micro-batch (pass_size=1); leave it out, or plan layers "
-                "that are not compiled"
+                "inductor alone, micro-batch by micro-batch (pass_size=1); leave it out, or plan layers that are not "
+                "compiled"
             )
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 

@@ -2,7 +2,8 @@
 
 Attention and dropout are composed of other operators before any dispatch mode sees them, and on meta they fall back to
 forms no GPU would run. An implementation under the `AutogradMeta` key comes earlier, and is in force on the engine's
-threads and inside checkpoint's recompute as well, where a function mode would not be.
+threads and inside checkpoint's recompute as well, where a function mode would not be. If a compiler records them for a
+graph, all are composed of operators that it knows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elixir.torch_private import is_recorded
 from elixir.tracer.device.common import quantised_products, value_branches
 from elixir.tracer.device.common.attention import Attention
 from elixir.tracer.device.common.meta_kernels import KERNELS
@@ -47,9 +49,9 @@ def routed(target: Target) -> Iterator[None]:
             _implement(library, name, function)
         for name, kernel in KERNELS.items():
             library.impl(name, kernel, "Meta", allow_override=True)
-        _implement(library, "mish_backward", lambda grad_output, input: torch.empty_like(input))
+        _implement(library, "mish_backward", _mish_backward)
         if target.fused_rms_norm and hasattr(aten, "_fused_rms_norm"):
-            _implement(library, "_fused_rms_norm", _FusedRmsNorm.apply)
+            _implement(library, "_fused_rms_norm", _fused_rms_norm)
         if target.softmax_reads_half:
             _implement(library, "softmax.int", _softmax(aten._softmax))
             _implement(library, "log_softmax.int", _softmax(aten._log_softmax))
@@ -71,6 +73,27 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 0 or not train or input.numel() == 0:
         return input
     return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+def _mish_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    if is_recorded(input):
+        bounded = F.softplus(input).tanh()
+        return grad_output * (bounded + input * input.sigmoid() * (1 - bounded * bounded))
+    return torch.empty_like(input)
+
+
+def _fused_rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_recorded(input):
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        axes = tuple(range(-len(normalized_shape), 0))
+        least = torch.finfo(wide.dtype).eps if eps is None else eps
+        factor = (wide.square().mean(axes, keepdim=True) + least).rsqrt()
+        normed = wide * factor
+        return (normed if weight is None else normed * weight).to(input.dtype), factor
+    result: tuple[torch.Tensor, torch.Tensor] = _FusedRmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
 
 from elixir import torch_private as private
 
@@ -187,6 +188,16 @@ def compiled_code() -> None:
     taken: list[tuple[bool, bool]] = []
     torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
     assert taken == [(True, False)]
+    asked: list[bool] = []
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        asked.append(private.is_recorded(x))
+        return x * 2
+
+    aot_function(recorded, fw_compiler=lambda graph, _: graph)(torch.ones(2, requires_grad=True))
+    recorded(torch.ones(2))
+    assert asked[0]
+    assert not asked[-1]
 
 
 def memory_budgets() -> None:

@@ -1,4 +1,4 @@
-"""Compiled layers are traced as the code that inductor generates for the CPU."""
+"""Compiled layers are traced as the code that inductor generates for them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
-from elixir.step_trace import StepTrace
+from elixir.search.problem.budgeted_trace import BudgetedTraces
+from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer import generated_code
 from elixir.tracer.trace import trace_step
 
@@ -40,11 +42,14 @@ class Model(nn.Module):
         return x
 
 
-def traced(model: nn.Module, *, compile: bool = True, **options: Any) -> StepTrace:
+def traced(
+    model: nn.Module, *, compile: bool = True, hardware: str = "cpu", rows: int = 8, **options: Any
+) -> StepTrace:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         model(**inp).sum().backward()
 
-    return trace_step(model, {"x": torch.zeros(8, 16)}, step, hardware=preset("cpu"), compile=compile, **options)
+    inp = {"x": torch.zeros(rows, 16)}
+    return trace_step(model, inp, step, hardware=preset(hardware), compile=compile, **options)
 
 
 def moved_bytes(trace: StepTrace) -> int:
@@ -95,6 +100,90 @@ def test_the_peak_is_that_of_a_real_step_compiled_under_a_memory_budget() -> Non
     assert passes(row), row
 
 
+class Varied(Layer):
+    """Attention, dropout, writes to parts, and what else asks a device for its driver or its properties."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.norms = nn.ModuleList([nn.RMSNorm(16), nn.LayerNorm(16)])
+        self.places = nn.Embedding(4, 16)
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        heads = self.norms[0](x).view(-1, 8, 2, 8).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = x + nn.functional.dropout(attended.transpose(1, 2).reshape(x.shape), 0.5)
+        x = x + self.places(torch.arange(x.shape[0], device=x.device) % 4)
+        halves = torch.zeros_like(x)
+        halves[:, ::2] = x[:, ::2] * 2
+        return super().forward(self.norms[1](nn.functional.mish(x + halves)))
+
+
+def keeping(budget: float) -> tuple[UnitActivations, ...]:
+    return tuple(UnitActivations(f"layers.{number}", None, budget=budget) for number in range(3))
+
+
+def driver() -> Any:
+    from torch._dynamo.device_interface import CudaInterface
+
+    return CudaInterface.current_device, torch.cuda.get_rng_state, torch.Tensor.copy_, FakeTensor.copy_
+
+
+def test_for_a_gpu_layers_keep_what_their_budget_says() -> None:
+    with torch.device("meta"):
+        model = Model()
+    kinds: dict[Any, Any] = {}
+    before = driver()
+    whole = traced(model, hardware="h100", rows=256, kinds=kinds)
+    under = {
+        budget: traced(model, hardware="h100", rows=256, activations=keeping(budget), kinds=kinds)
+        for budget in (0.99, 0.0)
+    }
+    assert driver() == before
+    for trace in (whole, *under.values()):
+        assert "generates" in trace.assumptions[-1], trace.assumptions  # a version may lack a private name
+    traces = BudgetedTraces(whole, under)
+    wide = 256 * 64 * 4  # what up makes, and gelu of it, which is made again next to free
+    assert [traces.more_bytes(unit, 0.99) for unit in traces.runs] == [-wide] * 3
+    assert [traces.more_bytes(unit, 0.0) for unit in traces.runs] == [-2 * wide] * 3
+    assert under[0.0].flops == whole.flops + 3 * 2 * 256 * 16 * 64
+
+
+class Normed(Layer):
+    """Operators that CUDA has kernels for, which the compiler composes of others."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        return super().forward(nn.functional.mish(self.norm(x)))
+
+
+def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_same() -> None:
+    def kept(hardware: str) -> list[int]:
+        found = traced(made_of(Normed), hardware=hardware, rows=256)
+        assert "generates" in found.assumptions[-1], found.assumptions
+        return [access.kept_bytes - found.accesses[0].kept_bytes for access in found.accesses[:3]]
+
+    assert kept("h100") == kept("cpu")  # from the first forward to the first backward
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_for_a_gpu_layers_of_many_operators_have_code(checkpointed: bool) -> None:
+    model = made_of(Varied)
+    if checkpointed:
+        for layer in model.layers:
+            layer.run, layer.forward = checkpoint, partial(_checkpointed, layer, layer.forward)  # type: ignore[assignment]
+    found = traced(model, hardware="a100", rows=64)
+    assert "generates" in found.assumptions[-1], found.assumptions
+    assert found.backward_peak_bytes <= traced(model, hardware="a100", rows=64, compile=False).backward_peak_bytes
+
+
+def _checkpointed(layer: Any, forward: Any, *args: Any) -> Any:
+    return layer.run(forward, *args, use_reentrant=False)
+
+
 HOST = torch.ones(16)
 
 
@@ -105,7 +194,7 @@ class OnHost(Model):
 
 class WithAutocast(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu"):
+        with torch.autocast(self.given or "cpu"):
             return super().forward(x)
 
 
@@ -157,3 +246,7 @@ def tuned() -> Model:
 )
 def test_layers_that_inductor_cannot_be_asked_for_say_why(make: Any, why: str) -> None:
     assert why in traced(make()).assumptions[-1]
+
+
+def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
+    assert "autocast" in traced(WithAutocast("cuda"), hardware="h100").assumptions[-1]

@@ -64,6 +64,11 @@ class Target(ABC):
         """Bytes that the allocator takes for a request of `nbytes`."""
         return nbytes
 
+    @property
+    def cuda_capability(self) -> tuple[int, int] | None:
+        """Compute capability of a CUDA device; None of others."""
+        return None
+
     @abstractmethod
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """The kernel `scaled_dot_product_attention` chooses."""

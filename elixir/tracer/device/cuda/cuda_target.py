@@ -40,6 +40,11 @@ class CudaTarget(Target):
         """Multiples of 512 bytes."""
         return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
 
+    @property
+    def cuda_capability(self) -> tuple[int, int]:
+        """That of the profile, 8.0 where it says none."""
+        return self.capability
+
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """Chooses by the rules of CUDA."""
         return chosen_on_cuda(call, self.capability)

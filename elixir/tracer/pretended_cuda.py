@@ -1,0 +1,182 @@
+"""Makes inductor generate code for a CUDA device where there is none, nor Triton.
+
+A layer's graph is recorded on meta tensors, for which a trace takes the target's attention and dropout; autograd knows
+tensors of a CUDA device only in a build with CUDA. Once forward and backward are apart, their tensors are said to lie
+on that device. Inductor then fuses, allocates and frees for it, and is told the device's properties in place of asking
+the driver. What it writes has never been compared with what it writes on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.torch_private import tree_leaves, tree_map
+
+_PROCESSORS = {7: 80, 8: 108, 9: 132, 10: 148, 12: 170}
+"""Major compute capability -> multiprocessors of V100, A100, H100, B200 and RTX 5090 (NVIDIA's datasheets). A sum over
+few rows is split among them, by way of a buffer with a few numbers for each."""
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Threads of a multiprocessor, where they are not 2048 (CUDA C++ Programming Guide, table of compute capabilities)."""
+RANDOM_STATE_BYTES = 16
+"""Bytes of the state of a CUDA generator, which lie on the host (`CUDAGeneratorImpl::get_state`)."""
+_CUDA, _META = torch.device("cuda", 0), torch.device("meta")
+
+_IMPORTS = ("import triton", "from torch._inductor.runtime.triton_heuristics", "from torch._C import _cuda_getCurrent")
+"""Beginnings of the lines by which generated code imports what a machine without a GPU does not have."""
+_CALLS = {"torch.cuda._DeviceGuard(": "elixir_device(", "torch.cuda.set_device(": "get_raw_stream("}
+"""What generated code calls of the driver, and what takes its place."""
+
+
+@contextmanager
+def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
+    """Makes inductor believe that there is a CUDA device of this compute capability, and Triton."""
+    import torch._inductor.compile_fx as compile_fx
+    import torch._inductor.fx_passes.joint_graph as joint_graph
+    import torch._inductor.scheduler as scheduler
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.codegen import triton
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._subclasses import FakeTensor
+
+    major, minor = capability
+    properties = DeviceProperties(
+        type="cuda",
+        index=0,
+        multi_processor_count=_PROCESSORS.get(major, _PROCESSORS[8]),
+        cc=10 * major + minor,
+        major=major,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=_THREADS.get(capability, 2048),
+        warp_size=32,
+    )
+    replaced: dict[Any, Mapping[str, Any]] = {
+        DeviceProperties: {"create": staticmethod(lambda device: properties)},
+        CudaInterface: {
+            "get_device_properties": staticmethod(lambda device=None: properties),
+            "get_compute_capability": staticmethod(lambda device=None: properties.cc),
+            "current_device": staticmethod(lambda: 0),
+            "is_bf16_supported": staticmethod(lambda including_emulation=False: major >= 8),
+        },
+        scheduler: {"has_triton": lambda: True},
+        triton.TMACompatibilityChecker: {"can_use_tma": lambda _: False},  # off unless asked for
+        triton.TritonKernel: {"inductor_meta_common": staticmethod(dict)},  # says whether code in a cache is valid
+        # Patterns are prepared once for each device; those of the CPU look for the same operators.
+        compile_fx: {"get_inputs_devices": lambda *_: {_CUDA if torch.cuda.is_available() else torch.device("cpu")}},
+        # One takes results on meta for tensors without values, the other leaves what draws random numbers there.
+        joint_graph: {
+            name: _on_the_cpu(getattr(joint_graph, name))
+            for name in ("constant_fold_uniform_value", "replace_random_passes")
+        },
+        # In place of methods that ask for the device's driver before anything else.
+        FakeTensor: {"copy_": _copied, "__getitem__": _picked, "__invert__": _inverted},
+    }
+    if not torch.cuda.is_available():
+        replaced[torch.cuda] = {"get_rng_state": _no_state, "set_rng_state": _no_state}
+    with ExitStack() as stack:
+        for owner, names in replaced.items():
+            stack.enter_context(_replaced(owner, names))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    for name, ours in names.items():
+        setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def _copied(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    copied: torch.Tensor = torch.ops.aten.copy_.default(self, source, non_blocking)
+    return copied
+
+
+def _inverted(self: torch.Tensor) -> torch.Tensor:
+    inverted: torch.Tensor = torch.ops.aten.bitwise_not.default(self)
+    return inverted
+
+
+def _picked(self: torch.Tensor, index: Any) -> torch.Tensor:
+    picked: torch.Tensor = (
+        torch.ops.aten.select.int(self, 0, index) if type(index) is int else torch.Tensor.__getitem__(self, index)
+    )
+    return picked
+
+
+def _no_state(*_: Any) -> torch.Tensor:
+    return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+
+
+def _on_the_cpu(graph_pass: Callable[[torch.fx.GraphModule], Any]) -> Callable[[torch.fx.GraphModule], Any]:
+    """A pass over a graph, which looks at the devices of its tensors and meets the CPU in place of meta."""
+
+    def on_the_cpu(module: torch.fx.GraphModule) -> Any:
+        cpu = torch.device("cpu")
+        others = {node for node in module.graph.nodes if not _lie_on(node, _META)}
+        _move(module, _META, cpu)
+        result = graph_pass(module)
+        _move(module, cpu, _META, others)
+        return result
+
+    return on_the_cpu
+
+
+def compiled_for_cuda(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """Does what inductor does with one graph, whose tensors on meta it takes for those of the CUDA device."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    _move(module, _META, _CUDA)
+    with torch.no_grad():  # autograd asks for the device's driver
+        return compile_fx_inner(module, tree_map(partial(_moved, _META, _CUDA), inputs), **options)
+
+
+def _move(
+    module: torch.fx.GraphModule, source: torch.device, target: torch.device, others: Collection[torch.fx.Node] = ()
+) -> None:
+    """Says of the tensors of a graph that lie on one device that they lie on another; `others` stay."""
+    for node in module.graph.nodes:
+        if node not in others:
+            node.args = tuple(target if each == source else each for each in node.args)
+            node.kwargs = {name: target if each == source else each for name, each in node.kwargs.items()}
+            for value in _values(node):
+                _moved(source, target, value)
+
+
+def _lie_on(node: torch.fx.Node, device: torch.device) -> bool:
+    named = (*node.args, *node.kwargs.values())
+    return device in named or any(getattr(each, "fake_device", None) == device for each in _values(node))
+
+
+def _values(node: torch.fx.Node) -> list[Any]:
+    return tree_leaves(node.meta.get("val"))
+
+
+def _moved(source: torch.device, target: torch.device, value: Any) -> Any:
+    if getattr(value, "fake_device", None) == source:
+        value.fake_device = target
+    return value
+
+
+def without_driver(source: str, names: dict[str, Any]) -> str:
+    """Generated code that neither imports what a machine without a GPU lacks nor calls the driver.
+
+    Args:
+        source: the code.
+        names: those that the code finds, to which what it calls in place of the driver is added.
+    """
+    names |= {"get_raw_stream": lambda _: 0, "elixir_device": lambda _: nullcontext()}
+    for call, ours in _CALLS.items():
+        source = source.replace(call, ours)
+    return "\n".join(line for line in source.split("\n") if not line.startswith(_IMPORTS))
