@@ -48,7 +48,6 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
                 parameters=tuple(index_of[slot.name] for slot in chunk.parameters),
                 offset_bytes=tuple(slot.offset * itemsize for slot in chunk.parameters),
                 bytes=chunk.weight_bytes,
-                used_bytes=chunk.used_numel * itemsize,
                 dtype=chunk.dtype,
                 trainable=chunk.trainable,
                 outsized=chunk.weight_bytes > plan.block_bytes,

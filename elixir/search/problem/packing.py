@@ -43,8 +43,6 @@ class PackedChunk:
     """The start of each."""
     bytes: int
     """Bytes of the gathered chunk, padding included."""
-    used_bytes: int
-    """Bytes of the parameters alone."""
     dtype: str
     trainable: bool
     outsized: bool
@@ -70,11 +68,6 @@ class Packing:
     def block_bytes(self) -> int:
         """The largest chunk that is not outsized; what an rCache block must hold."""
         return max((chunk.bytes for chunk in self.chunks if not chunk.outsized), default=0)
-
-    @property
-    def waste_bytes(self) -> int:
-        """Padding if every chunk that is not outsized took a whole block."""
-        return sum(self.block_bytes - chunk.used_bytes for chunk in self.chunks if not chunk.outsized)
 
 
 class ParamTable:
@@ -142,7 +135,6 @@ class ParamTable:
             parameters=tuple(members),
             offset_bytes=(0, *ends[:-1]),
             bytes=round_up(max(ends[-1], 1), self.unit_bytes),
-            used_bytes=sum(self.bytes[index] for index in members),
             dtype=dtype,
             trainable=trainable,
             outsized=outsized,
