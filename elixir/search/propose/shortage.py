@@ -159,15 +159,19 @@ def _least_host(unmet: Unmet, device_bytes: int) -> int:
     return min(found, default=0)
 
 
-def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
-    """Bytes by which weights, master weights and states exceed all devices, hosts and disks; 0 where they do not.
-
-    Each lies somewhere, once, wherever that is.
-    """
+def room(trace: StepTrace, setting: Setting, budgets: Budgets) -> tuple[int, int]:
+    """Bytes of weights, master weights and states, each of which lies somewhere, once, wherever that is; and bytes of
+    all devices, hosts and disks."""
     machines = math.ceil(setting.world_size / setting.ranks_per_host)
     there = setting.world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     in_files = trace.frozen_bytes if setting.frozen_weights == "files" else 0
-    return max(trace.param_bytes - in_files + trace.state_bytes(setting.states, setting.matrices) - there, 0)
+    return trace.param_bytes - in_files + trace.state_bytes(setting.states, setting.matrices), there
+
+
+def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
+    """Bytes by which weights, master weights and states exceed all memory; 0 where they do not."""
+    needed, there = room(trace, setting, budgets)
+    return max(needed - there, 0)
 
 
 def lacks_device(trace: StepTrace, budgets: Budgets) -> int:

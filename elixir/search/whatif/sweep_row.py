@@ -14,6 +14,7 @@ from elixir.plan.plan import Plan
 from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_or_shortage, setting_for
+from elixir.search.propose.shortage import lacks_device, live_bytes, room
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
@@ -211,17 +212,8 @@ def _check_network(hardware: HardwareProfile, world_size: int) -> None:
 
 
 def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
-    """Refuses what cannot fit however it is placed, before a search that would take seconds to say so.
-
-    Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
-    """
-    world_size = request.world_size
-    setting = setting_for(trace, hardware, request)
-    needed = trace.param_bytes + trace.state_bytes(setting.states, setting.matrices)
-    if request.frozen_weights == "files":
-        needed -= trace.frozen_bytes
-    machines = -(-world_size // hardware.ranks_per_host(world_size))
-    there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
+    """Refuses what cannot fit however it is placed, before a search that would take seconds to say so."""
+    needed, there = room(trace, setting_for(trace, hardware, request), budgets)
     if needed > there:
         raise PlanError(
             f"{trace.model_name}: weights and optimizer states exceed device and host memory"
@@ -229,10 +221,9 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
             needed_bytes=needed,
             available_bytes=there,
         )
-    live_bytes = max(access.live_bytes for access in trace.accesses) + trace.buffer_bytes
-    if live_bytes > budgets.device_bytes:
+    if lacks_device(trace, budgets):
         raise PlanError(
             f"{trace.model_name}: activations, inputs and buffers alone exceed the device memory, wherever weights are",
-            needed_bytes=live_bytes,
+            needed_bytes=live_bytes(trace),
             available_bytes=budgets.device_bytes,
         )

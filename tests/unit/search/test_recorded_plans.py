@@ -33,12 +33,13 @@ from elixir.search.advise.activations import predicted_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.question import Question
+from elixir.search.question import Question, StepQuestion
 from elixir.search.replan import EarlyShares, Observation, calibrated, correct, worst
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
+from elixir.search.whatif.sweep_row import Traces, try_out
 from elixir.step_trace import Form, StepTrace
 from elixir.units import GIB
 from tests.common.layered_steps import layered_step, some_layers
@@ -58,11 +59,14 @@ BATCHES = (0, 1, 2, 3, 6, 7, 9, 13)
 """Of steps of layers, for which the batch and the checkpointed layers are searched as well."""
 CORRECTED = (7, 14, 55, 66, 81, 95, 106, 108, 119, 177)
 """Of those with layers, some that were planned again after a run that was not as predicted."""
+ROWS = (2, 13, 14, 26, 28, 40, 45, 57, 66, 73, 81, 106, 108, 137)
+"""Of those with layers, some as rows of a sweep."""
 NAMES = (
     *map(str, SEEDS),
     *(f"layers {seed}" for seed in LAYERED),
     *(f"batches {seed}" for seed in BATCHES),
     *(f"corrected {seed}" for seed in CORRECTED),
+    *(f"row {seed}" for seed in ROWS),
 )
 WITH_LEVERS = "2"
 """Explained with all levers, which takes longer, since they plan again."""
@@ -239,6 +243,34 @@ def corrected(draw: random.Random, name: str) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass
+class Made(Traces):
+    """Has the trace for whatever is asked."""
+
+    trace: StepTrace | None = None
+
+    def get(self, *_: Any) -> StepTrace:
+        assert self.trace is not None
+        return self.trace
+
+
+def rows(name: str) -> dict[str, Any]:
+    """The row of a sweep: as asked, with too little of all memory, and with too little of the device."""
+    trace, machine, options = situation(name)
+    asked_for = SearchRequest.of(options.pop("asked"), **options)
+    found = []
+    for changes in (
+        {},
+        {"host_memory": 2**20, "device_memory": trace.activation_peak_bytes + 2**20},
+        {"device_memory": 2**24},
+    ):
+        row, problem = try_out(
+            Made(StepQuestion(dtype="bf16"), trace=trace), replace(asked_for, **changes), "", 3, machine
+        )
+        found.append([row, None if problem is None else str(problem).splitlines()])
+    return {"reasons": [row.reason for row, _ in found], "rows": digest(rounded(found))}  # type: ignore[attr-defined]
+
+
 def situation(name: str) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
     """A step, a machine, and what is asked."""
     family, _, seed = name.rpartition(" ")
@@ -290,6 +322,8 @@ def found_by(name: str) -> dict[str, Any]:
         return batches(random.Random(name))
     if name.startswith("corrected"):
         return corrected(random.Random(name), f"layers {name.split()[1]}")
+    if name.startswith("row"):
+        return rows(f"layers {name.split()[1]}")
     try:
         trace, machine, options = situation(name)
         answer = plan_from_trace(trace, machine, options.pop("asked"), **options)
