@@ -213,3 +213,53 @@ def test_a_rank_may_use_fewer_layers_than_the_others() -> None:
         run.module.close()
 
     results(2, work)
+
+
+def test_a_step_inside_of_no_sync_is_for_one_rank_alone() -> None:
+    def work(rank: int) -> None:
+        run = Rank(Situation(), rank)
+        run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
+        with (
+            run.module.no_sync(),
+            pytest.raises(InputError, match=r"step\(\) inside no_sync\(\) would use this rank's"),
+        ):
+            run.optimizer.step()
+        run.optimizer.step()
+        run.module.close()
+
+    results(2, work)
+    run = Rank(Situation(size=1), 0)
+    before = run.weights()
+    with run.module.no_sync():
+        run.optimizer.backward(loss_of(run.module, batch_of(0, 0)))
+        run.optimizer.step()
+    assert not torch.equal(run.weights()["4.bias"], before["4.bias"])
+    run.module.close()
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "asked", "limit"),
+    [
+        (None, [], None), (0.5, [], 0.5), (None, [0.2], 0.2), (0.5, [0.2], 0.2), (0.2, [0.5], 0.2),
+        (None, [0.3, 0.1], 0.1), (None, [0.1, 0.3], 0.1), (None, [float("inf")], None), (0.5, [float("inf")], 0.5),
+    ],
+)  # fmt: skip
+def test_the_least_of_all_limits_holds(max_norm: float | None, asked: list[float], limit: float | None) -> None:
+    """A step of SGD with rate 1 moves the weights by the clipped gradient, whose norm is 3 here."""
+    module = ElixirModule(model_of().eval(), Situation(size=1).plan, device="cpu")
+    trained = [each for each in module.parameters() if each.requires_grad]
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(trained, lr=1.0), max_norm=max_norm)
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    model = model_of().eval()
+    loss_of(model, batch_of(0, 0)).backward()
+    scale = 3.0 / norm_of({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    optimizer.backward(loss_of(module, batch_of(0, 0)) * scale)
+    for each in asked:
+        assert module.clip_grad_norm_(each).item() == pytest.approx(3.0, rel=1e-4)
+    optimizer.step()
+    moved = {name: before[name] - each for name, each in module.state_dict().items() if "num" not in name}
+    expected = 3.0 if limit is None else limit
+    assert norm_of({name: each for name, each in moved.items() if "running" not in name}) == pytest.approx(
+        expected, rel=1e-3
+    )
+    module.close()
