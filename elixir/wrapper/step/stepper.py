@@ -330,7 +330,7 @@ def _set_host_threads(engine: Engine, asked: int | None) -> int:
     engine.lanes.host_adam.submit(partial(use_threads, threads, cores or _all_cores()))
     if any(chunk.plan.trainable and chunk.plan.update_home == "host" for chunk in engine.chunks):
         where = f"bound to cores {core_list(cores)}" if cores is not None else "not bound"
-        logger.info("the host's Adam runs on %d thread%s, %s", threads, "s" if threads > 1 else "", where)
+        logger.info("threads of the host's Adam: %d, %s", threads, where)
         if threads > share.all_cores:
             logger.warning(
                 "host_threads=%d is more than the %d cores that this process may use; its threads will wait for each "
