@@ -1,4 +1,4 @@
-"""What a run says of its memory, compared with the memory that is there."""
+"""Compares the bytes that a run counts with the memory that is there."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _threads_have_worlds() -> Iterator[None]:
 
 
 def on_ranks(size: int, work: Callable[[int], T], *, timeout_s: float = TIMEOUT_S) -> list[T | Exception]:
-    """What `work` returns or raises on each of `size` ranks, which have a default group."""
+    """Runs `work` on `size` ranks with a default group; lists the results or errors by rank."""
     found: list[T | Exception] = [AssertionError("did not end")] * size
     store = dist.HashStore()
 
@@ -72,7 +72,7 @@ def on_ranks(size: int, work: Callable[[int], T], *, timeout_s: float = TIMEOUT_
 
 
 def results(size: int, work: Callable[[int], T]) -> list[T]:
-    """What `work` returns on each rank; raises what it raises on the first."""
+    """Runs `work` on `size` ranks; lists the results by rank, or raises the first error."""
     found: list[T] = []
     for each in on_ranks(size, work):
         if isinstance(each, Exception):

@@ -268,7 +268,7 @@ AT_THE_END: list[Callable[[dict[str, Any]], Any]] = [
 
 
 def ends(data: dict[str, Any]) -> dict[str, int]:
-    """Where the last piece of each file ends."""
+    """The bytes at which the last piece of each file ends."""
     itemsize = {"float32": 4, "bfloat16": 2, "int64": 8}
     found = [
         (piece["file"], piece["offset"] + piece["numel"] * itemsize[tensor["dtype"]])

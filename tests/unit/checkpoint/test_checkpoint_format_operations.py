@@ -159,7 +159,7 @@ def test_large_reads_are_made_by_threads_that_end_with_the_reader(tmp_path: Path
 
     with SliceReader(tmp_path, files=Watched()) as reader:
         reader.read("weight/w", 1, 1000)
-        assert threads == {"MainThread"}, "a part of a span goes through memory of its own"
+        assert threads == {"MainThread"}, "a part of a span goes through separate memory"
         threads.clear()
         reader.read("weight/w")
         assert threads == {"elixir load"}

@@ -46,7 +46,7 @@ class Threads:
 
 
 def together(work: Callable[[int, HeartbeatGroup], T], size: int = RANKS) -> list[T]:
-    """What each rank returns or raises."""
+    """The result or error of each rank."""
     values, barrier, found = [None] * size, threading.Barrier(size), list[Any]([None] * size)
 
     def run(rank: int) -> None:

@@ -125,7 +125,7 @@ def test_a_mesh_says_which_ranks_form_a_replica() -> None:
 
 
 def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
-    """What each rank's `RankError` says; all further calls say the same at once."""
+    """The text of each rank's `RankError`; all further calls say the same at once."""
     monkeypatch.setattr(module, "_LOOK_S", look_s)
 
     def rank_of(rank: int) -> str:

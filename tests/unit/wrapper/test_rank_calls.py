@@ -193,7 +193,7 @@ def test_a_forward_that_raises_on_both_ranks_is_over_and_the_next_step_is_right(
 
 
 def test_a_rank_may_use_fewer_layers_than_the_others() -> None:
-    """What its data skips counts as zero, and loads are the same on all."""
+    """The layers that its data skips count as zero, and loads are the same on all."""
     plain = model_of().eval()
     both = loss_of(plain, batch_of(0, 0)) / 2 + plain[:2](batch_of(1, 0)).pow(2).mean() / 2
     both.backward()

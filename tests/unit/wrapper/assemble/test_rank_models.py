@@ -97,7 +97,7 @@ def test_plans_that_differ_otherwise_are_refused_with_the_difference() -> None:
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_buffers_are_those_of_rank_0_before_each_forward(silent: bool) -> None:
-    """As in DistributedDataParallel: not after a forward without gradients, nor after one inside of no_sync."""
+    """DistributedDataParallel does the same: not after a forward without gradients, nor after one inside of no_sync."""
     mine: Any = [built(0.0) for _ in range(2)]
     for number in range(3):
         if not (silent and number == 2):
