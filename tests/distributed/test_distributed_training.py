@@ -25,6 +25,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, eps=1e-6)
 
 
+@pytest.mark.slow  # ranks as threads hold the same
 @pytest.mark.parametrize("kind", ["host", "resident"])
 def test_clipping(kind: str) -> None:
     run_ranks(2, parity, "opt", kind, "none", {"max_norm": 0.3, "optimizer": _adamw})
@@ -45,6 +46,7 @@ def _norms(rank: int, world_size: int) -> None:
     twins.close()
 
 
+@pytest.mark.slow  # ranks as threads hold the same
 def test_the_global_norm_is_the_unsharded_one_on_every_rank() -> None:
     run_ranks(2, _norms)
 
@@ -61,6 +63,7 @@ def _accumulation(rank: int, world_size: int, kind: str) -> None:
     twins.close()
 
 
+@pytest.mark.slow  # ranks as threads hold the same
 @pytest.mark.parametrize("kind", ["host", "mixed"])
 def test_accumulation_adds_up_over_micro_batches(kind: str) -> None:
     run_ranks(2, _accumulation, kind)
@@ -157,6 +160,7 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
     assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
+@pytest.mark.slow  # ranks as threads hold the same
 @pytest.mark.parametrize("reduce_fp32", [False, True])
 def test_bf16_is_stepped_through_float32_masters(reduce_fp32: bool) -> None:
     run_ranks(2, _low_precision, reduce_fp32)
@@ -184,6 +188,7 @@ def _overflow(rank: int, world_size: int) -> None:
     module.close()
 
 
+@pytest.mark.slow  # ranks as threads hold the same
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_all() -> None:
     run_ranks(2, _overflow)
 

@@ -304,8 +304,7 @@ class Shard:
         notes = self.states.load(saved)
         self.to(ShardState.STEADY)
         self.move_to_extent()
-        if self.segments and len(self.states.without_states()) < len(self.segments):
-            self.count_states()
+        self.count_states()
         return notes
 
     def count_states(self) -> None:

@@ -16,7 +16,7 @@ from elixir.checkpoint import loading as module
 from elixir.checkpoint_format import saved_tensor, slice_reader, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
-from elixir.errors import CheckpointMismatch, CheckpointNotFound, ElixirError, InputError
+from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, InputError
 from elixir.memory_order import flattened
 from elixir.wrapper.engine import engine_of
 from tests.common.checkpoints import save
@@ -69,6 +69,19 @@ def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog
     assert first.steps() == [1, 2]
     assert first.latest() == tmp_path / "step-00000002"
     run.module.rehome(run.it.plan)  # after loads and saves, none of which is under way
+    run.module.close()
+
+
+def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_path: Path) -> None:
+    run = Rank(ONE, 0)
+    save_checkpoint(tmp_path / "a", state_of(run), files=FailingFiles(2))
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(tmp_path / "a", state_of(run), files=FILES)
+    assert save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES).done()
+    failed = save_checkpoint(tmp_path / "a", state_of(run), files=FailingFiles(2))
+    with pytest.raises(CheckpointError, match="No space left"):
+        failed.wait()
+    assert save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES).done(), "it was seen"
     run.module.close()
 
 

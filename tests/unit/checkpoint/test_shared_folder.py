@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -268,6 +270,36 @@ def test_the_same_steps_stay_on_all_machines(tmp_path: Path, keep: int | None, l
     assert together(run) == [None] * RANKS
     for root in {folder.parent for folder in folders}:
         assert {path.name for path in root.iterdir()} == {"step", *(f"step-{step:08}" for step in left)}
+
+
+class Slow(UnsyncedFiles):
+    """Takes a while to remove a file."""
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == "remove":
+            time.sleep(0.01)
+        return super().call(operation, path, function, *args)
+
+
+def test_nobody_goes_on_while_a_leader_removes_files(tmp_path: Path) -> None:
+    """Otherwise a rank could write its next file, and see it removed."""
+    machines = Machines(tmp_path)
+    machines.files = [Slow() for _ in MACHINES]
+    left = [name for folder in (machines.a, machines.b) for name in machines.new(folder).files]
+    roots = [folder.parent for folder in machines.folders]
+    for root, step in itertools.product(roots[:2], (1, 2)):
+        save(root / f"step-0000000{step}", TENSORS, world_size=2, sequence=step)
+
+    def run(rank: int, ranks: HeartbeatGroup) -> tuple[set[str], bool]:
+        shared = machines.shared(rank)
+        shared.clean_up(ranks)
+        seen = machines.names(machines.folders[rank])
+        dataclasses.replace(shared, folder=roots[rank] / "step-00000002").retain(1, ranks)
+        return seen, (roots[rank] / "step-00000001").exists()
+
+    for seen, exists in together(run):
+        assert not seen & set(left)
+        assert not exists
 
 
 def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Machines) -> None:
