@@ -5,8 +5,8 @@ python benchmark/mutants.py --seed 1 --count 40 --cuda    lines that no test rea
 
 A change turns a comparison, exchanges `and` and `or`, `+` and `-`, or `*` and `//`, or leaves out a `not` or a call. It
 is made in a copy of the repository. The tests of the room that reach the line run until one fails, in turns from each
-file, in a fork of a process that has imported torch and transformers. cosmic-ray and mutmut know no rooms, and start
-Python and run all tests for each place.
+file, those of whole outcomes second, in a fork of a process that has imported torch and transformers. cosmic-ray and
+mutmut know no rooms, and start Python and run all tests for each place.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LIMIT_S = 20
 """A change that the tests have not noticed after so many seconds of processor time counts as not noticed."""
 FIRST_TESTS = 10
 """Number of tests that run before the files of all others are imported."""
+WHOLE = "test_recorded_"
+"""Tests of whole outcomes, which run next, for twice as long: they notice much, and each case reaches other lines."""
 
 
 def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:
@@ -92,8 +94,11 @@ def main() -> None:
             found, by, begin = "not reached", "", time.perf_counter()
             before = (copy / path).read_bytes()
             (copy / path).write_bytes(source)
-            for part in filter(None, (tests[:FIRST_TESTS], tests[FIRST_TESTS:])):
-                found, by = forked([*options, *part], None, copy, LIMIT_S) if found != "yes" else (found, by)
+            whole = [] if options else [test for test, _ in on_cpu[room].get(path, ()) if WHOLE in test]
+            rest = [test for test in tests if WHOLE not in test]
+            for part, limit_s in ((rest[:FIRST_TESTS], LIMIT_S), (whole, 2 * LIMIT_S), (rest[FIRST_TESTS:], LIMIT_S)):
+                if part and found != "yes":
+                    found, by = forked([*options, *part], None, copy, limit_s)
             if args.ranks and found != "yes":
                 found, by = forked(list(RANKS[room]), None, copy, LIMIT_S)
             (copy / path).write_bytes(before)

@@ -62,11 +62,11 @@ CORRECTED = (7, 14, 55, 66, 81, 95, 106, 108, 119, 177)
 ROWS = (2, 13, 14, 26, 28, 40, 45, 57, 66, 73, 81, 106, 108, 137)
 """Of those with layers, some as rows of a sweep."""
 NAMES = (
-    *map(str, SEEDS),
     *(f"layers {seed}" for seed in LAYERED),
-    *(f"batches {seed}" for seed in BATCHES),
-    *(f"corrected {seed}" for seed in CORRECTED),
     *(f"row {seed}" for seed in ROWS),
+    *(f"batches {seed}" for seed in BATCHES),
+    *map(str, SEEDS),
+    *(f"corrected {seed}" for seed in CORRECTED),
 )
 WITH_LEVERS = "2"
 """Explained with all levers, which takes longer, since they plan again."""
