@@ -25,11 +25,9 @@ import pytest
 from elixir.artifact import digest
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import process_need
 from elixir.search import plan_from_trace, search_batches
-from elixir.search.advise.activations import predicted_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
 from elixir.search.problem.memory_model import MemoryModel
@@ -40,12 +38,11 @@ from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.sweep_row import Traces, try_out
-from elixir.step_trace import Form, StepTrace
-from elixir.units import GIB
+from elixir.step_trace import StepTrace
+from elixir.units import GIB, MIB
 from tests.common.layered_steps import layered_step, some_layers
 from tests.common.observed import steady
-from tests.common.samples import make_hardware
-from tests.common.small_searches import small_trace
+from tests.common.situations import made_up_machine, situation
 
 RECORDED = Path(__file__).with_suffix(".json")
 SEEDS = tuple(seed for seed in range(39) if seed not in (5, 7, 10, 12, 14, 19, 20, 22, 24, 37))
@@ -61,85 +58,18 @@ CORRECTED = (7, 14, 55, 66, 81, 95, 106, 108, 119, 177)
 """Of those with layers, some that were planned again after a run that was not as predicted."""
 ROWS = (2, 13, 14, 26, 28, 40, 45, 57, 66, 73, 81, 106, 108, 137)
 """Of those with layers, some as rows of a sweep."""
+REFUSED = (2, 7, 13, 14, 26, 28, 29, 37, 40, 41, 44, 57, 66, 69, 73, 81, 95, 104, 106, 108, 133, 177)
+"""Of those with layers, some with less memory, and a step that could be traced again if its model had a name."""
 NAMES = (
     *(f"layers {seed}" for seed in LAYERED),
     *(f"row {seed}" for seed in ROWS),
+    *(f"refused {seed}" for seed in REFUSED),
     *(f"batches {seed}" for seed in BATCHES),
     *map(str, SEEDS),
     *(f"corrected {seed}" for seed in CORRECTED),
 )
 WITH_LEVERS = "2"
 """Explained with all levers, which takes longer, since they plan again."""
-
-
-def made_up_machine(draw: random.Random) -> HardwareProfile:
-    """A machine with random speeds, of which some are known as fits."""
-    some = lambda: 10 ** draw.uniform(-0.7, 0.7)  # noqa: E731
-    maybe = lambda value: draw.choice((None, value))  # noqa: E731
-    kind = draw.choice(("cuda", "cuda", "cuda", "cpu"))
-    link, fits = 1e10 * some(), {}
-    if draw.random() < 0.4:
-        fits = {
-            "host_adam": RateFit(2e-5, 3e9 * some(), 0.1),
-            "host_to_device": RateFit(1e-5, link, 0.02),
-            "device_to_host": RateFit(1e-5, link * 0.9, 0.02),
-            "host_to_device.both": RateFit(1e-5, link * 0.7, 0.02),
-        }
-    return replace(
-        make_hardware(),
-        device_kind=kind,
-        compute_capability=(9, 0) if kind == "cuda" else None,
-        devices_per_host=draw.choice((1, 2, 8)),
-        flops_per_s={"bfloat16": 1.7e14 * some()},
-        device_memory_bytes_per_s=1e12 * some(),
-        host_memory_bytes_per_s=1e11 * some(),
-        host_to_device_bytes_per_s=link,
-        device_to_host_bytes_per_s=link * draw.choice((1.0, 0.8)),
-        device_to_device_bytes_per_s=3e10 * some(),
-        host_adam_numel_per_s=3e9 * some(),
-        device_adam_numel_per_s=3e10 * some(),
-        host_memory_bytes=512 * GIB,
-        network_bytes_per_s=5e9 * some(),
-        network_latency_s=2e-5,
-        disk_read_bytes_per_s=3e9 * some(),
-        disk_write_bytes_per_s=2e9 * some(),
-        disk_free_bytes=100 * GIB,
-        launch_s=maybe(5e-6),
-        contention=maybe(0.2),
-        sustained_flops_share=maybe(0.5),
-        sustained_memory_share=maybe(0.8),
-        host_adam_least=maybe(0.5),
-        link_least=maybe(0.7),
-        early_kept=maybe(0.9),
-        fits=fits,
-    )
-
-
-def asked(draw: random.Random, param_bytes: int) -> dict[str, Any]:
-    """Options of a search; the budgets are between too little and enough."""
-    world_size = draw.choice((1, 1, 2, 4, 8))
-    options: dict[str, Any] = {
-        "asked": world_size,
-        "device_memory": int(param_bytes * draw.uniform(0.5, 8)) + 64 * 2**20,
-        "host_memory": int(param_bytes * draw.uniform(2, 20)),
-        "optimizer_type": draw.choice(("Adam", "Adam", "AdamW", "SGD")),
-        "overlap": draw.random() < 0.9,
-        "accumulation": draw.choice((1, 1, 2, 4)),
-        "clipping": draw.choice((None, True, False)),
-        "early_updates": draw.choice((None, None, True, False)),
-        "assume": draw.choice(("scenarios", "nominal")),
-    }
-    if options["optimizer_type"] != "SGD":
-        options["moments"] = draw.choice(("float32", "float32", "bfloat16", "8bit"))
-    if draw.random() < 0.3:
-        options |= {"disk_memory": 50 * GIB, "host_memory": int(param_bytes * draw.uniform(1, 6))}
-    if draw.random() < 0.3:
-        options["frozen_weights"] = "files"
-    if world_size >= 4 and draw.random() < 0.5:
-        options["replicas"] = draw.choice(("auto", 2))
-    if options["accumulation"] > 1 and draw.random() < 0.5:
-        options["pass_size"] = "auto"
-    return options
 
 
 def rounded(value: Any) -> Any:
@@ -153,44 +83,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}")
     return value if value is None or isinstance(value, (str, int)) else str(value)
-
-
-def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
-    """A step of layers, and more options: activations moved or made again, passes, other optimizers, layers as one."""
-    form: Form = draw.choice(("plain", "plain", "checkpointed", "checkpointed", "compiled"))
-    layers, kind = (
-        some_layers(draw, form),
-        draw.choice(("", "", "", "", "adapters", "adapters", "copies", "copies", "untrained")),
-    )
-    trace = layered_step(layers, trained=kind != "untrained", adapters=kind == "adapters", copies=kind == "copies")
-    machine, options = made_up_machine(draw), asked(draw, trace.param_bytes)
-    options["device_memory"] = int(trace.activation_peak_bytes + trace.param_bytes * draw.uniform(0.2, 3)) + 2**26
-    options["host_memory"] *= draw.choice((1, 3, 3, 3))
-    options["search"] = draw.choice(("optimal", "optimal", "optimal", "optimal", "minimum_waste"))
-    if kind == "untrained":
-        return (
-            trace,
-            machine,
-            options | {"optimizer_type": None, "accumulation": 1, "pass_size": 1, "moments": "float32"},
-        )
-    options["fetch"] = draw.choice((None, "parameters", "units"))
-    if draw.random() < 0.25:
-        options |= {"optimizer_type": "Muon + AdamW", "moments": "float32"}
-    if draw.random() < 0.2:
-        options["placement"] = draw.choice(("cpu", "cuda"))
-    if draw.random() < 0.2:
-        options["reserve"] = 10**8
-    if form == "checkpointed":
-        options |= {"fetch": None, "accumulation": 4, "pass_size": draw.choice((1, 2, "auto", "auto"))}
-    elif "pass_size" in options:
-        options["pass_size"] = 1
-    if trace.forwards and draw.random() < 0.7:
-        asked_for = {name: value for name, value in options.items() if name != "asked"} | {
-            "pass_size": 1,
-            "fetch": None,
-        }
-        trace = predicted_that_keeps(trace, machine, SearchRequest.of(options["asked"], **asked_for))
-    return trace, machine, options
 
 
 def batches(draw: random.Random) -> dict[str, Any]:
@@ -243,6 +135,24 @@ def corrected(draw: random.Random, name: str) -> dict[str, Any]:
     }
 
 
+def refused(draw: random.Random, name: str) -> dict[str, Any]:
+    """The error of a search with less memory, and all that it advises."""
+    trace, machine, options = situation(name)
+    step = replace(
+        trace.step, checkpoint="non-reentrant" if trace.step.checkpointed else "none", samples=draw.choice((2, 3))
+    )
+    operations = tuple(replace(each, kind="reduction") if draw.random() < 0.4 else each for each in trace.operations)
+    trace = replace(trace, step=step, operations=operations, workspace_bytes=draw.randint(1, 8) * MIB)
+    device = int(trace.activation_peak_bytes * draw.uniform(0.7, 1.1)) + trace.param_bytes // draw.choice((1, 4, 16))
+    options |= {"device_memory": device, "host_memory": 8 * trace.param_bytes // draw.choice((1, 8, 32, 128))}
+    try:
+        plan = plan_from_trace(trace, machine, options.pop("asked"), **options).plan
+    except PlanError as error:
+        levers = [f"{lever!r}" for lever in error.levers]
+        return {"error": str(error).splitlines(), "levers": digest(levers)}
+    return {"plan": digest(planned(plan))}
+
+
 @dataclasses.dataclass
 class Made(Traces):
     """Has the trace for whatever is asked."""
@@ -269,16 +179,6 @@ def rows(name: str) -> dict[str, Any]:
         )
         found.append([row, None if problem is None else str(problem).splitlines()])
     return {"reasons": [row.reason for row, _ in found], "rows": digest(rounded(found))}  # type: ignore[attr-defined]
-
-
-def situation(name: str) -> tuple[StepTrace, HardwareProfile, dict[str, Any]]:
-    """A step, a machine, and what is asked."""
-    family, _, seed = name.rpartition(" ")
-    draw = random.Random(int(seed))
-    if family:
-        return layered(draw)
-    trace, machine = small_trace(draw, draw.randint(2, 7)), made_up_machine(draw)
-    return trace, machine, asked(draw, trace.param_bytes)
 
 
 @contextlib.contextmanager
@@ -322,6 +222,8 @@ def found_by(name: str) -> dict[str, Any]:
         return batches(random.Random(name))
     if name.startswith("corrected"):
         return corrected(random.Random(name), f"layers {name.split()[1]}")
+    if name.startswith("refused"):
+        return refused(random.Random(name), f"layers {name.split()[1]}")
     if name.startswith("row"):
         return rows(f"layers {name.split()[1]}")
     try:
