@@ -21,6 +21,7 @@ from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
 IN_FILES: dict[str, Any] = {"weight_home": "files", "state_home": "files"}
+KEEPS_ALL = UnitActivations("layers.0", None)
 STREAMED = 12
 """A chunk of the sample that is streamed from the host; the first eight are resident."""
 
@@ -44,10 +45,10 @@ def with_prediction(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, **changes))
 
 
-def with_activations(plan: Plan, activations: UnitActivations) -> Plan:
-    """The plan of a step with one unit, that has these activations."""
-    unit = Unit(activations.unit, "plain", "Layer", "one")
-    return dataclasses.replace(plan, step=dataclasses.replace(plan.step, units=(unit,), activations=(activations,)))
+def with_activations(plan: Plan, *activations: UnitActivations, form: Form = "plain") -> Plan:
+    """The plan of a step with one unit, and these activations."""
+    step = dataclasses.replace(plan.step, units=(Unit("layers.0", form, "Layer", "one"),), activations=activations)
+    return dataclasses.replace(plan, step=step)
 
 
 def slots(*places: tuple[str, int, int]) -> tuple[ParamSlot, ...]:
@@ -182,6 +183,30 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             ("swap", f"'{SAVED}'", UnitActivations("layers.0", None, (Result(INPUT, 0),))),
         )
     ),
+    ("'layers.0' twice", lambda plan: with_activations(plan, UnitActivations("layers.0", ()), KEEPS_ALL)),
+    ("'layers.1' is no unit", lambda plan: with_activations(plan, UnitActivations("layers.1", ()))),
+    ("cannot be kept or moved", lambda plan: with_activations(plan, UnitActivations("layers.0", ()), form="compiled")),
+    (
+        "cannot be kept or moved",
+        lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, swap=(Result(SAVED, 0),)), form="compiled"),
+    ),
+    (
+        "'budget' must be null for 'layers.0'",
+        lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=0.5)),
+    ),
+    *(
+        (
+            f"from 0 to 1, found {budget}",
+            lambda plan, budget=budget: with_activations(  # type: ignore[misc]
+                plan, dataclasses.replace(KEEPS_ALL, budget=budget), form="compiled"
+            ),
+        )
+        for budget in (-0.1, 1.1)
+    ),
+    (
+        "must name each result once",
+        lambda plan: with_activations(plan, UnitActivations("layers.0", (Result("aten.mm.default", 0),) * 2)),
+    ),
     (
         "'may_update_early' must be true",
         lambda plan: dataclasses.replace(
@@ -229,6 +254,9 @@ GOOD: list[Callable[[Plan], Plan]] = [
     lambda plan: with_use(plan, 1, chunks=(1,), pin_until=len(plan.order) - 1),
     lambda plan: with_activations(plan, UnitActivations("layers.0", (Result("aten.mm.default", 0),))),
     lambda plan: with_activations(plan, UnitActivations("layers.0", (), (Result(INPUT, 0),))),
+    lambda plan: with_activations(plan, KEEPS_ALL, form="compiled"),
+    lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=0.0), form="compiled"),
+    lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=1.0), form="compiled"),
     lambda plan: with_activations(plan, UnitActivations("layers.0", None, (Result(SAVED, 0),))),
     lambda plan: with_prediction(plan, loads=0, hits=0, seconds={"total": 0.0}),
     lambda plan: with_prediction(plan, judgements=(Judgement(Scenario(), 1.0, 1.0),)),

@@ -154,6 +154,8 @@ def test_where_nothing_can_be_traced_the_first_error_is_raised() -> None:
         sweep(["bert-base"], ["h200", "t4"], step=StepQuestion(dtype="bf16", seq=1024))
     with pytest.raises(InputError, match="opt-125m"):
         fit("opt-125n")
+    with pytest.raises(InputError, match="no machine to try"):
+        fit(MODEL, [])
 
 
 @pytest.mark.parametrize(
