@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -138,7 +138,7 @@ class MatrixRoom:
         whole.copy_(self.turned(rule, slot, options))
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._stream)  # of None it is that of compute
 
 
 class Exchange:

@@ -147,6 +147,23 @@ def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
     assert not any(str(tmp_path) in path for path in open_paths())
 
 
+def test_files_are_closed_when_what_reads_them_is_done(tmp_path: Path) -> None:
+    """One small read from each of many files waits in a batch, which must go before its file is closed."""
+    tensors = {"weight/w": torch.arange(2.0 * OPEN_FILES)}
+    save(tmp_path, tensors, world_size=2 * OPEN_FILES)
+
+    class Late(Files):
+        def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+            if operation == "read" and path.endswith(".safetensors"):
+                time.sleep(0.002)
+            return super().call(operation, path, function, *args)
+
+    out = torch.zeros(2 * OPEN_FILES)
+    with SliceReader(tmp_path, files=Late()) as reader:
+        reader.read_into("weight/w", 0, out)
+    assert torch.equal(out, tensors["weight/w"])
+
+
 def test_large_reads_are_made_by_threads_that_end_with_the_reader(tmp_path: Path) -> None:
     save(tmp_path, {"weight/w": torch.arange(SPAN_BYTES // 2)}, world_size=1)  # two spans of int64
     threads = set[str]()

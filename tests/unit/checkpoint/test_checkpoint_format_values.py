@@ -177,8 +177,15 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
     nested: Any = 1
     by_name: Any = 1
-    for _ in range(100):
-        nested, by_name = [nested], {"x": by_name}
+    tuples: Any = 1
+    keys: Any = 1
+    pairs: Any = 1
+    for _ in range(66):
+        nested, by_name, tuples = [nested], {"x": by_name}, {"$": "tuple", "items": [tuples]}
+        keys, pairs = (
+            {"$": "dict", "pairs": [[{"$": "tuple", "items": [keys]}, 1]]},
+            {"$": "dict", "pairs": [[1, pairs]]},
+        )
     wrong = [
         {"$": "call", "items": []}, {"$": "tuple"}, {"$": "tuple", "items": 3}, {"$": "tuple", "items": [], "x": 1}, {"$": ["tuple"]},
         {"$": "int", "hex": "12"}, {"$": "int", "hex": "__import__('os')"}, {"$": "float", "hex": "0x1p99999"}, {"$": "bytes", "base64": "*"},
@@ -187,7 +194,7 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         {"$": "tensor", "key": "no", "dtype": "float32", "shape": [1]}, {"$": "tensor", "key": "weight/w", "dtype": "int8", "shape": [4]},
         {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": [5]}, {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": ["4"]},
         {"$": "array", "key": "weight/w", "dtype": "object", "shape": [4]}, {"$": "array", "key": "weight/w", "dtype": "float32", "shape": [4]},
-        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name,
+        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name, tuples, keys, pairs,
     ]  # fmt: skip
     index = write(tmp_path, {"weight/w": torch.ones(4)})
     commit(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))
@@ -195,4 +202,4 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         for i in range(len(wrong)):
             with pytest.raises(CheckpointCorrupt) as caught:
                 saved.value(str(i))
-            assert caught.value.key.startswith((str(i), "no")), wrong[i]
+            assert caught.value.key.startswith((str(i), "no", "a key of")), wrong[i]

@@ -72,6 +72,25 @@ def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog
     run.module.close()
 
 
+def test_a_save_names_the_form_of_moments_if_it_has_any(tmp_path: Path) -> None:
+    run = Rank(ONE, 0)
+    for name, state, expected in (("all", state_of(run), "float32"), ("weights", {"model": run.module}, None)):
+        save_checkpoint(tmp_path / name, state, wait=True, files=FILES)
+        with open_checkpoint(tmp_path / name) as saved:
+            assert saved.index.moments == expected
+    run.module.close()
+
+
+def test_a_save_that_cannot_be_committed_gives_its_room_back(tmp_path: Path) -> None:
+    run = Rank(ONE, 0)
+    save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(tmp_path, state_of(run), wait=True, files=FailingFiles(1, only=("rename",)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    run.module.close()
+
+
 def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_path: Path) -> None:
     run = Rank(ONE, 0)
     save_checkpoint(tmp_path / "a", state_of(run), files=FailingFiles(2))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -290,6 +290,32 @@ class Training:
             expected.network_bytes,
             expected.replicas_bytes,
         )
+
+
+def test_ranks_send_a_complete_chunk_while_backward_goes_on() -> None:
+    """It leaves once its place in the order has come; the next one gets its block."""
+    case = Case(2, 1, 1, [HOMES[2]] * 3, [True] * 3, [], False, False, True)
+    meeting = Meeting(2)
+    trainings = [Training(case, meeting, rank) for rank in range(2)]
+    for training in trainings:
+        training.flow._options = replace(training.flow._options, places={0: 0, 1: 1, 2: 2})
+
+    def train(rank: int) -> None:
+        flow, chunks = trainings[rank].flow, trainings[rank].chunks
+        flow.begin()
+        for position, chunk in enumerate(chunks):
+            for slot in chunk.slots:
+                flow.take(chunk, slot, torch.ones(slot.shape))
+            assert trainings[rank].completed == list(range(position))
+            flow.enter(position)
+            assert trainings[rank].completed == list(range(position + 1))
+        flow.flush()
+        flow.settle()
+        assert flow.extra_blocks == 0
+
+    on_ranks(2, train)
+    for training in trainings:
+        training.lanes.close()
 
 
 def on_ranks(count: int, work: Callable[[int], None]) -> None:
