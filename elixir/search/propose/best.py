@@ -77,9 +77,10 @@ def find_best(
     search = _Search(space, budgets, tuple(sizes), prefetch_depth, classic=classic, briefly=briefly, known=known)
     for look in ROUNDS if rounds is None else rounds:
         look(search)
+        if search.settled:
+            break
     found = search.found
-    # On a CPU, the cores that would step a chunk meanwhile are those of compute, which no simulation knows.
-    best = found.resident if found.resident is not None and space.hardware.device_kind == "cpu" else found.best
+    best = found.resident if search.settled else found.best
     packings = [trials.model.work.packing.capacity_bytes for trials in sorted(search.trials, key=Trials.least_s)]
     fastest_s = None if best is None else best.seconds["total"]
     return Outcome(best, found.count, found.least_host, fastest_s, found.resident, tuple(packings))
@@ -113,6 +114,21 @@ class _Search:
         """Depths of prefetch to try with early updates."""
         self.early_suffices = False
         """Whether early updates make the step so much shorter that others need no closer look."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other plan is wanted: on a CPU, if everything fits the device.
+
+        The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
+        """
+        return self.found.resident is not None and self.space.hardware.device_kind == "cpu"
+
+
+def keep_everything(search: _Search) -> None:
+    """On a CPU: everything on the device, if it fits."""
+    if search.space.hardware.device_kind == "cpu":
+        for trials in search.trials:
+            trials.keep_everything()
 
 
 def fill(search: _Search) -> None:
@@ -202,7 +218,7 @@ def _change_homes(search: _Search, *, early: bool) -> None:
 
 
 Round = Callable[[_Search], None]
-FIRST_LOOK: tuple[Round, ...] = (fill, begin_early)
+FIRST_LOOK: tuple[Round, ...] = (keep_everything, fill, begin_early)
 """Tells which of several steps has the faster plan, in a tenth of the time."""
 ROUNDS: tuple[Round, ...] = (*FIRST_LOOK, vary, place, vary_early, fill_less, place_early)
 """In this order; each knows what those before it have found."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, total_ordering
 from operator import attrgetter
 
 from elixir.plan.chunk_plan import Home
@@ -63,15 +63,19 @@ class Candidate:
         chunks = zip(self.work.chunks, self.placement.state_on_device, strict=True)
         return sum(chunk.numel for chunk, on_device in chunks if chunk.grad_bytes and not on_device)
 
-    @cached_property
-    def sort_key(self) -> tuple[float, int, int, int, int, int, int, int]:
-        """Sorts candidates: fastest first, then fewest elements that the host steps, fewest bytes over its link, least
-        memory, fewest chunks.
+    @property
+    def sort_key(self) -> Key:
+        """Sorts candidates: fastest first, then by `thrift`, which is worked out when two candidates are as fast.
 
         Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
         """
+        return round(self.seconds["total"], DECIMALS), _Thrift(self)
+
+    @cached_property
+    def thrift(self) -> tuple[int, ...]:
+        """Sorts candidates that are as fast: fewest elements that the host steps, fewest bytes over its link, least
+        memory, fewest chunks."""
         return (
-            round(self.seconds["total"], DECIMALS),
             self.hosted_numel,
             self.moved.link_bytes,
             self.need.device_bytes,
@@ -89,6 +93,24 @@ class Candidate:
     def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
         """Seconds of the same step by another cost, as of a machine with other rates."""
         return cost.estimate(self.work, self.placement, self.schedule, overlap=self.overlap)
+
+
+@total_ordering
+class _Thrift:
+    """Compares `Candidate.thrift`."""
+
+    __slots__ = ("_candidate",)
+
+    def __init__(self, candidate: Candidate) -> None:
+        self._candidate = candidate  # which keeps no `_Thrift`: a circle would wait for the collection of garbage
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Thrift) and self._candidate.thrift == other._candidate.thrift
+
+    def __lt__(self, other: _Thrift) -> bool:
+        return self._candidate.thrift < other._candidate.thrift
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def settled(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Key = tuple[float, ...]
+Key = tuple[Any, ...]
 """Seconds, then what decides between equals; the least is the best."""
 
 DECIMALS = 9

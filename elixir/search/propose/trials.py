@@ -59,11 +59,14 @@ class Trials:
         streams = self.best is not None and not all(self.best.placement.resident)
         return self.best.schedule.prefetch_depth if self.best is not None and streams else otherwise
 
+    def keep_everything(self) -> None:
+        """Keeps everything on the device, if it fits."""
+        resident = everything_resident(self.model, self.budgets.device_bytes, self.cost)
+        self._take([] if resident is None else [resident])
+
     def fill(self, depths: Sequence[int]) -> None:
         """Fills the device with fewest and most blocks."""
-        resident = everything_resident(self.model, self.budgets.device_bytes, self.cost)
-        if resident is not None:
-            self._take([resident])
+        self.keep_everything()
         # The least prefetch comes last, as what the others take often rules it out; of equals it is the first.
         for depth in (*depths[1:], depths[0]):
             counts = self._fillings.block_range(depth)

@@ -94,6 +94,17 @@ class SimulatedCost:
         Without `overlap` a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
         compute does, and without prefetch there is little for them to do ahead of it.
         """
+        if schedule.blocks:
+            return self._simulated(work, placement, schedule, overlap=overlap)
+        # Without blocks nothing is fetched, so that all depths of prefetch are the same.
+        known, key = self.known(work).without_blocks, (placement, overlap)
+        if key not in known:
+            known[key] = self._simulated(work, placement, schedule, overlap=overlap)
+        return known[key]
+
+    def _simulated(
+        self, work: PackedStep, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+    ) -> dict[str, float]:
         case = self._case(work, placement, schedule, overlap=overlap)
         if not placement.early:
             return self._seconds(case, machine_of(case), case.events(case.result, updated=True))
@@ -264,6 +275,8 @@ class Known:
         self, model: MemoryModel, rates: Rates, accesses_s: Floats, ahead: bool, like: Known | None = None
     ) -> None:
         self.model, self._rates, self._accesses_s, self._ahead, self._like = model, rates, accesses_s, ahead, like
+        self.without_blocks: dict[tuple[Placement, bool], dict[str, float]] = {}
+        """Seconds of steps that stream nothing, by placement and overlap."""
 
     @cached_property
     def times(self) -> WorkTimes:
