@@ -294,6 +294,10 @@ def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments:
     return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not can_step_like(given, ())
 
 
+_CHECKED: dict[tuple[Any, ...], frozenset[str]] = {}
+"""Results of `check_elementwise`, by class, method and options."""
+
+
 def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozenset[str]:
     """Refuses an optimizer that cannot step shards, or that has stepped already.
 
@@ -321,8 +325,22 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
     check_moments(given, can_fuse(given), moments)
     if moments != "float32":
         return frozenset()
-    changing = [check_elementwise(type(given), partial(_over_one_group, given, group)) for group in tried.values()]
-    return frozenset().union(*changing)
+    return frozenset().union(*(_changing(given, group) for group in tried.values()))
+
+
+def _changing(given: torch.optim.Optimizer, group: dict[str, Any]) -> frozenset[str]:
+    """`check_elementwise` for one group; once in a process for a class of torch or Elixir with the same options.
+
+    `wrap` checks first of all, and `ElixirOptimizer` again.
+    """
+    kind, make = type(given), partial(_over_one_group, given, group)
+    if not kind.__module__.startswith(("torch.optim.", "elixir.kernels.")):
+        return check_elementwise(kind, make)
+    options = {key: value for key, value in group.items() if key != "params"}
+    key = (kind, kind.step, repr(given.defaults), repr(options))
+    if key not in _CHECKED:
+        _CHECKED[key] = check_elementwise(kind, make)
+    return _CHECKED[key]
 
 
 def _form(group: Mapping[str, Any]) -> str:
