@@ -135,7 +135,7 @@ class Twins:
         self.optimizer.zero_grad()
         self.plain_optimizer.zero_grad()
 
-    def train(self, steps: int = 10) -> None:
+    def train(self, steps: int = 5) -> None:
         """Trains `steps` steps on the same batch."""
         for _ in range(steps):
             self.backward()
@@ -163,7 +163,7 @@ class Twins:
 
 
 def parity(rank: int, world_size: int, family: str, kind: str, checkpoint: Any, options: dict[str, Any]) -> None:
-    """Ten steps of a Hugging Face family, compared."""
+    """Five steps of a Hugging Face family, compared."""
     model = tiny(family, checkpoint=checkpoint, layers=2)
     inp = batch_of(model, rank, world_size, seq=None if family == "vit" else 24)
     twins = Twins(model, inp, kind, **options)

@@ -1,4 +1,4 @@
-"""Several ranks under a plan train as DistributedDataParallel does: losses and weights after ten AdamW steps."""
+"""Several ranks under a plan train as DistributedDataParallel does: losses and weights after five AdamW steps."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _accumulation(rank: int, world_size: int, kind: str) -> None:
     model = tiny("llama")
     whole = batch_of(model, rank, world_size, rows=6)
     twins = Twins(model, whole, kind, optimizer=_adamw)
-    for _ in range(10):
+    for _ in range(5):
         for part in range(3):
             twins.backward({name: value[2 * part : 2 * part + 2] for name, value in whole.items()}, scale=1 / 3)
         twins.step()
@@ -137,7 +137,7 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
     )
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     plain = torch.optim.AdamW(master.parameters(), lr=LR)
-    for _ in range(10):
+    for _ in range(5):
         mine, theirs = hf_loss(module, inp), hf_loss(low, inp)
         assert torch.equal(mine, theirs)
         optimizer.backward(mine)
@@ -319,7 +319,7 @@ def _own_collectives(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     inp = {"x": torch.randn(4, 32, generator=generator)}
     twins = Twins(model, inp, "host", loss=_square, wrap={"emulation": Emulation(delay_s=1e-3, seed=rank)})
-    for _ in range(10):
+    for _ in range(5):
         twins.backward()
         total = torch.ones(())
         dist.all_reduce(total)

@@ -18,7 +18,7 @@ from elixir.checkpoint_format.slice_reader import verify
 
 ROOT = Path(__file__).parents[2]
 CALL = (
-    "example/train.py --model opt-125m --layers 1 --batch 4 --seq 64 --steps 11 --lr 1e-3 --device-memory 64MiB".split()
+    "example/train.py --model opt-125m --layers 1 --batch 2 --seq 64 --steps 6 --lr 1e-3 --device-memory 64MiB".split()
 )
 
 

@@ -112,10 +112,12 @@ def test_the_printed_code_runs(program: Any, world_size: int) -> None:
     assert sum("ranks have read different free memory" in line for line in said) == (world_size > 1)
 
 
-def wrapped_with(rank: int, world_size: int, free: list[int], options: list[dict[str, Any]]) -> tuple[str, str]:
+def wrapped_with(
+    rank: int, world_size: int, free: list[int], options: list[dict[str, Any]], *, layers: int = 2
+) -> tuple[str, str]:
     """(the plan that was found here, the plan at work), on a CPU with so much free memory for each rank."""
     read_as_free(free[rank])
-    model = tiny("opt")
+    model = tiny("opt", layers=layers)
     machine = replace(preset("cpu"), host_memory_bytes=None)
     batch = batch_of(model, rank, world_size)
     plan = optimal_search(model, world_size, inp=batch, hardware=machine, placement="cuda", **options[rank]).plan
@@ -151,7 +153,7 @@ DIFFERENT = {
 def disagreeing(rank: int, world_size: int) -> None:
     for cause, options in DIFFERENT.items():
         with pytest.raises(InputError, match=f"rank 1 has plan .*{cause}.*broadcast_object_list"):
-            wrapped_with(rank, world_size, [GIB, GIB // 2], list(options))
+            wrapped_with(rank, world_size, [GIB, GIB // 2], list(options), layers=1)
 
 
 def test_plans_that_differ_for_another_reason_are_refused() -> None:

@@ -244,7 +244,7 @@ def _unforeseen(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
     twins = Twins(_Twice(), {"x": x}, "host", loss=_loss)
-    for step in range(10):
+    for step in range(6):
         twins.backward({"x": x, "again": step % 2 == 1})
         twins.step()
         assert twins.module.last_report is not None
@@ -269,7 +269,7 @@ def _two_backwards(rank: int, world_size: int) -> None:
 
     twins = Twins(model, {"x": xs[0]}, "host", loss=_loss)
     twins.loss = contrast
-    for _ in range(10):
+    for _ in range(5):
         twins.backward({"a": xs[0], "b": xs[1]})
         twins.step()
     twins.check()
@@ -286,7 +286,7 @@ def _two_models(rank: int, world_size: int) -> None:
         torch.manual_seed(seed)
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * rank))
         pairs.append(Twins(_Twice(), {"x": x}, kind, loss=_loss))
-    for _ in range(10):
+    for _ in range(5):
         for twins in pairs:
             twins.backward()
         for twins in pairs:

@@ -81,6 +81,7 @@ ASKS: dict[str, Callable[[Any, torch.Tensor], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("asks", ASKS)

@@ -18,7 +18,7 @@ from elixir.cli import main
 from elixir.cli.options import COMMANDS, FLAGS
 
 SEED = 20
-SAMPLE, ALL = 12, 3000
+SAMPLE, ALL = 6, 3000
 LIMIT_S = 600
 """Time limit of one command; one that takes longer hangs."""
 

@@ -240,6 +240,7 @@ def _of_class(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Opt
     }[name]
 
 
+@pytest.mark.sampled(every=2)
 @needs_compiler
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "lr in a tensor", "HybridAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

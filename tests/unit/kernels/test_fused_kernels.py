@@ -43,6 +43,7 @@ EXPECTED = {
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [*LANGUAGE, "vit"])
 def test_loss_and_gradients_are_those_of_the_plain_model(family: str, dtype: torch.dtype) -> None:

@@ -47,8 +47,19 @@ def limits(stack: StepTrace) -> tuple[int, int]:
     return device, caught.value.needed_bytes
 
 
-def planned(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
+def searched(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
     return plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=host, **options).plan  # type: ignore[arg-type]
+
+
+_PLANS: dict[tuple[object, ...], tuple[StepTrace, Plan]] = {}
+
+
+def planned(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
+    """Several tests ask for the same plan."""
+    key = (id(stack), device, host, *sorted(options.items()))
+    if key not in _PLANS:
+        _PLANS[key] = stack, searched(stack, device, host, **options)
+    return _PLANS[key][1]
 
 
 def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace, limits: tuple[int, int]) -> None:
@@ -65,7 +76,7 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     assert predicted.device_peak_bytes <= device
     assert 0 < predicted.disk_peak_bytes <= GIB
     assert simulate_step(short, stack, FAST).step_s == predicted.seconds["total"]
-    assert short == planned(stack, device, int(0.8 * host), disk_memory=1 << 30)
+    assert short == searched(stack, device, int(0.8 * host), disk_memory=1 << 30)
     assert sum(chunk.state_home == "disk" for chunk in short.chunks) > 3, "there are more than the window holds"
     check_consistent(short, stack)
 
@@ -248,7 +259,7 @@ def test_moments_in_fewer_bits_are_named_before_the_disk_where_they_suffice(
     named = [lever.argument for lever in little.value.levers]
     assert named.index("disk_memory") < named.index("moments")
     with caplog.at_level("WARNING"):
-        assert planned(stack, device, int(0.8 * host), disk_memory="1GiB").uses_disk
+        assert searched(stack, device, int(0.8 * host), disk_memory="1GiB").uses_disk
     assert "moments='bfloat16'" in caplog.text
     assert not planned(stack, device, int(0.8 * host), disk_memory="1GiB", moments="bfloat16").uses_disk
 

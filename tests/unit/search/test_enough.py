@@ -26,6 +26,7 @@ from tests.common.tiny_models import tiny
 MACHINE = preset("rtx4090")
 SHAPE = StackShape(1024, 8, 4096, 8000, 512)
 """0.1 G parameters: 1.6 GiB of weights, masters and states."""
+TINY = StackShape(64, 1, 256, 200, 128)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> N
 
 def test_levers_of_a_plan_are_plans() -> None:
     given: dict[str, Any] = {"device_memory": GIB, "host_memory": 8 * GIB, "placement": "cuda"}
-    trace = stack_trace(StackShape(256, 2, 1024, 1000, 128))
+    trace = stack_trace(TINY)
     made = plan_from_trace(trace, MACHINE, 1, **given)
     levers = made.levers()
     found = {lever.options: lever for lever in levers}
@@ -157,9 +158,13 @@ def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
 
 
 def test_an_unknown_network_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    small = stack_trace(StackShape(256, 2, 1024, 1000, 128))
     made = plan_from_trace(
-        small, replace(MACHINE, devices_per_host=1), 2, device_memory=GIB, host_memory=8 * GIB, placement="cuda"
+        stack_trace(TINY),
+        replace(MACHINE, devices_per_host=1),
+        2,
+        device_memory=GIB,
+        host_memory=8 * GIB,
+        placement="cuda",
     )
     made.levers()
     assert sum("span several machines" in record.message for record in caplog.records) == 1

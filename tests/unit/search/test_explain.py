@@ -241,6 +241,7 @@ def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: St
     assert "network" not in words  # one rank has none
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("world_size", "budget", "options"),
     [

@@ -60,6 +60,7 @@ def test_a_model_is_evaluated_trainable_or_not(frozen: bool) -> None:
     assert all(each.requires_grad is not frozen for each in wrapped.release().parameters())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", ["forward", "generate", "training"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:

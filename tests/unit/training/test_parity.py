@@ -17,23 +17,23 @@ _SAMPLE = [(name, CHECKPOINTS[i % 3] if name in FAMILIES else "none", MODES[i % 
 _REST = [combination for combination in _EVERY if combination not in _SAMPLE]
 
 
-def _check(name: str, checkpoint: str, mode: str, **options: bool) -> None:
+def _check(name: str, checkpoint: str, mode: str, *, steps: int = 10, **options: bool) -> None:
     it = case(name, checkpoint)
     with Pair(it, make_plan(it, mode), **options) as pair:
-        losses = pair.train(10)
+        losses = pair.train(steps)
         pair.assert_same_weights()
         assert losses[0] != losses[-1]
 
 
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
 def test_same_bits(name: str, checkpoint: str, mode: str) -> None:
-    _check(name, checkpoint, mode)
+    _check(name, checkpoint, mode, steps=5)
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
 def test_same_bits_when_nothing_unpinned_stays(name: str, checkpoint: str, mode: str) -> None:
-    _check(name, checkpoint, "mixed" if mode == "streamed" else "streamed", evict_always=True)
+    _check(name, checkpoint, "mixed" if mode == "streamed" else "streamed", steps=5, evict_always=True)
 
 
 @pytest.mark.slow

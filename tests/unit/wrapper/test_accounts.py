@@ -468,6 +468,7 @@ class HugeTable(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("spare_kib", [0, 40, 400])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_prediction(

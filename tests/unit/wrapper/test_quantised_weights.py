@@ -23,6 +23,8 @@ from tests.common.parity import MODES, Case, Pair, make_plan
 from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
 CHECKPOINTS = ("none", "non-reentrant")
+_QUICK = tuple({("streamed", "none"), (mode, "non-reentrant")} for mode in ("mixed", "resident"))
+"""Modes and checkpoints of the quick tests of a form, in turn."""
 
 
 def step(model: nn.Module, inp: dict[str, Any]) -> None:
@@ -37,9 +39,12 @@ def traced(it: Case, **options: Any) -> elixir.StepTrace:
     ("form", "mode", "checkpoint"),
     [
         pytest.param(
-            form, mode, checkpoint, marks=[] if (mode == "streamed") == (checkpoint == "none") else [pytest.mark.slow]
+            form,
+            mode,
+            checkpoint,
+            marks=[] if (mode, checkpoint) in _QUICK[number % len(_QUICK)] else [pytest.mark.slow],
         )
-        for form in (*FORMS, *TORCHAO)
+        for number, form in enumerate((*FORMS, *TORCHAO))
         for mode in MODES
         for checkpoint in CHECKPOINTS
     ],

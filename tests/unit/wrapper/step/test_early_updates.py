@@ -266,12 +266,13 @@ REDOES: dict[str, Callable[[Pair], None]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("homes", "early"),
     [
         pytest.param(homes, early, marks=() if early or homes == "mixed" else pytest.mark.slow)
-        for homes in HOMES
         for early in (True, False)
+        for homes in HOMES
     ],
 )
 @pytest.mark.parametrize("what", [*KEEPS, *REDOES])
@@ -433,6 +434,7 @@ def _hybrid(model: nn.Module) -> torch.optim.Optimizer:
     return HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @every_home
 @pytest.mark.parametrize("make", [_fused, _hybrid])
@@ -483,6 +485,7 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @every_home
 @pytest.mark.parametrize(
     ("name", "kernel"), [(name, kernel) for name in _OTHERS for kernel in {False, "fused" in name}]

@@ -41,6 +41,7 @@ def wrapped(it: Case, mode: str, make: Any, **options: Any) -> tuple[ElixirModul
     return module, ElixirOptimizer(module, make(module.module), **options)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_follows_torch_to_rounding(name: str, mode: str) -> None:

@@ -140,6 +140,7 @@ def test_a_state_dict_that_fails_leaves_nothing_open() -> None:
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
 def test_save_pretrained_and_from_pretrained(family: str, mode: str, tmp_path: Path) -> None:
