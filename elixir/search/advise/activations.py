@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -33,10 +33,11 @@ from elixir.step_trace import StepTrace, UnitActivations
 
 logger = logging.getLogger(__name__)
 
-BUDGETS = (0.99, 0.25, 0.0)
-"""Memory budgets of compiled units that are looked at, next to the one that is set. Right below 1 the compiler makes
-all again that costs no matrix product. Below, each byte costs about as many FLOPs as the next, so that units with one
-budget and units with another are as good as units in between (4 families, 3 layers each)."""
+BUDGETS = (0.99, 0.0)
+"""Memory budgets of compiled units that are looked at, next to the one that is set: the second if the device has no
+room for the first. Right below 1 the compiler makes all again that costs no matrix product. Below, each byte costs
+about as many FLOPs as the next: units with 0.25 are at most 0.2 % faster than as many bytes of units with both
+(3 families, 3 layers each)."""
 MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
 MOST_WAYS = 2
@@ -62,6 +63,7 @@ def trace_that_keeps(
     request: SearchRequest,
     built: nn.Module | None = None,
     whole: StepTrace | None = None,
+    kinds: dict[Any, Any] | None = None,
 ) -> StepTrace:
     """The step with the activations with which its plan is fastest at the rates of the machine.
 
@@ -71,6 +73,7 @@ def trace_that_keeps(
         request: what is asked of the plan.
         built: the model, where it was built before.
         whole: the trace of `that_keeps_everything`, where it was made before.
+        kinds: the code of kinds of compiled layers that earlier traces of this step have found, to which it adds.
 
     Raises:
         InputError: the step trains nothing, its layers do not repeat, nothing is known of compiled ones, or it has
@@ -79,7 +82,7 @@ def trace_that_keeps(
     """
     _check(step, request)
     model = step.build() if built is None else built
-    kinds: dict[Any, Any] = {}
+    kinds = {} if kinds is None else kinds
     whole = that_keeps_everything(step, model).trace(hardware, model, kinds) if whole is None else whole
 
     @functools.cache
@@ -90,7 +93,8 @@ def trace_that_keeps(
     one_by_one = request.pass_size in (1, "auto")  # micro-batches; in larger passes all that can runs again
     if one_by_one and budgeted_units(whole) and _stays(whole, hardware, request):
         return whole  # each trace with another budget takes the seconds of a compilation
-    traces = BudgetedTraces(whole, _under_budgets(whole, traced) if one_by_one else {})
+    stays = partial(_stays, hardware=hardware, request=request)
+    traces = BudgetedTraces(whole, _under_budgets(whole, traced, stays) if one_by_one else {})
     _check_trace(traces)
     found = []
     if one_by_one:
@@ -128,20 +132,24 @@ def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: S
 
 
 def _under_budgets(
-    whole: StepTrace, traced: Callable[[tuple[UnitActivations, ...]], StepTrace]
+    whole: StepTrace,
+    traced: Callable[[tuple[UnitActivations, ...]], StepTrace],
+    stays: Callable[[StepTrace], bool],
 ) -> dict[float, StepTrace]:
-    """The step with other memory budgets for its compiled units; empty if what these keep then is not known."""
-    units = budgeted_units(whole)
-    try:
-        found = {
-            budget: traced(tuple(UnitActivations(unit, None, budget=budget) for unit in units))
-            for budget in (BUDGETS if units else ())
-        }
-    except TraceError as error:
-        if not whole.forwards:  # no other layer can keep less
-            raise InputError(f"activations='auto' cannot keep less than everything: {error}") from error
-        logger.info("compiled layers keep what their compiler keeps: %s", error)
-        return {}
+    """The step with other memory budgets for its compiled units, as far as it is known what these keep then; no smaller
+    ones than the first with which everything stays on the device."""
+    units, found, errors = budgeted_units(whole), {}, []
+    for budget in BUDGETS if units else ():
+        try:
+            found[budget] = traced(tuple(UnitActivations(unit, None, budget=budget) for unit in units))
+        except TraceError as error:
+            errors.append(error)
+            logger.info("what compiled layers keep under a memory budget of %g is not known: %s", budget, error)
+            continue
+        if stays(found[budget]):
+            break
+    if errors and not found and not whole.forwards:  # no other layer can keep less
+        raise InputError(f"activations='auto' cannot keep less than everything: {errors[0]}") from errors[0]
     return found
 
 

@@ -99,11 +99,13 @@ class KeptResults:
 
     @cached_property
     def _least(self) -> dict[str, UnitActivations]:
-        """The activations with which units keep least, of those that could keep more, or less than they do."""
+        """The activations with which units keep least, of those that could keep more, or less than they do; or than
+        they would in the run, where their activation checkpoints were taken away."""
+        without = {each.unit for each in self.trace.step.activations}
         found: dict[str, UnitActivations] = {}
         for units, (least, *more) in self._ways:
-            if more or least.activations.budget is not None:
-                found |= {unit: _of(unit, least, 0.0).activations for unit in units}
+            chosen = bool(more) or least.activations.budget is not None
+            found |= {unit: _of(unit, least, 0.0).activations for unit in units if chosen or unit in without}
         return found
 
     def _under_budgets(self, unit: str) -> Iterator[Choice]:

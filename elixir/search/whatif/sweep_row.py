@@ -94,6 +94,7 @@ class Traces:
     step: StepQuestion
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
+    _kinds: dict[tuple[object, ...], dict[Any, Any]] = field(default_factory=dict)
 
     def get(self, model: str, batch: int, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
         """The step of one combination, with activations that are chosen for it if the request says so."""
@@ -103,7 +104,7 @@ class Traces:
             try:
                 built = self._built(step)
                 asked = step if request.activations is None else that_keeps_everything(step, built)
-                self._known[key] = asked.trace(hardware, built)
+                self._known[key] = asked.trace(hardware, built, self._kinds.setdefault(key, {}))
             except ElixirError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -112,7 +113,7 @@ class Traces:
         return (
             found
             if request.activations is None
-            else trace_that_keeps(step, hardware, request, self._built(step), found)
+            else trace_that_keeps(step, hardware, request, self._built(step), found, self._kinds[key])
         )
 
     def _built(self, step: StepQuestion) -> nn.Module:

@@ -18,14 +18,14 @@ from elixir.errors import InputError, TraceError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
-from elixir.search.advise.activations import _Trials, trace_that_keeps
+from elixir.search.advise.activations import _Trials, _under_budgets, that_keeps_everything, trace_that_keeps
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
-from elixir.step_trace import StepTrace, UnitActivations
+from elixir.step_trace import StepTrace, UnitActivations, UnitForward
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Case
@@ -157,6 +157,41 @@ def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
         return cpu_trace(it.model, it.inp, step_of(it), compile=True, activations=with_budgets(own or [None] * count))
 
     return BudgetedTraces(traced(), {budget: traced(*[budget] * count) for budget in budgets})
+
+
+def test_smaller_budgets_are_looked_at_until_everything_stays() -> None:
+    it = wide(layers=2)
+    whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
+    asked: list[float | None] = []
+
+    def under_budgets(stays: bool, *unknown: float, alone: bool = True) -> dict[float, StepTrace]:
+        def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
+            asked.append(own[0].budget)
+            if own[0].budget in unknown:
+                raise TraceError("no code")
+            return whole
+
+        asked.clear()
+        step = whole if alone else replace(whole, forwards=(UnitForward(("other",), (), 0, 0),))
+        return _under_budgets(step, traced, lambda _: stays)
+
+    assert list(under_budgets(True)) == asked == [0.99]
+    assert list(under_budgets(False)) == asked == [0.99, 0.0]
+    assert list(under_budgets(False, 0.99)) == [0.0]
+    assert list(under_budgets(False, 0.0)) == [0.99]
+    assert under_budgets(False, 0.0, 0.99, alone=False) == {}
+    with pytest.raises(InputError, match="less than everything: no code"):
+        under_budgets(False, 0.0, 0.99)
+
+
+def test_a_unit_that_keeps_what_is_set_keeps_it_in_the_run() -> None:
+    """It would run again otherwise, by the checkpoint in its own code, which the trace was made without."""
+    it = wide("non-reentrant", layers=2)
+    step = that_keeps_everything(StepQuestion(model=compiled(it.model), inp=it.inp, step_fn=step_of(it)), it.model)
+    whole = step.trace(CPU)
+    assert whole.checkpointed_modules == ()
+    more = BudgetedTraces(whole, {0.0: whole})  # a compiler that keeps no less
+    assert KeptResults(more, Rates(CPU, "float32", 1, 1)).activations(0) == with_budgets([None, None])
 
 
 @pytest.mark.slow
