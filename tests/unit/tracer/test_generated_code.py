@@ -23,6 +23,7 @@ class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.layer_idx = number
+        self.groups = 2  # the last layer's number, too
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
