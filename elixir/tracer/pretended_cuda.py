@@ -1,4 +1,4 @@
-"""Makes inductor generate code for a CUDA device where there is none, nor Triton.
+"""Makes inductor generate code for a CUDA device on a machine that has none, nor Triton.
 
 A layer's graph is recorded on meta tensors, for which a trace takes the target's attention and dropout; autograd knows
 tensors of a CUDA device only in a build with CUDA. Once forward and backward are apart, their tensors are said to lie
@@ -29,7 +29,7 @@ _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 _IMPORTS = ("import triton", "from torch._inductor.runtime.triton_heuristics", "from torch._C import _cuda_getCurrent")
 """Beginnings of the lines by which generated code imports what a machine without a GPU does not have."""
 _CALLS = {"torch.cuda._DeviceGuard(": "elixir_device(", "torch.cuda.set_device(": "get_raw_stream("}
-"""What generated code calls of the driver, and what takes its place."""
+"""Calls of the driver in generated code, and what takes their place."""
 
 
 @contextmanager

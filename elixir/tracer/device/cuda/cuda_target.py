@@ -42,7 +42,7 @@ class CudaTarget(Target):
 
     @property
     def cuda_capability(self) -> tuple[int, int]:
-        """That of the profile, 8.0 where it says none."""
+        """The profile's; 8.0 if it says none."""
         return self.capability
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
