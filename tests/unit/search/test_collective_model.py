@@ -18,3 +18,6 @@ def test_collectives_follow_their_formulas() -> None:
         assert gather_s(nbytes, cluster) == all_reduce_s(nbytes, cluster) == 0
     with pytest.raises(InputError, match="network_bytes_per_s"):
         Cluster(16, 8, host_bytes_per_s=1e9)
+    for nbytes in (-1.0, float("inf"), "8"):
+        with pytest.raises(InputError, match="nbytes must be a finite number, 0 or more"):
+            gather_s(nbytes, one)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from elixir.search.problem.from_plan import packed_step_of
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
+from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.sweep import sweep
 from tests.common.samples import make_plan, make_trace
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
@@ -194,6 +195,12 @@ def test_a_step_that_does_not_follow_from_its_question_is_refused() -> None:
         (lambda: plan_from_trace(replace(trace, accesses=()), HARDWARE, 1), InputError, "uses no parameter"),
         (lambda: packed_step_of(make_plan(4), make_trace(layers=3)), InputError, "lacks"),
         (lambda: pass_trace(replace(trace, step=replace(trace.step, forward=True)), 2), InputError, "is for training"),
+        (lambda: optimal_search(trace, 1, unified_dtype="float16"), InputError, "unified_dtype asks for float16"),
+        (lambda: simple_search(trace, 1, allocate_factor=0), InputError, "must be above 0 and at most 1"),
+        (lambda: simple_search(trace, 1, allocate_factor=1.5), InputError, "must be above 0 and at most 1"),
+        (lambda: simple_search(trace, 1, allocate_factor="all"), InputTypeError, "must be a number"),
+        (lambda: simulate_step(make_plan(4), "step", HARDWARE), InputTypeError, "trace must be a StepTrace"),  # type: ignore[arg-type]
+        (lambda: simulate_step(make_plan(4), trace, "h200"), InputTypeError, "must be a HardwareProfile"),  # type: ignore[arg-type]
     ]  # fmt: skip
     for call, error, message in refused:
         with pytest.raises(error, match=message):
