@@ -41,6 +41,10 @@ def test_state_dicts_are_whole_on_all_ranks_or_on_the_first(homes: str) -> None:
         found = run.module.state_dict()
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+        inner: Any = run.module.module
+        inner[5].running_mean.add_(1.0)
+        assert torch.equal(found["5.running_mean"], expected["5.running_mean"]), "what was given is the caller's"
+        inner[5].running_mean.sub_(1.0)
         first = run.module.state_dict(rank0_only=True)
         assert list(first) == (list(expected) if rank == 0 else [])
         some = run.module.state_dict(only=lambda name, parameter: parameter.requires_grad, dtype=torch.float64)

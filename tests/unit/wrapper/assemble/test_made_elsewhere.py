@@ -12,6 +12,7 @@ from elixir.hardware import memory as free_memory
 from elixir.hardware.profile import other_device, preset
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.assemble import chunks
 from tests.common import gpu
 from tests.common.parity import case, make_plan
 
@@ -58,6 +59,14 @@ def test_a_plan_that_needs_more_memory_than_there_is(plan: Plan, caplog: pytest.
     larger = dataclasses.replace(plan.predicted, host_parts=parts, host_peak_bytes=2**50)
     (said,) = wrapped(dataclasses.replace(plan, predicted=larger), caplog)
     assert "it needs 1024.00 TiB of host memory, of which this machine has" in said
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_plan_may_need_all_the_memory_of_a_machine(
+    plan: Plan, more: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "total_host_bytes", lambda: plan.predicted.host_peak_bytes - more)
+    assert len(wrapped(plan, caplog)) == more
 
 
 @gpu.on_the_cpu("the names of devices are made up")
