@@ -49,6 +49,7 @@ def test_words_that_need_more_than_the_terminal_stay_whole() -> None:
     assert lines[-1].split() == words
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "command",
     [

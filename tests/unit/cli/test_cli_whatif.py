@@ -51,6 +51,7 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
     assert picture.read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["sweep", "fit"])
 def test_moments_and_fused_kernels_are_part_of_the_step(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--device-memory", "2GiB", "--json"]
@@ -302,6 +303,7 @@ def test_a_plan_remembers_checkpointing_and_fused_kernels(tmp_path: Path, capsys
     assert json.loads(out)["plan"] == found.fingerprint
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["sweep", "fit"])
 def test_questions_can_be_asked_of_several_micro_batches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "opt-125m", "--seq", "64", "--hardware", "t4", "--host-memory", "64GiB", "--json"]

@@ -61,6 +61,7 @@ def fine_tuned(kind: Any, folder: Path, *, resume: Any = None, elixir: Any = Non
     return trainer
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> None:
     plain = fine_tuned(trl.SFTTrainer, tmp_path / "plain", **SETTINGS[name])

@@ -297,6 +297,7 @@ def test_a_second_derivative_is_refused_rather_than_left_out(kind: str) -> None:
 # --- under a plan --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "checkpoint", "mode", "options"),
     [
@@ -354,6 +355,7 @@ _SCALARS_BYTES = 64
 """Python scalars that autograd keeps as 0-dim tensors, 8 bytes each."""
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("family", "checkpoint", "slices"),
     [

@@ -127,7 +127,8 @@ def test_quickstart_runs_the_commands_of_its_page() -> None:
         assert f"$ {start}{' '.join(call.split())}\n" in page
 
 
-@pytest.mark.parametrize("command", ["profile", "plan"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("command", ["plan", "profile"])
 def test_quickstart_page_shows_what_is_printed(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

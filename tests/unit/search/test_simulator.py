@@ -204,6 +204,7 @@ def test_calibration_scales_compute_alone() -> None:
 # --- the runtime ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("family", "mode", "blocks"),
     [("opt", "streamed", 0.01), ("opt", "mixed", 0.6), ("t5", "streamed", 0.6), ("t5", "mixed", 0.01)],

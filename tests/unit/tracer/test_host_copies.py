@@ -96,6 +96,7 @@ def offloading(family: str, form: str, monkeypatch: pytest.MonkeyPatch) -> nn.Mo
     return model
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_host_bytes_are_those_of_a_real_step(

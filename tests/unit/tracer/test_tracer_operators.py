@@ -162,6 +162,7 @@ def chosen() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("op", chosen())
 def test_the_cache_is_transparent_for_samples_of(op: OpInfo) -> None:
     assert differences(op) == []

@@ -55,6 +55,7 @@ def traced(model: nn.Module, device: str = "cpu") -> elixir.StepTrace:
     return trace_step(model, input_to_trace(model, batch=2, seq=32), default_step, hardware=preset(device))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 @pytest.mark.parametrize(("name", "form"), [("llama-3-8b", "nf4"), ("llama-3-8b", "nf4-double"), ("gpt2", None)])
 def test_the_step_is_that_of_the_libraries(name: str, form: str | None, checkpoint: str) -> None:

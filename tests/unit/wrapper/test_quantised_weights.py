@@ -120,6 +120,7 @@ def test_a_cast_leaves_packed_numbers_and_their_scales() -> None:
     module.close()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16", "torchao int8"])
 def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
     first = quantised_case(form)

@@ -103,6 +103,7 @@ SCALARS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", SCALARS)
 def test_states_of_weights_without_dimensions_move_too(name: str) -> None:
     torch.manual_seed(0)

@@ -99,6 +99,7 @@ def test_the_inner_model_and_its_parts_are_loaded(mode: str) -> None:
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_low_precision_is_saved_and_loaded_as_its_masters(mode: str) -> None:
     it = case("opt", layers=1)
