@@ -46,20 +46,20 @@ from tests.common.situations import made_up_machine, situation
 
 RECORDED = Path(__file__).with_suffix(".json")
 SEEDS = tuple(seed for seed in range(39) if seed not in (5, 7, 10, 12, 14, 19, 20, 22, 24, 37))
-"""Of steps of single parameters, without those that take longer than others."""
+"""Seeds of steps of single parameters, without those that take longer than others."""
 LAYERED = (
     2, 7, 9, 11, 13, 14, 25, 26, 28, 29, 33, 37, 40, 41, 44, 45, 53, 55, 57, 62,
     66, 69, 70, 73, 77, 81, 85, 92, 93, 94, 95, 98, 104, 106, 108, 119, 133, 137, 177,
 )  # fmt: skip
-"""Of steps of layers."""
+"""Seeds of steps of layers."""
 BATCHES = (0, 1, 2, 3, 6, 7, 9, 13)
-"""Of steps of layers, for which the batch and the checkpointed layers are searched as well."""
+"""Seeds of steps of layers, for which the batch and the checkpointed layers are searched as well."""
 CORRECTED = (7, 14, 55, 66, 81, 95, 106, 108, 119, 177)
-"""Of those with layers, some that were planned again after a run that was not as predicted."""
+"""Some of those with layers, which were planned again after a run that was not as predicted."""
 ROWS = (2, 13, 14, 26, 28, 40, 45, 57, 66, 73, 81, 106, 108, 137)
-"""Of those with layers, some as rows of a sweep."""
+"""Some of those with layers, as rows of a sweep."""
 REFUSED = (2, 7, 13, 14, 26, 28, 29, 37, 40, 41, 44, 57, 66, 69, 73, 81, 95, 104, 106, 108, 133, 177)
-"""Of those with layers, some with less memory, and a step that could be traced again if its model had a name."""
+"""Some of those with layers, with less memory, and a step that could be traced again if its model had a name."""
 NAMES = (
     *(f"layers {seed}" for seed in LAYERED),
     *(f"row {seed}" for seed in ROWS),
