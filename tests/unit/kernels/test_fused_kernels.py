@@ -360,10 +360,10 @@ _SCALARS_BYTES = 64
     ("family", "checkpoint", "slices"),
     [
         ("llama", "none", 43),
-        ("llama", "non-reentrant", 1),
-        ("t5", "none", 43),
         ("opt", "none", 1),
+        ("llama", "non-reentrant", 1),
         ("bert", "none", 43),
+        ("t5", "none", 43),
         ("mixtral", "none", 1),
     ],
 )
