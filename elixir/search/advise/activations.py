@@ -108,9 +108,13 @@ def trace_that_keeps(
 
 
 def _stays(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> bool:
-    """Whether everything stays on the device while nothing is made again."""
-    plan = planned(Question(whole, hardware, replace(request, assume="nominal")))
-    return plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks)
+    """Whether everything may stay on the device while nothing is made again, though the host may update some of it."""
+    placements = dict.fromkeys((request.placement, "cuda" if request.placement == "auto" else request.placement))
+    for placement in placements:
+        plan = planned(Question(whole, hardware, replace(request, assume="nominal", placement=placement)))
+        if plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks):
+            return True
+    return False
 
 
 def _is_again(trace: StepTrace) -> bool:

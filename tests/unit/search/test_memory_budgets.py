@@ -262,6 +262,19 @@ def test_the_chosen_step_fits_and_its_peak_is_that_of_a_real_one() -> None:
     assert trace.backward_peak_bytes - trace.resting_bytes == pytest.approx(real, rel=0.002)
 
 
+@pytest.mark.slow
+def test_for_a_gpu_budgets_are_chosen_unless_everything_fits() -> None:
+    it = wide()
+    ids = torch.arange(16 * 96).reshape(16, 96) % 50
+    options: dict[str, Any] = {"inp": {"input_ids": ids, "labels": ids}, "step_fn": step_of(it), "hardware": "h100"}
+    options |= {"unified_dtype": "bf16", "host_memory": "2GiB", "optimizer_type": "AdamW", "activations": "auto"}
+    compiled(it.model, "inductor")
+    assert optimal_search(it.model, 1, **options, device_memory="84MiB").plan.activations == ()
+    plan = optimal_search(it.model, 1, **options, device_memory="70MiB").plan  # of which 64 are cuBLAS workspaces
+    assert plan.activations == with_budgets([0.0] * 4)
+    assert plan.predicted.device_peak_bytes <= 70 * 2**20
+
+
 def test_what_is_refused() -> None:
     it = wide(layers=2)
     own = with_budgets((0.0, 0.0))
