@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from elixir.checkpoint import saving
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
 from elixir.checkpoint_format.commit import commit, read_index
@@ -307,3 +308,12 @@ def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Mach
     machines.shared(0).check_written([there])
     with pytest.raises(CheckpointError, match="gone is gone: another save"):
         machines.shared(0).check_written([there, gone])
+
+
+def test_replicas_that_wrote_other_bytes_are_refused() -> None:
+    """With several file systems, each has the file of a shard, from another replica."""
+    part = saving._RankPart({}, None, {}, {})
+    same, other = (WrittenFile("0badcafe-shard-00000-of-00001.safetensors", nbytes, {}) for nbytes in (8, 16))
+    answers = [([same], part), ([same], part), ([other], part)]
+    with pytest.raises(CheckpointError, match="rank 2 has other bytes of 0badcafe-shard.* than a rank before it"):
+        saving._index("0badcafe", 1, answers, saving.SaveOptions(Path("run")))
