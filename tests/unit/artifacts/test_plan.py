@@ -12,7 +12,7 @@ from elixir.errors import ArtifactError
 from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import moments_size
 from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
-from elixir.plan.plan import Plan
+from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
 from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule
@@ -22,6 +22,7 @@ from tests.common.samples import make_plan
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
 IN_FILES: dict[str, Any] = {"weight_home": "files", "state_home": "files"}
 KEEPS_ALL = UnitActivations("layers.0", None)
+ON_DEVICE: dict[str, Any] = {"weight_home": "device", "state_home": "device"}
 STREAMED = 12
 """A chunk of the sample that is streamed from the host; the first eight are resident."""
 
@@ -275,6 +276,15 @@ def test_a_bad_value_in_a_file_is_named_by_its_path() -> None:
     data["chunks"][STREAMED]["resident"] = True
     with pytest.raises(ArtifactError, match=r"plan.json: field 'chunks\[12\]': field 'weight_home' must be 'device'"):
         Plan.from_dict(data, source="plan.json")
+
+
+def test_plans_pack_alike_by_ranks_replicas_and_chunks_alone() -> None:
+    plan = make_plan(4, world_size=4)
+    assert same_packing(plan, dataclasses.replace(with_chunk(plan, 3, resident=True, **ON_DEVICE), block_count=9))
+    assert not same_packing(plan, make_plan(4, world_size=2))
+    assert not same_packing(plan, dataclasses.replace(plan, replicas=2))
+    assert not same_packing(plan, with_chunk(plan, 3, parameters=slots(("w", 0, 256))))
+    assert not same_packing(plan, with_chunk(plan, 3, trainable=False, state_home="host"))
 
 
 def test_gradient_blocks_have_a_size() -> None:

@@ -14,7 +14,7 @@ import elixir
 from elixir.hardware.profile import preset
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
-from elixir.plan.step_traffic import Backwards
+from elixir.plan.step_traffic import Backwards, all_reduce_bytes
 from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
 from elixir.search.simulator.simulation import simulate_step
@@ -232,3 +232,7 @@ def test_what_became_of_the_gradients_of_each_backward() -> None:
     assert Backwards.of([False, True, False, True]) == Backwards(2, kept=2, handed_over=2)
     assert Backwards.of([True, False]) == Backwards(1, kept=1, handed_over=1, late=True)
     assert Backwards.of([]) == Backwards(0)
+
+
+def test_a_ring_receives_all_but_its_own_part_twice() -> None:
+    assert [all_reduce_bytes(1200, ranks) for ranks in (1, 2, 3, 4, 8)] == [0, 1200, 1600, 1800, 2100]
