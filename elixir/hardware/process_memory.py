@@ -27,7 +27,7 @@ HEAP_BYTES, HEAP_SHARE, HEAP_OF_RANKS = 30 * MIB, 0.57, 0.17
 then; on several ranks instead a share of the plan's memory, since gradients and collectives pass through the heap.
 
 Source: measured with torch 2.13.0+cpu and glibc 2.36 on x86-64. 2 to 63 MiB with little freed; 62 to 91 MiB with 59 to
-118 MiB freed; on two ranks 0.15, 0.17 and 0.19. `HeapLimit` holds a process to them."""
+118 MiB freed; on two ranks 0.15, 0.17 and 0.19. `HEAP` holds a process to them."""
 HEAP_LOOK_SHARE = 0.02
 """Memory is given back at this share below the expected peak, since gradients come in large pieces."""
 
@@ -113,11 +113,22 @@ class HeapLimit:
             held_bytes = self._held_bytes(self._file)
             self._next_bytes = max(self._limit_bytes, held_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes))
 
+    def forget(self) -> None:
+        """Expects nothing any more: in a forked process."""
+        self._file = None
+
     @staticmethod
     def _held_bytes(file: int) -> int:
         """Private memory: `Resident.own_bytes` less what other processes share."""
         _, resident_pages, shared_pages, *_ = os.pread(file, 128, 0).split()
         return (int(resident_pages) - int(shared_pages)) * PAGE_BYTES
+
+
+HEAP = HeapLimit()
+"""Of this process, whose heap all models share. It is looked at where memory is taken: before forwards and fetches, for
+gradients, between updates and their pieces; it has a limit once the peak of a process with a CPU is predicted."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=HEAP.forget)
 
 
 def share_heap() -> None:

@@ -35,7 +35,7 @@ from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
-from elixir.hardware.process_memory import HeapLimit, give_back_freed, share_heap
+from elixir.hardware.process_memory import HEAP, give_back_freed, share_heap
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.torch_private import call_after_backward
@@ -103,8 +103,6 @@ class Engine:
         """Called when weights have changed: updates tensors that share memory with them."""
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
-        self.heap_limit = HeapLimit()
-        """Looked at before a forward and fetches, in backward and between updates; set where the peak is predicted."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
         self.emptied = False
@@ -157,8 +155,8 @@ class Engine:
         """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """The chunks whose parameters may be placeholders, or whose weights an update may still be writing."""
-        of_model, calls = (self.chunks, self.places, self.gradients), (weakly(self.backward_runs), self.heap_limit.look)
-        self.uses = WeightUses(self.cache, *of_model, self.device, *calls, moves=plan.moves_activations)
+        of_model, backward_runs = (self.chunks, self.places, self.gradients), weakly(self.backward_runs)
+        self.uses = WeightUses(self.cache, *of_model, self.device, backward_runs, moves=plan.moves_activations)
         self.swapping = Swapping(self.model, plan.step, self.mover)
         self.recomputation = Recomputation(self.model, plan.activations, self.swapping)
         self.listen()
@@ -167,7 +165,7 @@ class Engine:
             self.gradients,
             fetched_as_one(self.model, plan.step) if plan.pass_size == 1 else (),
             order_compute=weakly(self.uses.order_compute),
-            backward_runs=weakly(self.backward_runs),
+            backward_runs=backward_runs,
             keeps=weakly(self._kept_by_pass),
         )
         self._handles = [Frozen(self.model)] if plan.step.forward else []
@@ -333,7 +331,7 @@ class Engine:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
         if self.joins_pass:
             return
-        self.heap_limit.look(self.plan.predicted.activation_bytes)
+        HEAP.look(self.plan.predicted.activation_bytes)
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()
@@ -371,7 +369,7 @@ class Engine:
                 self.gradients.begin()
             if self._pass is None:
                 call_after_backward(self._backward_over)
-        self.heap_limit.look()
+        HEAP.look()
         self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:

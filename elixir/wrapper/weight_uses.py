@@ -21,6 +21,7 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
+from elixir.hardware.process_memory import HEAP
 from elixir.models.plannable import compiled_over_moving_weights
 from elixir.torch_private import (
     DisableTorchDispatch,
@@ -140,7 +141,6 @@ class WeightUses:
         gradients: knows which gradients have left for their home.
         device: the device of compute.
         backward_runs: called for every node of a backward, which need not have begun at an output of the model.
-        before_fetch: called before chunks are fetched for compute.
         moves: whether the step moves what autograd saves to the host, which it must not do with weights.
     """
 
@@ -152,12 +152,11 @@ class WeightUses:
         gradients: GradientFlow,
         device: torch.device,
         backward_runs: Callable[[], None],
-        before_fetch: Callable[[], None],
         *,
         moves: bool = False,
     ) -> None:
         self._cache, self._gradients, self._device = cache, gradients, device
-        self._backward_runs, self._before_fetch = backward_runs, before_fetch
+        self._backward_runs = backward_runs
         self._device_type = device.type
         self._compute: torch.cuda.Stream | None = None  # the stream that last used memory here
         self._chunks = chunks
@@ -231,7 +230,7 @@ class WeightUses:
     def _acquire(self, streamed: list[int]) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
-        self._before_fetch()
+        HEAP.look()
         with _hidden_from_modes():
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # tensors that it creates could not be written to in training

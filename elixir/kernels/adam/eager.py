@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from elixir.hardware.process_memory import HEAP
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars
 from elixir.kernels.adam.moments import STEPS, MasterStates, step_arguments
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
@@ -67,6 +68,7 @@ def step_pieces(  # noqa: PLR0913 - a step's arguments, and how to make it
     numel = states.master.numel()
     scalars = adam_scalars(options, step, factor, states.master.device)
     for start in range(0, numel, piece_numel):
+        HEAP.look()  # each piece may leave gaps
         part = slice(start, min(start + piece_numel, numel))
         function(part.stop - start)(*step_arguments(gradient, states, weight_out, scalars, step, part, first))
 

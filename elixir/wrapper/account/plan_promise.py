@@ -11,7 +11,7 @@ from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_k
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
-from elixir.hardware.process_memory import MAPS_VARIABLE, give_back_freed, resident
+from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, give_back_freed, resident
 from elixir.hardware.promises import Memory
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.matrices import stage_numel, stages
@@ -103,7 +103,7 @@ class PlanPromise:
 
     def _limit_heap(self, need: ProcessNeed) -> None:
         if self._engine.device.type == "cpu":
-            self._engine.heap_limit.set(need.own_bytes)
+            HEAP.set(need.own_bytes)
 
     def refuse_exceeded(self, plan: Plan) -> None:
         """Refuses a plan for which this machine has too little memory left, the limits of control groups included.

@@ -16,6 +16,7 @@ from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.hardware.host_share import core_list, rank_threads
 from elixir.hardware.own_threads import use_threads
+from elixir.hardware.process_memory import HEAP
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
@@ -262,7 +263,7 @@ class Stepper:
                 continue
             self.early.kept += update(self._engine, shard, inputs)
             updates += self._updated(shard, inputs)
-            self._engine.heap_limit.look()
+            HEAP.look()
         update_together(together)
         for shard, inputs in together:
             updates += self._updated(shard, inputs)
