@@ -15,6 +15,7 @@ import torch
 
 from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros, pinned_zeros
 from elixir.errors import NoMemoryError, StateError, readable_bytes
+from elixir.hardware.process_memory import HEAP
 from elixir.plan.chunk_plan import Memory
 
 Kept: TypeAlias = "Memory | Literal['disk']"
@@ -59,6 +60,7 @@ class Arena:
         Raises:
             NoMemoryError: host memory ran out. On a CUDA device, torch's own error is raised.
         """
+        HEAP.look(numel * dtype.itemsize)
         try:
             buffer = self._made(numel, dtype, home, pin=pin, paged=paged, passing=passing)
         except torch.OutOfMemoryError:

@@ -23,6 +23,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from elixir.hardware.process_memory import HEAP
 from elixir.kernels.adam.adam_rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
 from elixir.optimizer_states import (
     BLOCK_NUMEL,
@@ -33,6 +34,7 @@ from elixir.optimizer_states import (
     decode_signed,
     decode_unsigned,
     fourth_power,
+    moments_size,
 )
 
 _TINY = 1e-30
@@ -99,6 +101,7 @@ def make_moments(
     """
     make = zeros or (lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
     kind = check_kind(moments)
+    HEAP.look(moments_size(kind).nbytes(numel))
     if kind != "8bit":
         dtype = torch.float32 if kind == "float32" else torch.bfloat16
         return Moments(kind, make(numel, dtype), make(numel, dtype))
