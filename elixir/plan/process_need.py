@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elixir.hardware.process_memory import FIRST_USE, HEAP_BYTES, HEAP_OF_RANKS, HEAP_SHARE, HELD, Resident
+from elixir.hardware.process_memory import (
+    FIRST_USE,
+    HEAP_BYTES,
+    HEAP_LEFT_BYTES,
+    HEAP_OF_RANKS,
+    HEAP_SHARE,
+    HELD,
+    Resident,
+)
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.plan import Plan
 from elixir.units import dtype_bytes
@@ -80,6 +88,7 @@ def process_need(
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
     gathered = _gathered_bytes(plan, given_bytes) if on_cpu else 0
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
+    left = min(gaps, HEAP_LEFT_BYTES)
     parts = {
         LIBRARIES_PART: found.file_bytes + more.file_bytes,
         "program": max(found.own_bytes - replaced_bytes, 0),
@@ -88,7 +97,7 @@ def process_need(
         "device": predicted.device_peak_bytes if on_cpu else 0,
         "heap": gaps,
         "collectives": exchanged if on_cpu else 0,
-        GIVEN_PART: max(given_bytes + gathered - passing - gaps, 0) if given_bytes else 0,
+        GIVEN_PART: max(given_bytes + gathered + left - passing - gaps, 0) if given_bytes else 0,
         "reserve": reserve_bytes,
     }
     return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})

@@ -311,7 +311,7 @@ def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Mach
 
 
 def test_replicas_that_wrote_other_bytes_are_refused() -> None:
-    """With several file systems, each has the file of a shard, from another replica."""
+    """Each of several file systems has the file of a shard, from another replica."""
     part = saving._RankPart({}, None, {}, {})
     same, other = (WrittenFile("0badcafe-shard-00000-of-00001.safetensors", nbytes, {}) for nbytes in (8, 16))
     answers = [([same], part), ([same], part), ([other], part)]
