@@ -291,7 +291,7 @@ def test_the_optimizer_sets_the_threads_of_its_lane(module: ElixirModule, caplog
     with caplog.at_level(logging.INFO, "elixir"):
         optimizer = ElixirOptimizer(module, first, host_threads=1)
     assert optimizer.host_threads == _on_lane(module) == 1
-    assert "runs on 1 thread, not bound" in caplog.text
+    assert "threads of the host's Adam: 1, not bound" in caplog.text
     assert ElixirOptimizer(module, second, host_threads=5).host_threads == _on_lane(module) == 5
 
 
