@@ -42,7 +42,10 @@ Kinds = dict[Any, tuple[list[Callable[[Operation], None]], Callable[[list[torch.
 Settings = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Settings of inductor, and of AOTAutograd, under which a layer is compiled."""
 
-_CHOSEN_BY_RUNNING = ("max_autotune", "cpp_wrapper", "triton.cudagraphs")
+_CHOSEN_BY_RUNNING = (
+    "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "benchmark_fusion", "cpp_wrapper",
+    "triton.cudagraphs",
+)  # fmt: skip
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _BUILDS_KERNELS = "async_compile = AsyncCompile()"
 """The line of generated code after which its kernels are defined."""
@@ -151,6 +154,13 @@ def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:
         raise NotImplementedError("autocast")
 
 
+def _set(config: Any, name: str) -> Any:
+    """The value of a setting for all that is compiled, such as by an environment variable; None if there is no such."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
 def _generated(
     layer: nn.Module,
     leaves: list[Any],
@@ -161,7 +171,9 @@ def _generated(
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does."""
     settings, _ = given
-    if any(settings.get(name) for name in _CHOSEN_BY_RUNNING):
+    import torch._inductor.config as inductor_config  # the compiler takes a second to import
+
+    if any(settings.get(name, _set(inductor_config, name)) for name in _CHOSEN_BY_RUNNING):
         raise NotImplementedError("code that is chosen by running it")
     own = _tensors_of(layer)
     names = list(own)

@@ -41,6 +41,7 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.codegen import triton
     from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.utils import is_big_gpu
     from torch._subclasses import FakeTensor
 
     major, minor = capability
@@ -66,7 +67,12 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
         triton.TMACompatibilityChecker: {"can_use_tma": lambda _: False},  # off unless asked for
         triton.TritonKernel: {"inductor_meta_common": staticmethod(dict)},  # says whether code in a cache is valid
         # Patterns are prepared once for each device; those of the CPU look for the same operators.
-        compile_fx: {"get_inputs_devices": lambda *_: {_CUDA if torch.cuda.is_available() else torch.device("cpu")}},
+        compile_fx: {
+            "get_inputs_devices": lambda *_: {_CUDA if torch.cuda.is_available() else torch.device("cpu")},
+            # These two ask a driver that is there, which begins a context: processes that are forked later have none.
+            "get_cuda_device_context": lambda _: nullcontext(),
+            "_warn_tf32_disabled": lambda: None,
+        },
         # One takes results on meta for tensors without values, the other leaves what draws random numbers there.
         joint_graph: {
             name: _on_the_cpu(getattr(joint_graph, name))
@@ -78,6 +84,7 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
     if not torch.cuda.is_available():
         replaced[torch.cuda] = {"get_rng_state": _no_state, "set_rng_state": _no_state}
     with ExitStack() as stack:
+        stack.callback(is_big_gpu.cache_clear)
         for owner, names in replaced.items():
             stack.enter_context(_replaced(owner, names))
         yield
@@ -86,15 +93,15 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
 @contextmanager
 def _replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
     before = {name: vars(owner)[name] for name in names if name in vars(owner)}
-    for name, ours in names.items():
-        setattr(owner, name, ours)
     try:
+        for name, ours in names.items():
+            setattr(owner, name, ours)
         yield
     finally:
         for name in names:
             if name in before:
                 setattr(owner, name, before[name])
-            else:
+            elif name in vars(owner):
                 delattr(owner, name)
 
 
