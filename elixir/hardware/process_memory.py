@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import weakref
 from dataclasses import dataclass
@@ -94,17 +95,19 @@ class HeapLimit:
     """
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        self._file: io.FileIO | None = None
+        self.expected_bytes = 0
+        """The expected peak of `Resident.own_bytes`; 0 for none."""
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
 
     def set(self, expected_bytes: int) -> None:
         """Expects a peak of `Resident.own_bytes` from here on."""
         if self._file is None:
             with contextlib.suppress(OSError):
-                self._file = os.open(_PAGES, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._file)
-        held = resident()
-        shared_bytes = 0 if held is None or self._file is None else held.own_bytes - self._held_bytes(self._file)
+                self._file = open(_PAGES, "rb", buffering=0)  # noqa: SIM115 - for as long as it is looked at
+                weakref.finalize(self, self._file.close)
+        held, self.expected_bytes = resident(), expected_bytes
+        shared_bytes = 0 if held is None else held.own_bytes - self._held_bytes()
         self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
 
     def look(self, coming_bytes: int = 0) -> None:
@@ -113,20 +116,27 @@ class HeapLimit:
         Args:
             coming_bytes: that are taken before the next look, such as the activations of a forward.
         """
-        if self._file is not None and self._held_bytes(self._file) + coming_bytes > self._next_bytes:
+        if self._file is not None and self._held_bytes() + coming_bytes > self._next_bytes:
             give_back_freed()
-            held_bytes = self._held_bytes(self._file)
-            self._next_bytes = max(self._limit_bytes, held_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes))
+            least = self._held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
+            self._next_bytes = max(self._limit_bytes, least)
 
     def forget(self) -> None:
-        """Expects nothing any more: in a forked process."""
-        self._file = None
+        """Expects nothing any more: no plan runs on a CPU, or this is a forked process."""
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        self._file, self.expected_bytes = None, 0
 
-    @staticmethod
-    def _held_bytes(file: int) -> int:
-        """Private memory: `Resident.own_bytes` less what other processes share."""
-        _, resident_pages, shared_pages, *_ = os.pread(file, 128, 0).split()
-        return (int(resident_pages) - int(shared_pages)) * PAGE_BYTES
+    def _held_bytes(self) -> int:
+        """Private memory: `Resident.own_bytes` less what other processes share; 0 if it is not known."""
+        try:
+            if self._file is not None:
+                _, resident_pages, shared_pages, *_ = os.pread(self._file.fileno(), 128, 0).split()
+                return (int(resident_pages) - int(shared_pages)) * PAGE_BYTES
+        except (OSError, ValueError):  # the program has closed all files
+            self.forget()
+        return 0
 
 
 HEAP = HeapLimit()

@@ -102,8 +102,13 @@ class PlanPromise:
         return now.peak_bytes, self._most_bytes
 
     def _limit_heap(self, need: ProcessNeed) -> None:
+        others = promises.outstanding(self.device, self)
         if self._engine.device.type == "cpu":
-            HEAP.set(need.own_bytes)
+            # Of the memory of other models, `need` has what they held when this one was wrapped.
+            expected = need.own_bytes + others.host_bytes
+            HEAP.set(max(expected, HEAP.expected_bytes) if others.plans else expected)
+        elif not others.plans:
+            HEAP.forget()
 
     def refuse_exceeded(self, plan: Plan) -> None:
         """Refuses a plan for which this machine has too little memory left, the limits of control groups included.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elixir.hardware import process_memory
 from elixir.hardware.control_groups import own_group
 from elixir.hardware.host_share import HostView, host_share
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
@@ -68,6 +69,21 @@ def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
     limit.look()
     assert held_bytes() == pytest.approx(after, abs=MIB)
     assert len(kept) + len(more) + len(shared) > 40
+
+
+def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    if resident() is None:
+        pytest.skip("this operating system does not tell what is resident")
+    given: list[int] = []
+    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.append(1))
+    limit = HeapLimit()
+    limit.set(MIB)  # the process has far more, and goes on
+    for _ in range(3):
+        limit.look(64 * MIB)
+    assert len(given) == 1
+    limit.forget()
+    limit.look(LARGEST_BYTES)
+    assert (len(given), limit.expected_bytes) == (1, 0)
 
 
 def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -> None:

@@ -15,7 +15,7 @@ import torch
 import elixir
 from elixir.errors import InputError
 from elixir.hardware import promises
-from elixir.hardware.process_memory import HEAP_LEFT_BYTES
+from elixir.hardware.process_memory import HEAP, HEAP_LEFT_BYTES
 from elixir.hardware.profile import preset
 from elixir.hardware.promises import UNSTEADY_SHARE
 from elixir.search import optimal_search
@@ -180,7 +180,9 @@ def test_a_report_tells_the_process_from_what_it_was_predicted(caplog: pytest.Lo
     assert "process_peak" in caplog.text
     assert "reserve=" in caplog.text
     del grown
+    expected = HEAP.expected_bytes
     other, _, _ = wrapped()
+    assert HEAP.expected_bytes >= expected > 0  # of both
     assert "process_peak" not in reported().observed  # whose memory is it?
     other.close()
 
