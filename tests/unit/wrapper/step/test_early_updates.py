@@ -57,15 +57,12 @@ def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
 
 def spec(pair: Pair) -> EarlyUpdates:
     (stepper,) = pair.engine.steppers
-    found: EarlyUpdates = stepper.early  # type: ignore[attr-defined]
-    return found
+    return stepper.early  # type: ignore[attr-defined,no-any-return]
 
 
-def settled(pair: Pair) -> None:
-    """Waits until all new states are made, before the step."""
-    for chunk in pair.engine.chunks:
-        for ticket in chunk.home_uses.to_write():
-            ticket.synchronize()
+def settled(pair: Pair) -> None:  # all new states are made, before the step
+    for ticket in [each for chunk in pair.engine.chunks for each in chunk.home_uses.to_write()]:
+        ticket.synchronize()
 
 
 def train(pair: Pair, norms: list[float | None], steps: int = 1) -> None:
