@@ -2,7 +2,7 @@
 
 A layer's graph is recorded on meta tensors, for which a trace takes the target's attention and dropout; autograd knows
 tensors of a CUDA device only in a build with CUDA. Once forward and backward are apart, their tensors are said to lie
-on that device. Inductor then fuses, allocates and frees for it, and is told the device's properties in place of asking
+on that device. Inductor then fuses, allocates and frees for it, and gets the device's properties from here, not from
 the driver. What it writes has never been compared with what it writes on a GPU.
 """
 

@@ -157,7 +157,7 @@ def test_a_save_says_what_it_has_written_and_how_long_it_took(tmp_path: Path, ca
 def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(group, "_LOOK_S", 0.05)
 
-    def told(call: Any, run: Rank, folder: str, more: dict[str, Any] | None = None, **options: Any) -> str:
+    def message_of(call: Any, run: Rank, folder: str, more: dict[str, Any] | None = None, **options: Any) -> str:
         with pytest.raises(ElixirError) as caught:
             call(tmp_path / folder, state_of(run, **(more or {})), **{"files": FILES} | options)
         return f"{type(caught.value).__name__}: {caught.value}"
@@ -172,13 +172,13 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
         assert (own.value, state["n"]) == ({"position": rank}, 0), "rank 0's values are those of all"
         files = FailingFiles(3, only=("write",)) if rank else FILES
         texts = [
-            told(save_checkpoint, run, f"run{rank}"),
-            told(save_checkpoint, run, "run", step=rank),
-            told(save_checkpoint, run, "run", mine),
-            told(load_checkpoint, run, "run", mine),
-            told(save_checkpoint, run, "run", {"x": object() if rank else 1}),
-            told(load_checkpoint, run, "none"),
-            told(save_checkpoint, run, "run", wait=True, files=files),
+            message_of(save_checkpoint, run, f"run{rank}"),
+            message_of(save_checkpoint, run, "run", step=rank),
+            message_of(save_checkpoint, run, "run", mine),
+            message_of(load_checkpoint, run, "run", mine),
+            message_of(save_checkpoint, run, "run", {"x": object() if rank else 1}),
+            message_of(load_checkpoint, run, "none"),
+            message_of(save_checkpoint, run, "run", wait=True, files=files),
         ]
         assert load_checkpoint(tmp_path / "run", state_of(run, own=own), files=FILES).world_size == 2
         run.module.close()

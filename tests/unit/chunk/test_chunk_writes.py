@@ -247,7 +247,7 @@ def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
 
 
 def test_one_rank_sends_gradients_home_though_it_is_told_to_keep_them() -> None:
-    """`no_sync` is for several ranks. Of a chunk that was sent then, nobody is told that it is complete."""
+    """`no_sync` is for several ranks. A chunk that was sent then counts as complete for nobody."""
     chunk = make_chunk(0)
     flow, _ = make_flow([chunk])
     flow.reducing = False

@@ -252,5 +252,5 @@ def test_what_one_rank_raises_all_raise(size: int) -> None:
 
     found = results(size, work)
     assert found[-1] == ("ValueError: too large", "KeyError: ")
-    told = f"RankError: rank {size - 1} could not fit: "
-    assert found[:-1] == [(told + "too large", told + "KeyError")] * (size - 1)
+    begins = f"RankError: rank {size - 1} could not fit: "
+    assert found[:-1] == [(begins + "too large", begins + "KeyError")] * (size - 1)

@@ -32,6 +32,15 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> float:
     return torch.cat([each.flatten() for each in gradients.values()]).norm().item()
 
 
+def end_right(run: Rank, gradients: dict[str, torch.Tensor]) -> None:
+    """Compares the norm of what has come with that of these gradients, steps, and closes the model."""
+    assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(gradients), rel=1e-5)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    audit(run.module)
+    run.module.close()
+
+
 @pytest.mark.parametrize("homes", HOMES)
 def test_state_dicts_are_whole_on_all_ranks_or_on_the_first(homes: str) -> None:
     expected = model_of().state_dict()
@@ -187,11 +196,7 @@ def test_a_forward_that_raises_on_both_ranks_is_over_and_the_next_step_is_right(
             handle.remove()
             run.optimizer.zero_grad()
         run.optimizer.backward(loss_of(run.module, batch_of(rank, 2)))
-        assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(expected), rel=1e-5)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        audit(run.module)
-        run.module.close()
+        end_right(run, expected)
 
     results(2, work)
 
@@ -210,11 +215,7 @@ def test_a_rank_may_use_fewer_layers_than_the_others() -> None:
             inner.forward = lambda batch: inner[:2](batch)
         loss = run.module(batch_of(rank, 0)).pow(2).mean()
         run.optimizer.backward(loss)
-        assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(expected), rel=1e-5)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        audit(run.module)
-        run.module.close()
+        end_right(run, expected)
 
     results(2, work)
 
