@@ -8,14 +8,17 @@ the driver. What it writes has never been compared with what it writes on a GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch._decomp import global_decomposition_table
+from torch._ops import OpOverload
 
-from elixir.torch_private import tree_leaves, tree_map
+from elixir.torch_private import DispatchKey, tree_leaves, tree_map
 
 _PROCESSORS = {7: 80, 8: 108, 9: 132, 10: 148, 12: 170}
 """Major compute capability -> multiprocessors of V100, A100, H100, B200 and RTX 5090 (NVIDIA's datasheets). A sum over
@@ -85,9 +88,38 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
         replaced[torch.cuda] = {"get_rng_state": _no_state, "set_rng_state": _no_state}
     with ExitStack() as stack:
         stack.callback(is_big_gpu.cache_clear)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("error", message=".*an autograd kernel was not registered")  # it leaves out a gradient
+        stack.enter_context(_composed_on_meta())
         for owner, names in replaced.items():
             stack.enter_context(_replaced(owner, names))
         yield
+
+
+@contextmanager
+def _composed_on_meta() -> Iterator[None]:
+    """Gives operators that PyTorch composes of others their gradients on meta.
+
+    Each of them has a kernel for shapes on meta in Python, which the compiler's dispatcher takes for a whole one: it
+    leaves out the operators of which the other is composed, and with them its gradient.
+    """
+    autograd: Any = DispatchKey.AutogradMeta
+    composed: Any = DispatchKey.CompositeImplicitAutograd
+    changed = [
+        operator
+        for operator in {each: None for table in global_decomposition_table.values() for each in table}
+        if isinstance(operator, OpOverload)
+        and operator.has_kernel_for_dispatch_key(composed)
+        and not any(map(operator.has_kernel_for_dispatch_key, (autograd, DispatchKey.Autograd)))
+    ]
+    try:
+        for operator in changed:
+            operator.py_impl(autograd)(operator.py_kernels.get(composed, composed))
+        yield
+    finally:
+        for operator in changed:
+            del operator.py_kernels[autograd]
+            operator._dispatch_cache.clear()  # noqa: SLF001 - as `py_impl` does
 
 
 @contextmanager

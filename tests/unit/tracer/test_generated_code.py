@@ -126,7 +126,8 @@ def keeping(budget: float) -> tuple[UnitActivations, ...]:
 def driver() -> Any:
     from torch._dynamo.device_interface import CudaInterface
 
-    return CudaInterface.current_device, torch.cuda.get_rng_state, torch.Tensor.copy_, FakeTensor.copy_
+    operators = [dict(each.py_kernels) for each in (torch.ops.aten.where.ScalarOther, torch.ops.aten.std.correction)]
+    return operators, CudaInterface.current_device, torch.cuda.get_rng_state, torch.Tensor.copy_, FakeTensor.copy_
 
 
 def test_for_a_gpu_layers_keep_what_their_budget_says() -> None:
@@ -160,9 +161,24 @@ class Normed(Layer):
         return super().forward(nn.functional.mish(self.norm(x)))
 
 
-def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_same() -> None:
+class Composed(Layer):
+    """Operators that are composed of others, each the only way to a weight."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.biases = nn.ParameterList([torch.ones(256, 16) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        first, second, third = self.biases
+        x = torch.where(x > 0, first, -1.0) * nn.functional.relu6(second) + third.std(-1, keepdim=True)
+        return super().forward(x)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("layer", [Composed, Normed])
+def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_same(layer: type[Layer]) -> None:
     def kept(hardware: str) -> list[int]:
-        found = traced(made_of(Normed), hardware=hardware, rows=256)
+        found = traced(made_of(layer), hardware=hardware, rows=256)
         assert "generates" in found.assumptions[-1], found.assumptions
         return [access.kept_bytes - found.accesses[0].kept_bytes for access in found.accesses[:3]]
 
@@ -247,6 +263,20 @@ def tuned() -> Model:
 )
 def test_layers_that_inductor_cannot_be_asked_for_say_why(make: Any, why: str) -> None:
     assert why in traced(make()).assumptions[-1]
+
+
+class WithoutGradient(Layer):
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        alike: torch.Tensor = torch.ops.elixir_tests.alike(x)
+        return super().forward(x) + alike
+
+
+def test_for_a_gpu_layers_whose_gradient_would_be_left_out_have_no_code() -> None:
+    torch.library.define("elixir_tests::alike", "(Tensor x) -> Tensor")
+    torch.library.register_fake("elixir_tests::alike", torch.empty_like)
+    torch.library.impl("elixir_tests::alike", "cpu", torch.clone)
+    found = traced(made_of(WithoutGradient), hardware="h100")
+    assert "WithoutGradient has no generated code: UserWarning: elixir_tests::alike" in found.assumptions[-1]
 
 
 def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
