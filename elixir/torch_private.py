@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -201,6 +202,38 @@ sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_
 def call_after_backward(function: Callable[[], None]) -> None:
     """Makes autograd call `function` after the running backward, as DDP and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+_run_backward: Any = getattr(torch.autograd, "_engine_run_backward", None)
+_looking: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
+_changing = threading.Lock()
+
+
+def _seen_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    inputs = args[3] if len(args) > 3 else ()
+    for look in tuple(_looking) if inputs else ():
+        look(outputs, inputs)
+    return _run_backward(outputs, *args, **kwargs)
+
+
+@contextmanager
+def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """Calls ``look(outputs, inputs)`` before any thread computes the gradients of some inputs, meanwhile.
+
+    No torch function sees plain tensors, and code may have imported `torch.autograd.grad` under another name.
+    Nothing is seen where PyTorch runs backward by another name.
+    """
+    with _changing:
+        _looking.append(look)
+        if _run_backward is not None:
+            torch.autograd._engine_run_backward = _seen_backward  # type: ignore[assignment, attr-defined]
+    try:
+        yield
+    finally:
+        with _changing:
+            _looking.remove(look)
+            if not _looking and _run_backward is not None:
+                torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
 
 version_counter_kept: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]

@@ -83,6 +83,10 @@ class GradientStages:
             if parameter is not None:
                 self._first.setdefault(parameter, self.now)
 
+    def begins_with(self, parameter: torch.Tensor) -> bool:
+        """Whether the present stage is the first that uses a parameter."""
+        return isinstance(parameter, nn.Parameter) and self._first.get(parameter) == self.now
+
     def forward_over(self) -> None:
         """A micro-batch has run the model's forward."""
         MicroBatch.waits_after_layer()

@@ -24,8 +24,10 @@ import torch
 
 from elixir.access.own_checkpoint import without_checkpoint
 from elixir.access.recomputation import with_own_caches
+from elixir.torch_private import seeing_asked_gradients
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes
+from elixir.wrapper.one_pass.asked_gradients import refuse_incomplete
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
 from elixir.wrapper.one_pass.micro_batch import GLUE, TAIL, MicroBatch
 from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
@@ -146,6 +148,7 @@ class OnePass:
             for number, layer in enumerate(self._layers):
                 layer._compiled_call_impl = partial(self._called, number, before[number] or layer._call_impl)
             with ExitStack() as stack:
+                stack.enter_context(seeing_asked_gradients(self._asked))
                 for module in inside:
                     stack.enter_context(without_checkpoint(module))
                 yield
@@ -181,6 +184,12 @@ class OnePass:
     def _used(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
         MicroBatch.waits_after_layer()
         self._stages.use(parameters)
+
+    def _asked(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """User code asks for gradients, on some thread."""
+        here = MicroBatch.here()
+        if any(course.call is here for course in self._courses):
+            refuse_incomplete(outputs, inputs, self._stages.begins_with)
 
     # --- called on the thread of the pass -----------------------------------------------------------------------
 

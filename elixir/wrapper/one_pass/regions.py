@@ -35,11 +35,12 @@ class Slot:
         glue: number of the glue that reads the leaf first, or that has made it.
     """
 
-    __slots__ = ("__weakref__", "glue", "gradient")
+    __slots__ = ("__weakref__", "glue", "gradient", "made")
 
     def __init__(self, glue: int) -> None:
         self.gradient: torch.Tensor | None = None
         self.glue = glue
+        self.made = sequence_number()
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds what one use of the leaf gives, as autograd would.
@@ -103,6 +104,13 @@ class _Caught(torch.autograd.Function):
         if gradient is not None:
             ctx.slot.add(gradient)
         return None, None
+
+
+def leaf_of(node: Any) -> tuple[torch.Tensor | None, Slot | None]:
+    """The leaf at which a node of autograd ends a graph, and the slot that gets its gradient; None for other nodes."""
+    variable = getattr(node, "variable", None)
+    slot = getattr(node, "slot", None) if variable is None else Slot.of(variable)
+    return variable, slot if isinstance(slot, Slot) else None
 
 
 class _Begin(torch.autograd.Function):
@@ -209,15 +217,14 @@ class Trail:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
-            slot = getattr(node, "slot", None) if variable is None else Slot.of(variable)
-            if isinstance(slot, Slot):
+            variable, slot = leaf_of(node)
+            if slot is not None:
                 newest_leaf = max(newest_leaf, slot.glue)
             if variable is not None:
                 continue
             while oldest and node._sequence_nr() < self._marks[oldest]:
                 oldest -= 1
-            if isinstance(slot, Slot):
+            if slot is not None:
                 continue
             todo += [following for following, _ in node.next_functions]
         if newest_leaf > oldest:

@@ -123,6 +123,14 @@ def autograd() -> None:
     with torch.no_grad(), private.version_counter_kept(weight):
         weight.add_(1)
     assert weight._version == version
+    asked: list[Any] = []
+    with private.seeing_asked_gradients(lambda outputs, inputs: asked.append((outputs, inputs))):
+        loss = (weight * 2).sum()
+        loss.backward(retain_graph=True)
+        torch.autograd.backward(loss, inputs=[weight], retain_graph=True)
+        torch.autograd.grad(loss, weight)
+    torch.autograd.grad((weight * 2).sum(), weight)
+    assert [(outputs[0] is loss, inputs[0] is weight) for outputs, inputs in asked] == [(True, True)] * 2
 
 
 def tensors() -> None:

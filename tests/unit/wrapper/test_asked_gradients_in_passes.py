@@ -1,0 +1,81 @@
+"""Gradients that code asks for inside of a pass, whose graphs end at layers: as in a loop, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from tests.common.one_pass import LossFn, Stack, in_passes, plainly, plan_for, vectors
+
+WHOLE, CUT = ("last.weight", "hidden", "out"), ("x", "first.weight", "tied.weight", "layers.1.weight", "entered")
+
+
+class Asked(Stack):
+    """Returns what it has computed before, between and after its layers; a weight is read before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 8) for _ in range(3)])
+        self.tied = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        entered = hidden = self.first(self.tied(x))
+        for layer in self.layers:
+            hidden = torch.tanh(self.run(layer, hidden))
+        out = self.tied(hidden)
+        return {"entered": entered, "hidden": hidden, "out": out, "loss": self.last(out).square().mean()}
+
+
+def make() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Asked().train()
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(batch["x"])["loss"]
+    return loss
+
+
+def asking(of: str, how: str, found: list[torch.Tensor]) -> LossFn:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        made = model(x)
+        item = made.get(of) if of in made else x if of == "x" else model.get_parameter(of)
+        if how == "inputs":
+            torch.autograd.backward(made["loss"], inputs=[item], retain_graph=True)
+        else:
+            options = {"allow_unused": True} if how == "allow_unused" else {"materialize_grads": True}
+            found.extend(torch.autograd.grad(made["loss"], item, retain_graph=True, **options))
+        return made["loss"]  # type: ignore[no-any-return]
+
+    return loss
+
+
+@pytest.mark.parametrize(("how", "home"), [("allow_unused", "cpu"), ("materialize_grads", "cuda")])
+@pytest.mark.parametrize("of", [*WHOLE, *CUT])
+def test_gradients_are_whole_or_refused(of: str, how: str, home: str) -> None:
+    steps, found = vectors(2, steps=1), list[torch.Tensor]()
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2, home=home)
+    if of in CUT:
+        with pytest.raises(InputError, match="gradient that goes through layers.*pass_size=1"):
+            in_passes(make, steps, plan, asking(of, how, found))
+        return
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    ours = in_passes(make, steps, plan, asking(of, how, found))
+    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
+    plain = list[torch.Tensor]()
+    assert ours.same_as(plainly(make, steps, asking(of, how, plain)))
+    assert len(found) == len(plain) == 2
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("of", ["x", "layers.1.weight", "entered"])
+def test_a_backward_to_some_tensors_that_layers_cut_off_is_refused(of: str) -> None:
+    steps = vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2, home="cuda")
+    with pytest.raises(InputError, match=r"backward\(inputs=\).*pass_size=1"):
+        in_passes(make, steps, plan, asking(of, "inputs", []))
