@@ -15,6 +15,8 @@ def audit(module: ElixirModule) -> None:
     States of a chunk are counted once all of its segments have some; those that a class makes later are not.
     """
     engine = engine_of(module)
+    for ticket in [each for chunk in engine.chunks for each in chunk.home_uses.to_write()]:
+        ticket.synchronize()  # updates, in which states are made and then counted
     found: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
     open_states = set[str]()
     for chunk in engine.chunks:
