@@ -60,6 +60,10 @@ _ONLY_SOME = (
     "swapped_activations",
 )
 """Parts of host memory that a plan names only if it needs them."""
+_SUMMED = 4
+"""Of the tables of host bytes, those of which all chunks count; of the others, which follow, chunks share buffers."""
+_BUFFERS: Ints = np.array([[PASSAGE_BUFFERS], [WINDOW_CHUNKS], [FILE_BUFFERS], [STAGING_BUFFERS]], dtype=np.int64)
+"""Buffers at most, each for the largest amount: of what passes, of the windows, of what is staged."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
 
@@ -109,8 +113,7 @@ class DeviceNeed(NamedTuple):
     @property
     def rest_bytes(self) -> Ints:
         """The peak."""
-        peak = np.take_along_axis(self.live, self.at[:, None], axis=1)[:, 0].astype(np.int64)
-        found: Ints = peak + self.constant + self.grad_block_bytes
+        found: Ints = self.live.max(axis=1).astype(np.int64) + self.constant + self.grad_block_bytes
         return found
 
 
@@ -142,6 +145,8 @@ class MemoryModel:
         self.transient[facts.first_backward_stretch : -1] = facts.largest_grad_bytes
         self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
         self.outsized: Bools = np.array([chunk.outsized for chunk in chunks], dtype=bool)
+        self._any_outsized = bool(self.outsized.any())
+        self._ids: Ints = np.arange(len(chunks))
         self._low_precision: Bools = np.array([chunk.low_precision for chunk in chunks], dtype=bool)
         self.gets_gradients: Bools = np.array([chunk.grad_stretches is not None for chunk in chunks], dtype=bool)
         self._bytes: Ints = np.array([chunk.bytes for chunk in chunks], dtype=np.int64)
@@ -160,7 +165,7 @@ class MemoryModel:
         self.second_set_bytes: Ints = np.array(second, dtype=np.int64)
         """Bytes of new states that one rank keeps next to the old ones for early updates, by chunk."""
         parameters = facts.trace.parameters
-        held = [each.numel * dtype_bytes(each.dtype) for each in parameters]
+        held = [] if self.trainable.all() else [each.numel * dtype_bytes(each.dtype) for each in parameters]
         self.file_bytes = [0 if chunk.trainable else chunk.held_bytes(held, ranks) for chunk in work.packing.chunks]
         """Bytes that a load of one rank reads if the weights are in files, by chunk."""
         frozen = self.shard_bytes * ~self.trainable * (setting.frozen_weights != "files")
@@ -205,15 +210,27 @@ class MemoryModel:
             "weights": HOSTED * self.shard_bytes[:, None],
             "optimizer_states": self.host_states,
             "gradients": grads,
-            # Gradients that are added to those of the batch before pass through buffers.
+            "new_states": EARLY * self.second_set_bytes[:, None],
+            # In buffers, see `_BUFFERS`: gradients that are added to those of the batch before ...
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
             "file_window": IN_FILES * self.shard_bytes[:, None],
-            "new_states": EARLY * self.second_set_bytes[:, None],
-            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.staged_numel)[:, None],
-            # New weights, rounded by the host, return to the device through buffers.
+            # ... and new weights, rounded by the host, that return to the device.
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
+            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.staged_numel)[:, None],
         }
+
+    @cached_property
+    def _host_table(self) -> Ints:
+        """All of `_host_tables`, [name, number of the chunk and of the home]: one look takes one index."""
+        found: Ints = np.array(list(self._host_tables.values()), dtype=np.int64)
+        return found.reshape(len(found), -1)
+
+    @cached_property
+    def _gathering(self) -> Bools:
+        """Whether gradients are put together in a block: to leave for the host, or to be reduced over ranks."""
+        found: Bools = self.gets_gradients[:, None] & (~STATES | (self.setting.world_size > 1))
+        return found
 
     @cached_property
     def link_bytes(self) -> tuple[Ints, Ints]:
@@ -266,18 +283,26 @@ class MemoryModel:
             codes: the placements.
             some: chunks that the columns of `codes` stand for; all by default.
         """
-        chunks = np.arange(codes.shape[1]) if some is None else some
-        found = {name: table[chunks, codes] for name, table in self._host_tables.items()}
-        parts = {name: found[name].sum(axis=1) for name in ("weights", "optimizer_states", "gradients")}
-        parts["gradients"] = parts["gradients"] + _buffers(found["passing"], PASSAGE_BUFFERS)
-        parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
-        parts["file_window"] = _buffers(found["file_window"], FILE_BUFFERS)
-        parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
-        parts["new_states"] = found["new_states"].sum(axis=1)
-        parts["matrix_staging"] = stages(self.setting.shards) * found["matrix_staging"].max(axis=1, initial=0)
+        chunks = self._ids if some is None else some
+        found = self._host_table[:, chunks * len(HOMES) + codes]
+        summed, buffered = found[:_SUMMED].sum(axis=2), found[_SUMMED:]
+        counts = np.count_nonzero(buffered[:-1], axis=2)
+        largest = buffered.max(axis=2, initial=0)
+        passing, state_window, file_window, staging = largest[:-1] * np.minimum(counts, _BUFFERS)
+        weights, states, gradients, new_states = summed
         trace = self.work.facts.trace
-        parts["activations"] = np.full(len(codes), trace.host_peak_bytes, dtype=np.int64)
-        parts["swapped_activations"] = np.full(len(codes), trace.step.swap_bytes, dtype=np.int64)
+        parts = {
+            "weights": weights,
+            "optimizer_states": states,
+            "gradients": gradients + passing,
+            "state_window": state_window,
+            "file_window": file_window,
+            "staging": staging,
+            "new_states": new_states,
+            "matrix_staging": stages(self.setting.shards) * largest[-1],
+            "activations": np.full(len(codes), trace.host_peak_bytes, dtype=np.int64),
+            "swapped_activations": np.full(len(codes), trace.step.swap_bytes, dtype=np.int64),
+        }
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:
@@ -301,7 +326,9 @@ class MemoryModel:
         chunks: Ints | slice = slice(None) if some is None else some
         on_device = STATES[codes] & self.trainable[chunks]
         stepped = on_device.astype(np.float64)
-        flying: Bools = np.any(self._gathering(codes, chunks), axis=1)
+        ids = self._ids if some is None else some
+        gathering = self._gathering[ids, codes]
+        flying: Bools = np.any(gathering, axis=1)
         if self.setting.accumulation > 1:
             flying = flying | np.any(on_device, axis=1)
         used = np.flatnonzero(on_device.any(axis=0))  # often few, and curves are long
@@ -312,8 +339,7 @@ class MemoryModel:
         temporary = (stepped * self.temporaries[chunks]).max(axis=1, initial=0.0)
         live = over.base + gradients + np.where(flying[:, None], over.transient, 0.0)
         live[:, -1] += temporary
-        grad_blocks, alone = self.grad_blocks(codes, some)
-        ids = np.arange(codes.shape[1]) if some is None else some
+        grad_blocks, alone = self._grad_blocks(gathering, chunks)
         return DeviceNeed(
             constant=self._device[ids, codes].sum(axis=1),
             at=np.argmax(live, axis=1),
@@ -327,35 +353,35 @@ class MemoryModel:
 
     def grad_blocks(self, codes: Codes, some: Ints | None = None) -> tuple[Ints, Ints]:
         """Gradient blocks by placement, and the bytes of an outsized gradient that exists next to another."""
-        setting, chunks = self.setting, slice(None) if some is None else some
-        rows = self._gathering(codes, chunks)
+        ids, chunks = (self._ids, slice(None)) if some is None else (some, some)
+        return self._grad_blocks(self._gathering[ids, codes], chunks)
+
+    def _grad_blocks(self, gathering: Bools, chunks: Ints | slice) -> tuple[Ints, Ints]:
+        setting, count = self.setting, len(gathering)
         if setting.world_size > 1:
-            rows = rows[:1]  # all gradients are gathered, whatever the homes
-        pooled = rows & ~self.outsized[chunks]
-        opened = (pooled.astype(np.float32) @ self.filling[chunks]).max(axis=1, initial=0.0).astype(np.int64)
+            gathering = gathering[:1]  # all gradients are gathered, whatever the homes
+        pooled = (gathering & ~self.outsized[chunks]).astype(np.float32)
+        opened = (pooled @ self.filling[chunks]).max(axis=1, initial=0.0)
         # Those open at once, and with overlap one that leaves next to them: more are needed only on a link that lags.
-        found = np.minimum(opened + setting.overlap, pooled.sum(axis=1))
+        found: Ints = np.minimum(opened + setting.overlap, pooled.sum(axis=1)).astype(np.int64)
+        alone: Ints = np.zeros(len(gathering), dtype=np.int64)
         # An outsized gradient needs no block, but a second may arrive while it leaves.
-        several = setting.overlap or setting.world_size > 1
-        alone = np.where(rows & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0) * several
-        return np.broadcast_to(found, len(codes)), np.broadcast_to(alone, len(codes))
+        if self._any_outsized and (setting.overlap or setting.world_size > 1):
+            alone = np.where(gathering & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0)
+        if len(gathering) < count:
+            return np.broadcast_to(found, count), np.broadcast_to(alone, count)
+        return found, alone
 
     def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
         """Bytes that outsized gradients take at once."""
         sizes = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
         return max(sizes, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
 
-    def _gathering(self, codes: Codes, chunks: Ints | slice) -> Bools:
-        """Flags of chunks whose gradients are put together in a block: to leave for the host, or to be reduced over
-        ranks."""
-        found: Bools = self.gets_gradients[chunks] & (~STATES[codes] | (self.setting.world_size > 1))
-        return found
-
     def need(self, placement: Placement, blocks: int) -> MemoryNeed:
         """Peaks of a placement with `blocks` rCache blocks."""
         codes = placement.codes
         device = self.device(codes[None])
-        disk = int(self._host_tables["state_window"][np.arange(len(codes)), codes].sum())
+        disk = int(self._host_tables["state_window"][self._ids, codes].sum())
         return MemoryNeed(
             int(device.rest_bytes[0]) + blocks * self.work.packing.block_bytes,
             self.host_parts(placement),
@@ -365,7 +391,7 @@ class MemoryModel:
         )
 
     def _device_parts(self, codes: Codes, blocks: int) -> dict[str, int]:
-        work, ids = self.work, np.arange(len(codes))
+        work, ids = self.work, self._ids
         device = self.device(codes[None], all_stretches=True)
         stretch, weights = int(device.at[0]), self.device_weights[ids, codes]
         resident = int(weights[RESIDENT[codes]].sum())
@@ -440,12 +466,6 @@ class MemoryModel:
         first, last = stretches[:, :1], stretches[:, 1:]
         opening = np.unique(first[self.gets_gradients & ~self.outsized])
         return ((first <= opening) & (opening <= last) & ~self.outsized[:, None]).astype(np.float32)
-
-
-def _buffers(amounts: Ints, most: int) -> Ints:
-    """Bytes, by row, of as many buffers for the largest amount as there are amounts, at most `most`."""
-    found: Ints = amounts.max(axis=1, initial=0) * np.minimum((amounts > 0).sum(axis=1), most)
-    return found
 
 
 def _above_all_later(heights: Ints) -> Bools:

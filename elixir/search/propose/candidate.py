@@ -105,7 +105,9 @@ class _Thrift:
         self._candidate = candidate  # which keeps no `_Thrift`: a circle would wait for the collection of garbage
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Thrift) and self._candidate.thrift == other._candidate.thrift
+        if not isinstance(other, _Thrift):
+            return False
+        return self._candidate is other._candidate or self._candidate.thrift == other._candidate.thrift
 
     def __lt__(self, other: _Thrift) -> bool:
         return self._candidate.thrift < other._candidate.thrift

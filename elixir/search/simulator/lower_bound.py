@@ -165,7 +165,7 @@ class LowerBound:
 def _loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
     """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
     needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
-    sums = np.concatenate((np.zeros((len(needed), 1)), np.cumsum(needed, axis=1)), axis=1)
-    kept = np.minimum(blocks, needed.shape[1])
-    found: Floats = np.take_along_axis(sums, (needed.shape[1] - kept)[:, None], axis=1)[:, 0]
+    left = needed.shape[1] - np.minimum(blocks, needed.shape[1])
+    sums = np.cumsum(needed, axis=1)
+    found: Floats = np.where(left > 0, sums[np.arange(len(sums)), left - 1], 0.0) if sums.shape[1] else 0.0 * left
     return found
