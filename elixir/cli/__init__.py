@@ -117,9 +117,14 @@ def _parsed(words: list[str]) -> Namespace | None:
 
 
 def _run(args: Namespace, *, for_good: bool) -> int:
-    from elixir.cli import output
+    import contextlib
 
-    with output.results_apart(for_good=for_good):
+    from elixir.cli import output
+    from elixir.garbage import garbage_collection_paused
+
+    # A command imports and traces for most of its time, and ends; only one that trains makes garbage that matters.
+    paused = contextlib.nullcontext() if args.command == "try" else garbage_collection_paused()
+    with output.results_apart(for_good=for_good), paused:
         from elixir.cli import checkpoints, commands, hardware, try_model, whatif
 
         name = f"run_{args.command}"
