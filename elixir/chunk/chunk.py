@@ -278,6 +278,11 @@ class Chunk:
             for slot in self.slots:
                 slot.parameter.data = slot.placeholder
 
+    def drop_memory(self) -> None:
+        """Lets go of weights, masters and gathered weights; nothing can use the chunk afterwards."""
+        self.shard = self.whole = self.masters = self.memory = self.marked = self.gathered = self._lent = None
+        self.filed = self.stored = None
+
     def wants(self, slot: Slot) -> bool:
         """Whether this rank keeps any element of a parameter."""
         return self.whole is not None or slot.name in self.held

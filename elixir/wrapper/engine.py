@@ -246,6 +246,15 @@ class Engine:
         for name in ("cache", "uses", "gradients", "arrivals"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
 
+    def drop_memory(self) -> None:
+        """Frees everything, once the model has its weights back: the program may keep the wrapper and its optimizer."""
+        self.release_memory()
+        for stepper in self.steppers:
+            stepper.drop_states()
+        for chunk in self.chunks:
+            chunk.drop_memory()
+        give_back_freed()
+
     def change_plan(self, plan: Plan, build: Build) -> None:
         """Replaces this plan by another."""
         self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
@@ -270,23 +279,23 @@ class Engine:
         """Whether a chunk is ordinary: weights, gradients and states all on the device of one rank."""
         return chunk.plan.resident and chunk.plan.state_home == "device" and self.group.size == 1
 
-    def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
-        """The gathered weights of a chunk on the device; with `precise`, its masters if it has any."""
+    def whole(self, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
+        """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
         if chunk.gathered is not None:
             return chunk.gathered
-        found = self.precise(chunk)[0] if precise else self.gathered(chunk)
+        found = self.precise(chunk, copy)[0] if precise else self.gathered(chunk, copy=copy)
         return chunk.with_moved(found) if self.is_ordinary(chunk) else found
 
-    def precise(self, chunk: Chunk) -> tuple[torch.Tensor, ElixirError | None]:
+    def precise(self, chunk: Chunk, copy: bool = True) -> tuple[torch.Tensor, ElixirError | None]:
         """The gathered weights of a chunk in the precision of its masters. If this rank's disk cannot read them, the
         weights in memory and the error."""
         if not self.has_wide_masters(chunk):
-            return self.gathered(chunk), None
+            return self.gathered(chunk, copy=copy), None
         found: torch.Tensor | None = None
         try:
             with chunk.at_hand():
                 chunk.follow_writes()
-                found = self.gathered(chunk, chunk.masters)
+                found = self.gathered(chunk, chunk.masters, copy)
         except (DiskError, NoMemoryError) as error:
             if found is None:  # otherwise all ranks have gathered, and only the write back has failed
                 logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
@@ -298,12 +307,15 @@ class Engine:
         """Whether the masters of a chunk have more bits than its weights."""
         return chunk.masters is not None and chunk.masters.dtype != chunk.dtype
 
-    def gathered(self, chunk: Chunk, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks."""
+    def gathered(self, chunk: Chunk, shard: torch.Tensor | None = None, copy: bool = True) -> torch.Tensor:
+        """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks. Without `copy` a rank
+        that has all of them in memory gives what it has, on the host too: to be read, before the next step."""
         if shard is None:
             if chunk.whole is not None:
                 return chunk.whole
             shard = chunk.shard_weights
+        if not copy and chunk.on_one_rank and chunk.stored is None:
+            return shard
         whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self.device)
         mine = shard.to(self.device)
         # This thread reads `whole` next, which the network writes.
@@ -324,6 +336,11 @@ class Engine:
         """Whether this rank has gradients that no step or `zero_grad` has cleared."""
         ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)
         return self.gradients.any_held() or any(parameter.grad is not None for parameter in ordinary)
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises `InputError` after `close`, and while one of the model's modules, or backward, runs on this thread."""
+        self.phase.refuse_closed()
+        self.uses.refuse_inside(what)
 
     # --- forward and backward ----------------------------------------------------------------------------------
 
@@ -360,7 +377,9 @@ class Engine:
 
     def backward_runs(self) -> None:
         """Notes that backward runs; the first call makes autograd report its end."""
-        if not (self.phase.in_backward or self.phase.closed):
+        if self.phase.closed:
+            return
+        if not self.phase.in_backward:
             self.phase.to(Phase.BACKWARD)
             self.unstepped = list(self.steppers)
             if self.group.size > 1:
@@ -414,7 +433,8 @@ class Engine:
         self.gradients.hold_until(running.is_done)
 
     def refuse_in_pass(self, what: str) -> None:
-        """Raises `InputError` in a pass of several micro-batches, whose gradients have not all come."""
+        """Raises `InputError` after `close`, and in a pass of several micro-batches, whose gradients come later."""
+        self.phase.refuse_closed()
         if self._pass is not None:
             raise InputError(
                 f"{what} inside of accumulate(), whose micro-batches get most gradients after step_fn; call it "

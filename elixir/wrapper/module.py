@@ -302,7 +302,7 @@ class ElixirModule(nn.Module):
         """
         engine = self._engine
         engine.refuse_unusable()
-        engine.uses.refuse_inside("rehome()")
+        engine.refuse_inside("rehome()")
         if engine.uses.gathered or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # Runs on the network's lane, after its pending work, which is the same on all ranks. This thread waits for all
@@ -376,6 +376,9 @@ class ElixirModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those at the home of the states too, or sets them to zero."""
         engine = self._engine
+        if engine.phase.closed:  # the gradients are those of an ordinary model
+            super().zero_grad(set_to_none)
+            return
         engine.refuse_in_pass("zero_grad()")
         engine.forget_failed_backward()
         engine.unstepped.clear()
@@ -508,11 +511,12 @@ class ElixirModule(nn.Module):
         if engine.phase.closed:
             return
         if engine.has_plan:
-            engine.uses.refuse_inside("close()")
+            engine.refuse_inside("close()")
             if engine.uses.gathered:
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
         with contextlib.ExitStack() as ends:  # all of these run, whatever fails
+            ends.callback(engine.drop_memory)
             ends.callback(self._put_back)
             ends.callback(self._fused.remove)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))

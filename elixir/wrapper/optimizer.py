@@ -162,7 +162,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)
         engine = self._engine
-        engine.uses.refuse_inside("state_dict() of an optimizer")
+        engine.refuse_inside("state_dict() of an optimizer")
         engine.settle_together("state_dict() of an optimizer")
         give_back_freed()  # of the last step
         wanted = not rank0_only or engine.group.rank == 0
@@ -194,7 +194,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def _load(self, state_dict: Any, what: str) -> None:
-        self._engine.uses.refuse_inside(what)
+        self._engine.refuse_inside(what)
         self._engine.settle_together(what)
         with torch.no_grad():
             load_whole_states(self._engine, self._stepper, self.param_groups, state_dict)
@@ -227,6 +227,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() "
                 "after backward, and for a copy only"
             )
+        self._engine.phase.refuse_closed()
         refuse_compiled_around(self._engine)
         MicroBatch.begins_backward()
         scale = self._engine.loss_scale
@@ -286,7 +287,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 chunks.
         """
         self._has_used_gradients()
-        if len(self._engine.steppers) == 1:
+        if len(self._engine.steppers) == 1 or self._engine.phase.closed:
             self.module.zero_grad(set_to_none)
             return
         if not set_to_none:

@@ -157,7 +157,7 @@ class TrainingStates:
             engine.refuse_unusable()
             if self.optimizers:  # without optimizers only weights are read, which any failure allows
                 engine.errors.report(Call.ONE_STEP)
-        engine.uses.refuse_inside(what)
+        engine.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
         if engine.unstepped:

@@ -39,6 +39,9 @@ class AnyStepper(Protocol):
     def take_states(self) -> None:
         """Loads the states that were given up, under the engine's current plan."""
 
+    def drop_states(self) -> None:
+        """Frees the states, after the run."""
+
     def gradients_scaled(self, by: float) -> None:
         """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
 

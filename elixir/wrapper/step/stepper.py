@@ -112,6 +112,10 @@ class Stepper:
         self.early.discard()
         self.shards.leave()
 
+    def drop_states(self) -> None:
+        """See `AnyStepper`."""
+        self.shards.forget()
+
     def take_states(self) -> None:
         """Loads the states that were given up, under the engine's current plan."""
         self.shards.arrive()
@@ -292,7 +296,7 @@ class Stepper:
             for change, group in zip(changes, options, strict=True)
         ):
             return
-        engine.uses.refuse_inside(f"{method}() of an optimizer")
+        engine.refuse_inside(f"{method}() of an optimizer")
         if engine.uses.gathered:
             raise InputError(f"{method}() of an optimizer is for outside of gathered(); leave it first")
         engine.settle_together(f"{method}() of an optimizer")

@@ -26,8 +26,8 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         wanted: the parameters to show.
         write: whether writes become the weights, unless an exception ends the context.
     """
+    engine.refuse_inside("gathered()")
     uses, parameters = engine.uses, _of_model(engine, wanted)
-    uses.refuse_inside("gathered()")
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
     before = dict(uses.gathered)

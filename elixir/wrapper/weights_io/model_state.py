@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk
+from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
@@ -176,15 +176,7 @@ class ModelState:
                 del destination[key]
                 continue
             if parameter not in self._given:
-                filed = chunk.filed  # not gathered: values in files are mapped, and may be more than memory holds
-                part = filed.mapped(slot.name) if filed else slot.part_of(self._whole_of(chunk)).detach()
-                own = self._full is None or part.itemsize == 1  # float8 has no wider type in torch's table
-                wide = part.dtype if own else torch.promote_types(part.dtype, torch.float32)
-                dtype = cast_dtype(parameter, self._dtype or wide)
-                if self._full is False:
-                    self._given[parameter] = torch.empty(0, device="cpu")
-                else:
-                    self._given[parameter] = part.to("cpu", dtype) if filed else separate_copy(part, dtype)
+                self._given[parameter] = self._value(parameter, chunk, slot)
             destination[key] = self._given[parameter]
         for name, buffer in module._buffers.items():
             if buffer is None or not isinstance(value := destination.get(prefix + name), torch.Tensor):
@@ -195,11 +187,22 @@ class ModelState:
                 value = value.detach().to("cpu", copy=True)  # the model goes on changing its own
             destination[prefix + name] = value
 
+    def _value(self, parameter: nn.Parameter, chunk: Chunk, slot: Slot) -> torch.Tensor:
+        filed = chunk.filed  # not gathered: values in files are mapped, and may be more than memory holds
+        part = filed.mapped(slot.name) if filed else slot.part_of(self._whole_of(chunk)).detach()
+        own = self._full is None or part.itemsize == 1  # float8 has no wider type in torch's table
+        dtype = cast_dtype(
+            parameter, self._dtype or (part.dtype if own else torch.promote_types(part.dtype, torch.float32))
+        )
+        if self._full is False:
+            return torch.empty(0, device="cpu")
+        return part.to("cpu", dtype) if filed else separate_copy(part, dtype)
+
     def _whole_of(self, chunk: Chunk) -> torch.Tensor:
         if self._gathered is None or self._gathered[0] != chunk.index:
             self._gathered = None  # frees the last one before the next is gathered
             give_back_freed()  # it stays in the heap, where one of another size may not fit
-            self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None))
+            self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None, copy=False))
         return self._gathered[1]
 
     def _take(
@@ -215,7 +218,7 @@ class ModelState:
         if not own:
             original(state, prefix, *rest)
             return
-        self._uses.refuse_inside("load_state_dict()")
+        self._engine.refuse_inside("load_state_dict()")
         if rest and isinstance(rest[0], dict) and rest[0].get("assign_to_params_buffers"):
             raise InputError("assign=True would give the parameters other memory; leave it out")
         self._engine.settle_quietly()

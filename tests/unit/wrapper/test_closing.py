@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -99,6 +101,43 @@ def test_a_model_from_meta_has_values_on_the_host() -> None:
     assert_plain(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     torch.testing.assert_close(model(it.inp["input"]).isfinite().all(), torch.tensor(True))
+
+
+def _bytes_in_tensors() -> int:
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, nn.Parameter) and each.device.type != "meta":
+            with contextlib.suppress(RuntimeError):  # those of other tests may be fake
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_its_memory_is_free_though_the_wrapper_and_its_optimizer_stay(mode: str) -> None:
+    it = case("gpt2")
+    numel = sum(each.numel() for each in it.model.parameters())
+    model = copy.deepcopy(it.model)
+    module = ElixirModule(model, make_plan(it, mode))
+    optimizer = ElixirOptimizer(module, adamw(model))
+    it.loss(module, it.inp).backward()
+    optimizer.step()
+    it.loss(module, it.inp).backward()  # gradients, too
+    held = _bytes_in_tensors()
+    module.close()
+    optimizer.zero_grad()
+    freed = held - _bytes_in_tensors()
+    assert freed > 0.9 * 12 * numel  # two moments and a gradient, in float32
+    for call in (
+        optimizer.state_dict,
+        lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: optimizer.backward(torch.ones(())),
+    ):
+        with pytest.raises(InputError, match="closed"):
+            call()  # type: ignore[operator]
+    it.loss(model, it.inp).backward()
+    optimizer.zero_grad()
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_it_is_for_outside_of_everything() -> None:
