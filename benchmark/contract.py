@@ -1,11 +1,12 @@
 """Whole runs, from load to resume, whose processes may take the memory that was predicted and no more.
 
-    python benchmark/contract.py [--runs 300] [--first 0] [--every 1] [--limited] [--alone] [--seconds 3600] [--no-record]
+    python benchmark/contract.py [--runs 300] [--first 0] [--every 1] [--limited] [--seconds 3600] [--no-record]
 
 A run is drawn from its number: model, dtype, moments, accumulation, budgets (so homes), ranks, framework, phase. Each
 rank is a process. It loads a model, plans and wraps it, trains, saves a checkpoint (without a framework while it
-trains), goes through the phase (evaluation, generation, an export, a resume, other homes), and trains again. Compared is
-the peak of its resident memory (``VmHWM``) with what wrapping expected.
+trains), goes through the phase (evaluation, generation, an export, a resume, other homes), and trains again. Compared
+with what wrapping expected is the peak of the pages that are its own, looked at every 2 ms; pages of files, such as
+libraries and a mapped checkpoint, the kernel drops. The row has the peak of both together (``VmHWM``), too.
 
 ``--limited`` puts the ranks of a run into a memory control group, where one can be made. When the model is wrapped, the
 group gets 3 % less than what is expected; wrapping must refuse that, and name the room that suffices. With that room,
@@ -13,8 +14,7 @@ which is less than 2 % more than expected, the run must end well. If it does not
 A group also counts page tables and pages of files that it has written, which are in no prediction.
 
 Ranks are forked from a process that has imported what they need (`benchmark.contract_lives`), which saves most of a
-run's seconds; ``--alone`` starts each by itself, to compare. The device is a CPU, whose memory is the host's, so a
-process has both. Appends a row for each run to ``results/contract.csv``; fails where a bar is missed.
+run's seconds. The device is a CPU, whose memory is the host's, so a process has both. Appends a row for each run to ``results/contract.csv``; fails where a bar is missed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark.common import Row, append_rows, conditions
-from benchmark.contract_lives import FRAMEWORKS, PHASES, Case, answer_of
+from benchmark.contract_lives import FRAMEWORKS, PHASES, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -96,45 +96,33 @@ class Group:
 
 
 class Runs:
-    """Runs cases, each rank in a process.
+    """Runs cases, each rank in a process."""
 
-    Args:
-        alone: start each process by itself.
-    """
-
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self) -> None:
         self._parents: dict[str, subprocess.Popen[str]] = {}
 
     def __call__(self, case: Case, group: Path | None = None, share: float = 1.0) -> list[dict[str, Any]]:
         """The answer of each rank."""
+        parent = self._parents.get(case.framework)
+        if parent is None or parent.poll() is not None:
+            parent = self._parents[case.framework] = _started(case.framework)
+        if parent.stdin is None or parent.stdout is None:
+            raise ValueError("the parent of the ranks was started without pipes")
         with tempfile.TemporaryDirectory() as folder:
             asked = {"case": asdict(case), "folder": folder, "share": share, "port": free_port()}
             asked["group"] = str(group) if group is not None else ""
-            return self._apart(case, asked) if self._alone else self._forked(case, asked)
-
-    def _forked(self, case: Case, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        parent = self._parents.get(case.framework)
-        if parent is None or parent.poll() is not None:
-            parent = self._parents[case.framework] = _started(case.framework, stdin=subprocess.PIPE)
-        if parent.stdin is None or parent.stdout is None:
-            raise ValueError("the parent of the ranks was started without pipes")
-        parent.stdin.write(json.dumps(asked) + "\n")
-        parent.stdin.flush()
-        return list(json.loads(parent.stdout.readline()))
-
-    def _apart(self, case: Case, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        ranks = [_started("--alone", json.dumps(asked | {"rank": rank})) for rank in range(case.ranks)]
-        return [answer_of(Path(asked["folder"]), rank, process.wait()) for rank, process in enumerate(ranks)]
+            parent.stdin.write(json.dumps(asked) + "\n")
+            parent.stdin.flush()
+            return list(json.loads(parent.stdout.readline()))
 
 
-def _started(*words: str, **pipes: Any) -> subprocess.Popen[str]:
+def _started(framework: str) -> subprocess.Popen[str]:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    command = [sys.executable, str(ROOT / "benchmark" / "contract_lives.py"), *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **pipes)
+    command = [sys.executable, str(ROOT / "benchmark" / "contract_lives.py"), framework]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def free_port() -> int:
@@ -149,14 +137,18 @@ def free_port() -> int:
 
 def row_of(case: Case, answers: list[dict[str, Any]], before: Row) -> Row:
     """A run as a row of results: the rank that is furthest from its prediction."""
-    names = ("predicted_bytes", "peak_bytes", "error_percent", "reported_bytes", "said")
+    names = ("predicted_bytes", "peak_bytes", "own_peak_bytes", "error_percent", "error_of_all_percent", "said")
     row = {**before, **asdict(case), **dict.fromkeys(names, "")}
     measured = [answer for answer in answers if "peak" in answer]
     if len(measured) < case.ranks:
         return row | {"said": next(str(each)[:300] for each in answers if "peak" not in each)}
-    worst = max(measured, key=lambda each: abs(each["peak"] / each["expected"] - 1))
-    error = round(100 * (worst["peak"] / worst["expected"] - 1), 2)
-    figures = (worst["expected"], worst["peak"], error, worst["reported"], "")
+
+    def error(rank: dict[str, Any]) -> float:
+        return float(100 * (rank["own_peak"] - rank["expected_own"]) / rank["expected"])
+
+    worst = max(measured, key=lambda each: abs(error(each)))
+    expected, peak = worst["expected"], worst["peak"]
+    figures = (expected, peak, worst["own_peak"], round(error(worst), 2), round(100 * (peak / expected - 1), 2), "")
     return row | dict(zip(names, figures, strict=True))
 
 
@@ -202,17 +194,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="the step from one number to the next")
     parser.add_argument("--limited", action="store_true")
-    parser.add_argument("--alone", action="store_true", help="start each rank by itself")
     parser.add_argument("--seconds", type=float, default=3600, help="after which no further run is begun")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
     rows: list[Row] = []
-    started, runs = time.monotonic(), Runs(alone=args.alone)
+    started, runs = time.monotonic(), Runs()
     for number in range(args.first, args.first + args.runs * args.every, args.every):
         if time.monotonic() - started > args.seconds:
             break
         case, before = drawn(number), conditions()
-        if args.limited and not args.alone:
+        if args.limited:
             row, answers = limited(runs, case, before)
         else:
             answers = runs(case)

@@ -1,7 +1,7 @@
 """The processes of `benchmark/contract.py`: one that has imported a framework, and its children, which live whole runs.
 
 A child is a rank. It first makes all pages its own that it shares with its parent, so that it holds what a process holds
-that has imported everything by itself; ``contract.py --alone`` starts such processes instead.
+that has imported everything by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ SECONDS = 240
 """The seconds of one run after which it is given up."""
 GRACE_SECONDS = 15
 """The seconds that other ranks have to end after one was killed."""
+LOOK_SECONDS = 0.002
+"""The seconds between two looks at the memory of a rank: Linux keeps the peak of all its pages, not that of its own."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14
 _IMPORTS = {
@@ -193,6 +195,7 @@ def work(case: Case, rank: int, folder: Path, group: Path | None, share: float) 
         return {"died": "no step was reported, or this operating system does not tell what is resident"}
     return {
         "expected": checks.expected_bytes,
+        "expected_own": checks.expected_bytes - checks.expected["libraries"],
         "parts": checks.expected,
         "modules": checks.modules,
         "reported": report.predicted["process_peak"],
@@ -506,7 +509,9 @@ def serve(framework: str) -> None:
 
 
 def children(case: Case, folder: Path, group: Path | None, share: float, port: int) -> list[dict[str, Any]]:
-    """The answer of each rank of a run; ``{"died": reason}`` of one that has none."""
+    """The answer of each rank of a run, with the peak of its own pages; ``{"died": reason}`` of one that has none."""
+    from elixir.hardware.process_memory import resident
+
     ranks = []
     for rank in range(case.ranks):
         child = os.fork()
@@ -518,9 +523,12 @@ def children(case: Case, folder: Path, group: Path | None, share: float, port: i
             start(case, rank, folder, group, share, port)
         ranks.append(child)
     ended: dict[int, int] = {}
+    own_peaks = [0] * len(ranks)
     until = time.monotonic() + SECONDS
     while len(ended) < len(ranks):
-        for child in ranks:
+        for rank, child in enumerate(ranks):
+            now = resident(Path(f"/proc/{child}/status")) if child not in ended else None
+            own_peaks[rank] = max(own_peaks[rank], 0 if now is None else now.own_bytes)
             if child not in ended and (found := os.waitpid(child, os.WNOHANG))[0]:
                 ended[child] = found[1]
                 if found[1]:
@@ -530,8 +538,11 @@ def children(case: Case, folder: Path, group: Path | None, share: float, port: i
                 if child not in ended:
                     os.killpg(child, signal.SIGKILL)
             until = math.inf
-        time.sleep(0.02)
-    return [answer_of(folder, rank, ended[child]) for rank, child in enumerate(ranks)]
+        time.sleep(LOOK_SECONDS)
+    return [
+        answer_of(folder, rank, ended[child]) | {"own_peak": own}
+        for rank, (child, own) in enumerate(zip(ranks, own_peaks, strict=True))
+    ]
 
 
 def answer_of(folder: Path, rank: int, status: int) -> dict[str, Any]:
@@ -545,8 +556,4 @@ def answer_of(folder: Path, rank: int, status: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--alone":
-        alone = json.loads(sys.argv[2])
-        imported(alone["case"]["framework"])
-        start(Case(**alone["case"]), alone["rank"], Path(alone["folder"]), None, 1.0, alone["port"])
     serve(sys.argv[1])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,7 +107,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
     lightning_restore_optimizer = True
 
     def __init__(self, step_fn: Any = None, batch: Any = None, init_on_meta: bool = False, **options: Any) -> None:
-        of_ddp = set(inspect.signature(super().__init__).parameters) - {"kwargs"}
+        of_ddp = set(signature(super().__init__).parameters) - {"kwargs"}
         if "placement_policy" in options:
             options["placement"] = options.pop("placement_policy")
         own = {name: value for name, value in options.items() if name not in of_ddp}
@@ -298,6 +299,15 @@ class StrategyMixin(_Base):  # type: ignore[misc]
     def optimizer_state(self, optimizer: Any) -> Any:
         """States in torch's layout, on rank 0."""
         return plain(optimizer).state_dict(rank0_only=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads as DDPStrategy does, but a local file of Lightning's default kind is mapped: every rank reads it, and
+        a machine need not hold it once for each."""
+        load = self.checkpoint_io.load_checkpoint
+        same = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "weights_only" in signature(load).parameters
+        if same and zipfile.is_zipfile(Path(checkpoint_path)):
+            return dict(torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True))
+        return dict(super().load_checkpoint(checkpoint_path, *(() if weights_only is None else (weights_only,))))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """States of this strategy or any other that saves torch's layout."""

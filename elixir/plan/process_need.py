@@ -14,6 +14,7 @@ from elixir.hardware.process_memory import (
     Resident,
 )
 from elixir.optimizer_states import MASTER_BYTES
+from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.units import dtype_bytes
 
@@ -86,7 +87,7 @@ def process_need(
     if plan.shards > 1:
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
-    gathered = _gathered_bytes(plan, given_bytes) if on_cpu else 0
+    gathered = max(_gathered_bytes(plan, given_bytes) - exchanged, 0) if on_cpu else 0
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     left = min(gaps, HEAP_LEFT_BYTES)
     parts = {
@@ -104,15 +105,20 @@ def process_need(
 
 
 def _gathered_bytes(plan: Plan, given_bytes: int) -> int:
-    """The largest chunk that is gathered while a full state dict is made of it, one after the other.
+    """The memory in which a full state dict gathers one chunk after the other, at its largest; gloo has a copy there.
 
-    Weights that lie whole on the device in their own precision are copied from there; more bytes than those of all
-    weights have optimizer states among them.
+    Weights that one rank has in memory, in their own precision, are copied from there; more bytes than those of all
+    weights have optimizer states among them, of which each rank brings a part.
     """
     only_weights = given_bytes <= MASTER_BYTES * sum(chunk.numel for chunk in plan.chunks)
-    gathered = (
-        chunk.numel
-        for chunk in plan.chunks
-        if not (only_weights and chunk.resident and dtype_bytes(chunk.dtype) >= MASTER_BYTES)
-    )
-    return MASTER_BYTES * max(gathered, default=0)
+    gathered = (chunk.numel for chunk in plan.chunks if not (only_weights and _lies_whole(plan, chunk)))
+    largest = MASTER_BYTES * max(gathered, default=0)
+    if plan.shards == 1:
+        return largest
+    return 2 * largest + (0 if only_weights else largest // plan.shards)
+
+
+def _lies_whole(plan: Plan, chunk: ChunkPlan) -> bool:
+    if plan.shards == 1 and chunk.state_home != "disk":
+        return True
+    return chunk.resident and dtype_bytes(chunk.dtype) >= MASTER_BYTES

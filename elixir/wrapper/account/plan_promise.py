@@ -16,7 +16,7 @@ from elixir.hardware.promises import Memory
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.plan.process_need import GIVEN_PART, ProcessNeed, process_need
+from elixir.plan.process_need import GIVEN_PART, LIBRARIES_PART, ProcessNeed, process_need
 from elixir.units import LARGEST_BYTES, dtype_bytes
 from elixir.wrapper.engine import Engine
 
@@ -93,11 +93,12 @@ class PlanPromise:
 
     def peaks(self, need: ProcessNeed) -> tuple[int, int] | None:
         """The observed peak of this process and the predicted one, both of its whole life; None where it is not known,
-        or belongs to several plans."""
+        or belongs to several plans. Pages of files that came later, such as libraries, are in both."""
         now = resident()
         if now is None or self.held is None or promises.outstanding(self.device).plans > 1:
             return None
-        self._most_bytes = max(self._most_bytes, need.peak_bytes, self.held.peak_bytes)
+        files_bytes = max(now.file_bytes - need.parts.get(LIBRARIES_PART, 0), 0)
+        self._most_bytes = max(self._most_bytes, need.peak_bytes + files_bytes, self.held.peak_bytes)
         self._limit_heap(need)
         return now.peak_bytes, self._most_bytes
 

@@ -103,11 +103,12 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -
     assert on_cpu.get("state_dicts", 0) < MIB + gathered
     chunks = tuple(replace(chunk, numel=64 * chunk.numel, dtype="float32") for chunk in made.chunks)
     whole, weights = replace(made, chunks=chunks), 4 * sum(chunk.numel for chunk in chunks)
-    only_weights, with_states = (
-        process_need(whole, "cpu", host_bytes=0, held=held, given_bytes=given).peak_bytes
-        for given in (weights, weights + 1)
-    )
-    assert with_states - only_weights == 64 * gathered + 1  # weights are copied from where they lie
+    for plan, share in ((whole, 1.5), (replace(whole, world_size=1), 1)):  # of a chunk: gloo's copy, and a rank's part
+        only_weights, with_states = (
+            process_need(plan, "cpu", host_bytes=0, held=held, given_bytes=given).peak_bytes
+            for given in (weights, weights + 1)
+        )
+        assert with_states - only_weights == share * 64 * gathered + 1  # weights are copied from where they lie
     assert on_cpu["collectives"] == max(chunk.weight_bytes for chunk in made.chunks)
     assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
 
