@@ -1,0 +1,231 @@
+"""Parts that searches are made of give what was recorded: rates of machines, collectives, and traces of a choice.
+
+A commit that means to change them records them anew and says why:
+
+    python -m tests.unit.search.test_recorded_parts
+
+Plans tell little of a rate that none of their resources uses, or of a choice that was not taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir.artifact import digest
+from elixir.errors import InputError
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import RateFit
+from elixir.optimizer_states import MomentKind
+from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
+from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.problem.pass_trace import pass_trace
+from elixir.search.problem.swapped_trace import (
+    FIRST_INPUT,
+    WHOLE,
+    SwappableStep,
+    movable_inputs,
+    swapped_trace,
+    with_inputs_on_host,
+)
+from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
+from elixir.search.simulator.rates import Line, Rates
+from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
+from elixir.units import MIB
+from tests.common.layered_steps import layered_step, some_layers
+from tests.common.situations import made_up_machine
+from tests.unit.search.test_recorded_plans import rounded
+
+RECORDED = Path(__file__).with_suffix(".json")
+NAMES = (*(f"rates {seed}" for seed in range(24)), *(f"kept {seed}" for seed in range(12)), "collectives")
+AMOUNTS = (0, 1, 10**6, 10**9)
+KEYS = (
+    *(
+        "host_adam.all_ranks",
+        "device_adam",
+        "device_adam.bfloat16",
+        "disk_read",
+        "disk_write",
+        "matmul.bfloat16.square",
+    ),
+    *("attention.bfloat16", "elementwise.bfloat16", "reduction.bfloat16", "all_gather.2", "reduce_scatter.4"),
+    *("host_to_device", "device_to_host", "host_to_device.both", "device_to_host.both"),
+    *("host_to_device.all_ranks", "host_to_device.both.all_ranks", "device_to_host.all_ranks"),
+)
+OPERATIONS = tuple(
+    Operation(kind, dtype, flops, 10**7)
+    for kind in ("square", "attention", "activation", "reduction", "elementwise")
+    for dtype in ("bfloat16", "int64")
+    for flops in (0, 10**11)
+)
+
+
+def measured_machine(draw: random.Random) -> HardwareProfile:
+    """A machine of which some rates were measured, of Adam by the number of threads."""
+    machine = made_up_machine(draw)
+    some = lambda least: RateFit(draw.choice((0.0, 1e-5)), least * 10 ** draw.uniform(-0.5, 0.5), 0.1)  # noqa: E731
+    least = {"host_adam": 3e9, "device_adam": 3e10, "disk": 2e9, "matmul": 1e14, "attention": 8e13, "elementwise": 1e12}
+    fits = dict(machine.fits)
+    for key in KEYS:
+        if draw.random() < 0.4:
+            family = key.split(".")[0].split("_read")[0].split("_write")[0]
+            fits[key] = some(least.get(family, 1e10))
+    if draw.random() < 0.6:
+        for threads, ending in itertools.product((1, 4, 16), ("", ".bfloat16", ".all_ranks", ".bfloat16.all_ranks")):
+            if not ending or draw.random() < 0.4:
+                fits[f"host_adam.{threads}{ending}"] = some(1e9 * threads**0.7)
+    attention = draw.choice((None, 0.4))
+    return replace(machine, fits=fits, sustained_attention_share=attention)
+
+
+def line(found: Line) -> list[float]:
+    return found(AMOUNTS).tolist()  # type: ignore[no-any-return]
+
+
+def rates_of(draw: random.Random) -> list[Any]:
+    """All rates of a machine, for ranks and replicas, with moments of each kind."""
+    machine, found = measured_machine(draw), []
+    layers = some_layers(draw, "plain")
+    trace = replace(layered_step(layers), operations=OPERATIONS)
+    accesses = tuple(
+        replace(each, operations=tuple(draw.choices(range(len(OPERATIONS)), k=4)), parts=draw.choice(((1, 3), ())))
+        for each in trace.accesses
+    )
+    trace = replace(trace, accesses=accesses)
+    moments: tuple[MomentKind, ...] = ("float32", "bfloat16", "8bit")
+    for kind, (ranks, replicas, on_host) in itertools.product(
+        moments, ((1, 1, 1), (2, 1, 2), (4, 1, 2), (8, 2, 8), (8, 4, 2), (6, 3, 4))
+    ):
+        rates = Rates(machine, "bfloat16", ranks, on_host, moments=kind, replicas=replicas)
+        found.append(
+            [
+                *map(line, (rates.fetch, rates.offload, rates.host_adam, rates.device_adam, rates.device_memory)),
+                *map(line, (rates.host_memory, rates.disk_read, rates.disk_write)),
+                *(rates.fetch_slowdown, rates.offload_slowdown, rates.contention, rates.host_threads, rates.number_s),
+                *(rates.device_step(AMOUNTS, wide).tolist() for wide in (True, False, [True, False, True, False])),
+                *(rates.host_step(AMOUNTS, moved).tolist() for moved in (0, 10**9)),
+                *(rates.matrix_step(AMOUNTS, on_host=host).tolist() for host in (True, False)),
+                *(each(AMOUNTS).tolist() for each in (rates.gather, rates.reduce, rates.sum_replicas)),
+                *(each(AMOUNTS).tolist() for each in (rates.device_copy, rates.host_add)),
+                *(rates.orthogonal_s([(512, 2048), (64, 64)]), rates.accesses_s(trace).tolist()),
+                rates.operations_s(trace).tolist(),
+            ]
+        )
+    return found
+
+
+def kept_of(draw: random.Random) -> list[Any]:
+    """The step in which units keep this or that, move it, or have other budgets, and in which batches pass them."""
+    plain = shaken(layered_step(some_layers(draw, "plain")), draw)
+    names = [name for forward in plain.forwards for name in forward.units]
+    made = [Result(each.operator, each.occurrence) for forward in plain.forwards for each in forward.operators]
+    found: list[StepTrace] = []
+    for _ in range(8):
+        some = draw.sample(names, draw.randint(0, len(names)))
+        keep = [draw.choice((None, tuple(draw.sample(made, draw.randint(0, len(made)))))) for _ in some]
+        ways = [UnitActivations(*each) for each in zip(some, keep, strict=True)]
+        step = SwappableStep(plain)
+        swap = [draw.random() < 0.7 and step.able(each.unit) for each in ways]
+        ways = [
+            replace(each, swap=WHOLE if each.keep is None else FIRST_INPUT) if moves else each
+            for each, moves in zip(ways, swap, strict=True)
+        ]
+        found.append(swapped_trace(kept_trace(plain, ways), step))
+    with pytest.raises(InputError, match="does not say what 'x' makes"):
+        kept_trace(plain, [UnitActivations("x", ())])
+    compiled = layered_step(some_layers(draw, "compiled"))
+    under = {budget: _with_less(compiled, budget) for budget in (0.5, 0.0)}
+    traces, units = BudgetedTraces(compiled, under), list(budgeted_units(compiled))
+    for _ in range(6):
+        chosen = [UnitActivations(unit, None, budget=draw.choice((None, 0.5, 0.0))) for unit in units]
+        found.append(traces.mixed(chosen))
+    again = replace(layered_step(some_layers(draw, "checkpointed"), copies=True), input_bytes=3 * MIB)
+    moved = with_inputs_on_host(again, movable_inputs(again)[draw.randint(0, 1) :])
+    found += [pass_trace(each, size) for each in (again, moved) for size in (1, 2, 3)]
+    more = [[traces.more_bytes(unit, budget) for unit in units] for budget in (None, 0.5, 0.0)]
+    return [more, *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found)]
+
+
+def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:
+    """The trace with other bytes, and with results that units make at other moments."""
+    accesses = tuple(
+        replace(
+            access,
+            live_bytes=access.live_bytes + draw.randint(0, 2**28),
+            kept_bytes=access.kept_bytes + draw.randint(0, 2**26) * (access.phase == "forward"),
+            pin_until=min(access.pin_until + draw.choice((0, 0, 1, 3)), len(trace.accesses) - 1),
+        )
+        for access in trace.accesses
+    )
+    forwards = tuple(
+        replace(
+            forward,
+            operators=tuple(replace(each, access=draw.randint(0, 3)) for each in forward.operators * 2),
+            again=draw.randint(1, 4),
+            accesses_again=draw.randint(1, 2),
+        )
+        for forward in trace.forwards
+    )
+    return replace(trace, accesses=accesses, forwards=forwards)
+
+
+def _with_less(trace: StepTrace, budget: float) -> StepTrace:
+    """The trace as if compiled units kept a part of their bytes, by other operators."""
+    runs = [run for pair in budgeted_units(trace).values() for run in pair]
+    count = len(trace.operations)
+    accesses = tuple(
+        replace(
+            access,
+            live_bytes=access.live_bytes - int((1 - budget) * access.kept_bytes / 3),
+            kept_bytes=access.kept_bytes - int((1 - budget) * access.kept_bytes / 2),
+            operations=(*access.operations, count)
+            if any(run.first <= index <= run.last for run in runs)
+            else access.operations,
+        )
+        for index, access in enumerate(trace.accesses)
+    )
+    more = Operation("elementwise", "bfloat16", 7, int(1e6 * (1 - budget)))
+    return replace(trace, accesses=accesses, operations=(*trace.operations, more))
+
+
+def collectives() -> list[Any]:
+    """Gathers and sums among ranks of one machine and of several, and the clusters that there are not."""
+    found: list[Any] = []
+    for ranks, of_host, network, latency in itertools.product(
+        (-1, 0, 1, 2, 5, 8, 16), (0, 1, 2, 4, 8), (None, 0, 1e9, 1e12), (-1, 0, 3e-6)
+    ):
+        try:
+            cluster = Cluster(ranks, of_host, 1e11, network, call_s=8e-6, host_step_s=latency, network_step_s=9e-6)
+            found.append([[gather_s(n, cluster), all_reduce_s(n, cluster)] for n in (0, 1, 10**8)])
+        except InputError as error:
+            found.append(str(error))
+    for nbytes in (-1, math.inf):
+        with pytest.raises(InputError, match="nbytes must be a finite number"):
+            gather_s(nbytes, Cluster(1, 1, 1e11))
+    return found
+
+
+def outcome(name: str) -> str:
+    """The digest of one family of results."""
+    family = name.partition(" ")[0]
+    draw = random.Random(name)
+    if family == "collectives":
+        return digest(rounded(collectives()))
+    return digest(rounded(rates_of(draw) if family == "rates" else kept_of(draw)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_is_as_recorded(name: str) -> None:
+    assert outcome(name) == json.loads(RECORDED.read_text())[name]
+
+
+if __name__ == "__main__":
+    rows = [f" {json.dumps(name)}: {json.dumps(outcome(name))}" for name in NAMES]
+    RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
