@@ -13,6 +13,7 @@ from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.pages import host_zeros
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
+from elixir.hardware.process_memory import HEAP
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
@@ -356,6 +357,7 @@ def _with_gradients(states: ClassStates, arrived: Arrived, factor: float | torch
             segment.weights.grad = None
             if states.shares_call:
                 states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
+        HEAP.look(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
         for segment, gradient in arrived:
             # In float32 without a factor this is the gradient itself, as in plain PyTorch.
             value = gradient.to(segment.weights.dtype)

@@ -143,6 +143,9 @@ def test_fits_and_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
         checkpoint = tmp_path / folder / "step=2.ckpt"
         again, _ = fitted("elixir", tmp_path, resume=checkpoint, callbacks=callbacks(tmp_path / f"from-{folder}"))
         assert same(states(tmp_path / f"from-{folder}" / last), states(tmp_path / "again" / last))
+        read = again.strategy.load_checkpoint(checkpoint)
+        assert str(checkpoint) in Path("/proc/self/maps").read_text()  # in pages that ranks share
+        del read
         again.strategy.elixir.module.close()
 
 

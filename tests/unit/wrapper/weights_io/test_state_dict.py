@@ -12,6 +12,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
 from tests.common import gpu
 from tests.common.parity import MODES, Pair, adamw, case, make_plan
 
@@ -42,6 +43,17 @@ def test_round_trip_with_buffers(pair: Pair) -> None:
 
 def test_the_only_rank_is_the_first(pair: Pair) -> None:
     assert pair.module.state_dict(rank0_only=True).keys() == pair.module.state_dict().keys()
+
+
+def test_one_rank_copies_weights_from_where_they_lie(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(*_: object) -> None:
+        raise AssertionError("nothing is gathered, since one rank has all")
+
+    monkeypatch.setattr(engine_of(pair.module).group, "gather", gather)
+    state = pair.module.state_dict()
+    state["0.weight"].zero_()  # of the caller
+    monkeypatch.undo()
+    pair.assert_same_weights()
 
 
 def test_what_it_gives_does_not_change_later(pair: Pair) -> None:
