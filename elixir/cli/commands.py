@@ -66,7 +66,7 @@ def run_plan(args: argparse.Namespace) -> int:
         config_of(args.model)  # a name that is none is refused before the memory of a machine is asked for
         hardware = hardware or profile_for(None)
     else:
-        from_flags.refuse_settled(args, args.model, (*from_flags.STEP_FLAGS, "activations"))
+        from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             output.note(
@@ -86,7 +86,9 @@ def run_plan(args: argparse.Namespace) -> int:
             # One over whole matrices is planned, not traced; a plan counts states by itself.
             whole = matrix_family(optimizer_name(_optimizer(args, None))) is not None
             trace, model = from_flags.traced(args, hardware, steps=not whole)
-    request = replace(from_flags.asked(args, _optimizer(args, trace)), activations=None)  # the trace has chosen them
+    request = from_flags.asked(args, _optimizer(args, trace))
+    if model is not None or trace is None:
+        request = replace(request, activations=None)  # the trace has chosen them
     choice = None
     if trace is None:
         choice, model = _search_batch(args, hardware, request)

@@ -152,10 +152,10 @@ def in_flags(error: PlanError, args: argparse.Namespace) -> str:
 def _action(lever: Lever, args: argparse.Namespace) -> str:
     if lever.options and all(name in vars(args) for name, _ in lever.options):
         words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
-        of_trace = trace_in(args.model) is not None
-        if of_trace and lever.argument == "activations":
+        trace = trace_in(args.model)
+        if trace is not None and trace.step.checkpoint is None and lever.argument == "activations":
             return f"{words} (name the model, not its trace)"
-        settled = of_trace and any(name in STEP_FLAGS for name, _ in lever.options)
+        settled = trace is not None and any(name in STEP_FLAGS for name, _ in lever.options)
         return f"{lever.action}: {words}{_OF_PROFILE if settled else ''}"
     if lever.argument not in vars(args) or (lever.argument == "batch" and getattr(args, "inp", None)):
         return lever.action

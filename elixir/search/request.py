@@ -105,8 +105,8 @@ class SearchRequest:
     a search does so where it makes no scenario slower at all, a plan by hand nowhere."""
     activations: ActivationChoice = None
     """``auto``: the search chooses for each unit which results of its forward are kept for backward, and which are made
-    again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, not its trace.
-    None: as the model is."""
+    again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, or a trace that
+    follows from a model's name. None: as the model is."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 

@@ -54,7 +54,10 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
         raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
     if not isinstance(hardware, HardwareProfile):
         raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
-    return _answered(trace, hardware, SearchRequest.of(asked, **options))
+    request = SearchRequest.of(asked, **options)
+    if request.activations == "auto":
+        trace = trace_that_keeps(StepQuestion(model=trace), hardware, request)
+    return _answered(trace, hardware, dataclasses.replace(request, activations=None))
 
 
 def _answered(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True) -> Answer:

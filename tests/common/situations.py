@@ -8,7 +8,8 @@ from typing import Any
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
-from elixir.search.advise.activations import predicted_that_keeps
+from elixir.search.advise.activations import trace_that_keeps
+from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Form, StepTrace
 from elixir.units import GIB
@@ -121,7 +122,8 @@ def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, 
             "pass_size": 1,
             "fetch": None,
         }
-        trace = predicted_that_keeps(trace, machine, SearchRequest.of(options["asked"], **asked_for))
+        request = SearchRequest.of(options["asked"], **asked_for)
+        trace = trace_that_keeps(StepQuestion(model=trace), machine, request, exact=False)
     return trace, machine, options
 
 

@@ -64,30 +64,41 @@ def trace_that_keeps(
     built: nn.Module | None = None,
     whole: StepTrace | None = None,
     kinds: dict[Any, Any] | None = None,
+    *,
+    exact: bool = True,
 ) -> StepTrace:
     """The step with the activations with which its plan is fastest at the rates of the machine.
 
     Args:
-        step: of a model.
+        step: of a model, or a trace of one.
         hardware: the machine.
         request: what is asked of the plan.
         built: the model, where it was built before.
         whole: the trace of `that_keeps_everything`, where it was made before.
         kinds: the code of kinds of compiled layers that earlier traces of this step have found, to which it adds.
+        exact: trace the step with its choice, instead of taking what is predicted of it.
 
     Raises:
         InputError: the step trains nothing, its layers do not repeat, nothing is known of compiled ones, or it has
-            checkpoints that cannot be taken away.
+            checkpoints that cannot be taken away; or a trace is given that cannot be made again, if one is needed.
         TraceError: it cannot be traced.
     """
-    _check(step, request)
-    model = step.build() if built is None else built
+    if isinstance(step.model, StepTrace):
+        made = step.model
+        whole = made if not exact and not made.checkpointed_modules else None
+        step = _without_choice(made) if whole is None or budgeted_units(made) else step
+    if step.forward or step.generate:
+        raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
     kinds = {} if kinds is None else kinds
-    whole = that_keeps_everything(step, model).trace(hardware, model, kinds) if whole is None else whole
+    model = functools.cache(lambda: step.build() if built is None else built)
+    whole = that_keeps_everything(step, model()).trace(hardware, model(), kinds) if whole is None else whole
 
     @functools.cache
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
-        return replace(step, activations=own).trace(hardware, model, kinds)
+        return replace(step, activations=own).trace(hardware, model(), kinds)
+
+    def predicted(own: tuple[UnitActivations, ...]) -> StepTrace:
+        return swapped_trace(kept_trace(traces.mixed(own), own), SwappableStep(traces.whole))
 
     request = replace(request, activations=None)
     one_by_one = request.pass_size in (1, "auto")  # micro-batches; in larger passes all that can runs again
@@ -98,7 +109,7 @@ def trace_that_keeps(
     _check_trace(traces)
     found = []
     if one_by_one:
-        found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced))
+        found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced if exact else predicted))
     if request.pass_size != 1 and whole.forwards and not (found and _is_again(found[0])):
         found.append(traced(tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)))
     if len(found) == 1:
@@ -122,17 +133,18 @@ def _is_again(trace: StepTrace) -> bool:
     return bool(trace.step.activations) and all(each.keep == () for each in trace.step.activations)
 
 
-def predicted_that_keeps(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
-    """The step of a trace with the activations with which its plan is fastest, as it is predicted.
+def _without_choice(trace: StepTrace) -> StepQuestion:
+    """The step of a trace, in which nothing runs again yet.
 
     Raises:
-        InputError: some of it runs again already and it cannot be traced without, or its layers cannot run again.
+        InputError: it cannot be traced again.
     """
-    if trace.checkpointed_modules:
-        trace = replace(StepQuestion.again(trace), checkpoint="none").trace(hardware)
-    traces = BudgetedTraces(trace, {})
-    _check_trace(traces)
-    return _chosen(traces, hardware, request, lambda own: swapped_trace(kept_trace(trace, own), SwappableStep(trace)))
+    if trace.step.checkpoint is None:
+        raise InputError(
+            f"activations='auto' makes several traces of a model, and the step of {trace.model_name} does not follow "
+            "from its name; give the model, not the trace"
+        )
+    return replace(StepQuestion.again(trace), checkpoint="none", activations=())
 
 
 def _under_budgets(
@@ -155,13 +167,6 @@ def _under_budgets(
     if errors and not found and not whole.forwards:  # no other layer can keep less
         raise InputError(f"activations='auto' cannot keep less than everything: {errors[0]}") from errors[0]
     return found
-
-
-def _check(step: StepQuestion, request: SearchRequest) -> None:
-    if isinstance(step.model, StepTrace):
-        raise InputError("activations='auto' makes several traces of a model; give the model, not a trace")
-    if step.forward or step.generate:
-        raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
 
 
 def _check_trace(traces: BudgetedTraces) -> None:

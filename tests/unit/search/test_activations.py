@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from transformers import LlamaConfig
 
 from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
@@ -23,6 +25,7 @@ from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
+from elixir.search.searches import answer_to
 from elixir.search.simulator.rates import Rates
 from elixir.show import tables
 from elixir.show.plan_map import plot_plan
@@ -116,6 +119,24 @@ def test_the_peak_of_the_chosen_step_is_that_of_a_real_one() -> None:
     assert trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes == pytest.approx(real, rel=0.002)
 
 
+def by_name(folder: Path, **options: Any) -> StepQuestion:
+    """A step of two layers that follows from the name of its model."""
+    small = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
+    LlamaConfig(**small, num_attention_heads=2).save_pretrained(folder)
+    return StepQuestion(model=str(folder), batch=4, seq=96, **options)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+def test_a_stored_trace_of_a_model_by_name_is_planned_as_the_model(tmp_path: Path, checkpoint: str) -> None:
+    step = by_name(tmp_path, checkpoint=checkpoint)
+    stored = StepTrace.from_json(step.trace(CPU).to_json())
+    budget = int(0.7 * replace(step, checkpoint="none").trace(CPU).activation_peak_bytes) + 2**20
+    request = SearchRequest(world_size=1, device_memory=budget, host_memory="1GiB", activations="auto")
+    plan = plan_from_trace(stored, CPU, request).plan
+    assert plan.activations
+    assert plan == answer_to(replace(step, checkpoint="none"), CPU, request, read_host=False).plan
+
+
 def test_a_model_that_fits_runs_as_it_is() -> None:
     it = wide()
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": "1GiB"}
@@ -201,7 +222,7 @@ def test_what_is_refused() -> None:
         layer.compile(backend="aot_eager")
     with pytest.raises(InputError, match="only of layers that inductor compiles"):
         search(compiled, device_memory="1KiB", host_memory="1GiB")
-    with pytest.raises(InputError, match="not a trace"):
+    with pytest.raises(InputError, match="not the trace"):
         optimal_search(cpu_trace(Stack(), INP, sum_step), 1, hardware="cpu", activations="auto")
     with pytest.raises(InputError, match="by hand"):
         simple_search(Stack(), 1, inp=INP, step_fn=sum_step, hardware="cpu", activations="auto")

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,16 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.access.recomputation import Recomputation, recomputing
-from elixir.errors import InputError, TraceError
+from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search
+from elixir.search import optimal_search, plan_from_trace
 from elixir.search.advise.activations import _Trials, _under_budgets, that_keeps_everything, trace_that_keeps
+from elixir.search.advise.changes import CHOOSE_ACTIVATIONS, for_memory
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.swapped_units import SwappedUnits
-from elixir.search.question import StepQuestion
+from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import StepTrace, UnitActivations, UnitForward
@@ -30,7 +32,7 @@ from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Case
 from tests.common.tracing import CPU, cpu_trace
-from tests.unit.search.test_activations import step_of, wide
+from tests.unit.search.test_activations import by_name, step_of, wide
 from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
 settings = pytest.importorskip("torch._functorch.config")
@@ -192,6 +194,36 @@ def test_a_unit_that_keeps_what_is_set_keeps_it_in_the_run() -> None:
     assert whole.checkpointed_modules == ()
     more = BudgetedTraces(whole, {0.0: whole})  # a compiler that keeps no less
     assert KeptResults(more, Rates(CPU, "float32", 1, 1)).activations(0) == with_budgets([None, None])
+
+
+def test_levers_choose_budgets_where_the_step_can_be_traced_again(tmp_path: Path) -> None:
+    trace = by_name(tmp_path).trace(CPU)
+    units = tuple(replace(unit, form="compiled") for unit in trace.units)
+    request = SearchRequest(world_size=1)
+
+    def offers(**changes: Any) -> bool:
+        step = replace(trace.step, units=units, **changes)
+        return CHOOSE_ACTIVATIONS in for_memory(Question(replace(trace, step=step, forwards=()), CPU, request))
+
+    assert offers()
+    assert not offers(checkpoint=None)
+
+
+@pytest.mark.slow
+def test_levers_and_stored_traces_know_budgets(tmp_path: Path) -> None:
+    whole = by_name(tmp_path, compile=True).trace(CPU)
+    budget = int(0.7 * whole.activation_peak_bytes) + 2**20
+    options = {"device_memory": budget, "host_memory": "1GiB"}
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(whole, CPU, 1, **options)
+    (lever,) = (lever for lever in caught.value.levers if lever.options == (("activations", "auto"),))
+    assert lever.enough
+    plan = plan_from_trace(whole, CPU, 1, activations="auto", **options)
+    assert {each.budget for each in plan.activations} & {0.99, 0.0}
+    assert plan.predicted.step_s == pytest.approx(lever.step_s, rel=0.01)
+    unnamed = replace(whole, step=replace(whole.step, checkpoint=None))
+    with pytest.raises(InputError, match="give the model, not the trace"):
+        plan_from_trace(unnamed, CPU, 1, activations="auto", **options)
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ def test_what_is_refused() -> None:
     compiled.layers[0].compile()
     with pytest.raises(InputError, match="is compiled"):
         Recomputation(compiled, [keep])
-    with pytest.raises(InputError, match="needs the model"):
+    with pytest.raises(InputError, match="give the model, not the trace"):
         plan_from_trace(cpu_trace(Stack(), INP, sum_step), preset("cpu"), 1, activations="auto")
 
 
