@@ -98,9 +98,9 @@ def _touched(amount_bytes: int, device: str) -> list[torch.Tensor]:
     return pieces
 
 
-def becomes_free(nbytes: int, wait_s: float = WAIT_S) -> bool:
+def becomes_free(nbytes: int) -> bool:
     """Whether so much host memory is free, or becomes free in time."""
-    until = time.monotonic() + wait_s
+    until = time.monotonic() + WAIT_S
     while free_host_bytes() < nbytes:
         if time.monotonic() >= until:
             return False

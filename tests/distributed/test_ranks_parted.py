@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir.chunk import group as chunk_group
 from elixir.chunk.group import Group
 from elixir.errors import RankError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -17,6 +18,8 @@ from tests.common.ddp import LR, plan_for
 from tests.common.spawn import ALONE, run_ranks, run_to_end
 
 WIDTH = 24
+LOOK_S, SLOW_S = 0.25, 1.2
+"""A rank that is blocked looks where the others are after each of the first; the second is a few looks long."""
 
 
 class ByRank(nn.Module):
@@ -63,13 +66,14 @@ def test_modules_chosen_by_rank_train_where_nothing_is_streamed() -> None:
 
 
 def _straggles(rank: int, world_size: int) -> None:
+    chunk_group._LOOK_S = LOOK_S
     model = ByRank(0)
     inp = {"x": torch.randn(4, WIDTH)}
     module = ElixirModule(model, plan_for(model, inp, "host", loss=_loss, split_number=5), device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     for step in range(2):
         if rank == 1 and step == 1:
-            model.last.register_forward_pre_hook(lambda *_: time.sleep(4.0))
+            model.last.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
         optimizer.backward(_loss(module, inp))
         optimizer.step()
         optimizer.zero_grad()
@@ -114,9 +118,10 @@ def test_the_error_names_the_first_place_and_nobody_waits_to_close() -> None:
 
 
 def _data_against_data(rank: int, world_size: int) -> str:
+    chunk_group._LOOK_S = LOOK_S
     group = Group()
     if rank == 1:
-        time.sleep(4.0)  # the others must find out without this rank, which has issued nothing yet
+        time.sleep(SLOW_S)  # the others must find out without this rank, which has issued nothing yet
     with pytest.raises(RankError) as raised:
         group.send_from_rank_0(torch.ones(4)) if rank == 2 else _gather(group, "weights")
     group.close()

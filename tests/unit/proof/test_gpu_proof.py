@@ -218,7 +218,7 @@ def test_the_probe_waits_for_free_memory_and_touches_no_more_than_comes(
     monkeypatch.setattr(probe, "LEFT_FREE_BYTES", 10**6)
     monkeypatch.setattr(probe, "host_zeros", zeros)
     monkeypatch.setattr(probe, "free_host_bytes", grows)
-    monkeypatch.setattr(probe, "WAIT_S", 0.5)
+    monkeypatch.setattr(probe, "WAIT_S", 2.0)
     found = probe.probe(5000, "cpu")
     assert found["touched_gib"] * GIB == pytest.approx(3000)
     assert "Only" in capsys.readouterr().out

@@ -129,7 +129,7 @@ def test_a_row_counts_once_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     speaking(tmp_path, monkeypatch, f"write()\n{end}")
     monkeypatch.setattr(runner, "TEARDOWN_S", 0.5)
     workers = runner.Workers(Place(tmp_path))
-    row = workers.run(job("a"), 30.0)
+    row = workers.run(job("a"), 6.0)
     workers.close()
     assert row["status"] == "ok"
 
