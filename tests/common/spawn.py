@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "tests.common.ddp"]
+_PRELOAD = ["tests.common.uncollected", "torch", "torch.distributed", "tests.common.ddp"]
 GROUP_TIMEOUT_S = 60.0
 """Timeout of collectives, unless a test asks for another."""
 WAIT_S = 120.0
@@ -125,9 +125,15 @@ def _child_main(
 ) -> None:
     import torch
 
-    gc.freeze()
+    _collect_what_is_new()
     torch.set_num_threads(1)
     function(say, *args)
+
+
+def _collect_what_is_new() -> None:
+    """Leaves out what was imported before the fork: looking through it takes longer than most ranks do."""
+    gc.freeze()
+    gc.enable()
 
 
 def said(hear: multiprocessing.connection.Connection) -> Iterator[Any]:
@@ -167,7 +173,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what was imported before the fork: looking through it takes longer than most ranks do
+    _collect_what_is_new()
     torch.set_num_threads(1)
     # Ranks stand for separate machines; what one draws must not depend on another.
     torch.manual_seed(0)
