@@ -34,6 +34,22 @@ CONSTANTS_LIKE = frozenset(
 )  # fmt: skip
 """Operators whose result is known even where the values of their argument are not."""
 
+_UNWRITTEN = "values that nobody has written"
+"""Among the assumptions of a shadow: nothing follows from it until something writes to it. Programs fill what they make
+by `torch.empty`; a kernel that a trace replaces makes its results so, and they follow from weights."""
+_UNINITIALISED = frozenset(
+    {
+        aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)  # fmt: skip
+_OVERWRITES = frozenset(
+    {
+        aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default, aten.masked_fill_.Scalar,
+        aten.masked_fill_.Tensor,
+    }
+)  # fmt: skip
+"""Pointwise operators that do not read what they write to."""
 
 _IF_FINITE = {
     aten.isnan.default: False,
@@ -157,6 +173,11 @@ class Shadows:
 
     def of(self, tensor: torch.Tensor) -> View | None:
         """The known values of a meta tensor."""
+        view = self._view(tensor)
+        return None if view is None or _UNWRITTEN in view.supposed else view
+
+    def _view(self, tensor: torch.Tensor) -> View | None:
+        """The values of a meta tensor that are known, or will be once something has written to it."""
         record = self._ledger.find(tensor)
         if record is None or record.shadow is None:
             return None
@@ -180,7 +201,7 @@ class Shadows:
     ) -> None:
         """Lets new storages in `outputs` carry what `func` makes of known inputs, lazily."""
         views: dict[int, Any] = {}
-        supposed: frozenset[str] = frozenset()
+        supposed = frozenset({_UNWRITTEN} if func in _UNINITIALISED else ())
         for tensor in inputs:
             if tensor.device.type != "meta":
                 views[id(tensor)] = snapshot(tensor)
@@ -219,7 +240,10 @@ class Shadows:
     ) -> None:
         """Follows an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
         followed = [record for record in written if record.shadow is not None]
-        views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
+        if torch.Tag.pointwise not in func.tags or func in _OVERWRITES or "out" in kwargs:
+            for record in followed:
+                record.shadow.supposed -= {_UNWRITTEN}
+        views = [self._view(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
         small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)
         known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
         if not known or not small:

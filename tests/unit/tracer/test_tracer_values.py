@@ -398,3 +398,40 @@ def test_an_unknown_number_has_no_special_methods_of_others() -> None:
     number = UnknownNumber(int, "n")
     assert not any(hasattr(number, name) for name in ("__array__", "__deepcopy__", "_sympy_"))
     assert str(copy.copy(number)) == "n"
+
+
+def rms_norm_decides(model: nn.Module, inp: dict[Any, Any]) -> None:
+    normed = torch.nn.functional.rms_norm(model(inp["x"]), (8,))
+    (normed * 2 if normed.max() > 0 else normed).sum().backward()
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+def test_what_a_replaced_kernel_makes_is_not_known(hardware: Any) -> None:
+    with pytest.raises(TraceError, match="the code decides by a number that follows from weights"):
+        trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, rms_norm_decides, hardware=hardware)
+
+
+def fills_empty_tensors(model: nn.Module, inp: dict[Any, Any]) -> None:
+    device = inp["x"].device
+    ids, mask = torch.empty(4, dtype=torch.int64, device=device), torch.empty(4, dtype=torch.bool, device=device)
+    ids[:2], ids[2:] = 1, 3
+    mask[torch.arange(4, device=device)] = True
+    copied, summed = torch.empty_like(ids).copy_(ids).mul_(2), ids.new_empty(4)
+    torch.add(ids, copied, out=summed)
+    counts = [int(ids.sum()), int(mask.sum()), int(copied.max()), int(summed[0])]
+    assert counts == [8, 4, 6, 3]
+    model(inp["x"]).sum().backward()
+
+
+def test_what_a_step_writes_to_empty_tensors_is_known() -> None:
+    for hardware in (CPU, H200):
+        trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, fills_empty_tensors, hardware=hardware)
+
+
+def test_nothing_is_decided_by_an_empty_tensor() -> None:
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        empty = torch.empty(4, device=inp["x"].device).mul_(2)
+        (model(inp["x"]).sum() * (2 if empty.sum() > 0 else 1)).backward()
+
+    with pytest.raises(TraceError, match="the code decides by a number"):
+        trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, step, hardware=CPU)
