@@ -10,6 +10,7 @@ Other tests say for some fields what a plan refuses. Here each limit is tried fr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def changed(item: Any) -> Iterator[tuple[str, Any]]:
             for name, make in changed(value):
                 yield f"{field.name}.{name}", lambda f=field.name, m=make: replace(item, **{f: m()})
         if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            for at in dict.fromkeys((0, len(value) - 1)):
+            for at in dict.fromkeys((0, len(value) - 1)) if field.name == "chunks" else (0,):
                 for name, make in changed(value[at]):
                     yield (
                         f"{field.name}.{name}",
@@ -139,17 +140,25 @@ def bytes_of(plan: Plan) -> dict[str, str]:
     return {name: digest(rounded(each)) for name, each in found.items()}
 
 
+@functools.cache
+def plan_and_request(of: str) -> tuple[Plan, SearchRequest]:
+    """The plan of a situation, and what was asked of it."""
+    trace, machine, options = situation(of)
+    request = SearchRequest.of(options.pop("asked"), **options)
+    plan = plan_of(plan_from_trace(trace, machine, request))
+    if of in KEPT:
+        unit = trace.step.units[0].name
+        plan = replace(plan, step=replace(plan.step, activations=(replace(KEPT[of], unit=unit),)))
+    return plan, request
+
+
 def outcome(name: str) -> dict[str, str]:
     """Field -> how many of the changes are refused, and a digest of all that is said."""
     kind, _, of = name.partition(" ")
-    trace, machine, options = situation(of)
-    request = SearchRequest.of(options.pop("asked"), **options)
-    item: Plan | SearchRequest = request if kind == "request" else plan_of(plan_from_trace(trace, machine, request))
-    if of in KEPT:
-        unit = trace.step.units[0].name
-        item = replace(item, step=replace(item.step, activations=(replace(KEPT[of], unit=unit),)))
+    plan, request = plan_and_request(of)
     if kind == "bytes":
-        return bytes_of(plan_of(item))  # type: ignore[arg-type]
+        return bytes_of(plan)
+    item = request if kind == "request" else plan
     found: dict[str, list[Any]] = {}
     for field, make in changed(item):
         found.setdefault(field, []).append(said(make, item))

@@ -148,9 +148,19 @@ def kept_of(draw: random.Random) -> list[Any]:
         found.append(traces.mixed(chosen))
     again = replace(layered_step(some_layers(draw, "checkpointed"), copies=True), input_bytes=3 * MIB)
     moved = with_inputs_on_host(again, movable_inputs(again)[draw.randint(0, 1) :])
-    found += [pass_trace(each, size) for each in (again, moved) for size in (1, 2, 3)]
+    last = f"layers.{len(again.units) - 1}"
+    inside = tuple(
+        replace(access, module=last) if access.phase == "backward" and not access.module else access
+        for access in moved.accesses
+    )
+    steps = (again, moved, replace(moved, accesses=inside))
+    found += [pass_trace(each, size) for each in steps for size in (1, 2, 3)]
     more = [[traces.more_bytes(unit, budget) for unit in units] for budget in (None, 0.5, 0.0)]
-    return [more, *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found)]
+    return [
+        more,
+        *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found),
+        *([each.input_bytes, each.host_peak_bytes, each.pass_size] for each in found),
+    ]
 
 
 def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +153,14 @@ def kernels_not_run() -> Iterator[None]:
 
 
 def outcome(name: str) -> dict[str, Any]:
+    """The traces of one case."""
+    make, step = CASES[name]
+    return traced(make, step, list(TARGETS)[: 1 if step in STEPS else 2 if name in MODELS else 4])
+
+
+def traced(make: Callable[[], Any], step: Step, targets: Iterable[str]) -> dict[str, Any]:
     """The traces of one step: two numbers of each and the digest of all of it, or the error."""
     found: dict[str, Any] = {}
-    make, step = CASES[name]
-    targets = list(TARGETS)[: 1 if step in STEPS else 2 if name in MODELS else 4]
     for target in targets:
         torch.manual_seed(0)
         try:
