@@ -71,10 +71,10 @@ def on_ranks(size: int, work: Callable[[int], T], *, timeout_s: float = TIMEOUT_
     return found
 
 
-def results(size: int, work: Callable[[int], T]) -> list[T]:
+def results(size: int, work: Callable[[int], T], *, timeout_s: float = TIMEOUT_S) -> list[T]:
     """Runs `work` on `size` ranks; lists the results by rank, or raises the first error."""
     found: list[T] = []
-    for each in on_ranks(size, work):
+    for each in on_ranks(size, work, timeout_s=timeout_s):
         if isinstance(each, Exception):
             raise each
         found.append(each)

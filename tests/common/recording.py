@@ -1,0 +1,138 @@
+"""Records what the runtime does: states of chunks, work of lanes, collectives, counted memory, and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient
+from elixir.chunk.group import Group
+from elixir.chunk.lanes import _THREAD, ThreadLane, _ThreadTicket
+
+_MARK = "elixir_test_rank"
+SECONDS = re.compile(r"[-+\d.e]+ (?:m|u|n)?s\b|[\d.]+ times|load \d+ on \d+ cores")
+"""Figures in messages that differ from run to run."""
+CHANGING = re.compile(rf"threads of the host's Adam: .*|0x[0-9a-f]+|{tempfile.gettempdir()}/\S+")
+
+
+class Recorder(logging.Handler):
+    """The events of each rank, by what they are of, each kind in its own order: threads of one rank take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def of_rank(self, rank: int) -> Iterator[None]:
+        """Says whose objects this thread makes."""
+        self._here.rank = rank
+        try:
+            yield
+        finally:
+            del self._here.rank
+
+    def mark(self, made: Any) -> None:
+        """Notes whose object this is."""
+        setattr(made, _MARK, getattr(self._here, "rank", None))
+
+    def note(self, of: Any, kind: str, event: str) -> None:
+        """Records an event of an object."""
+        rank = getattr(of, _MARK, None)
+        if rank is not None:
+            self.events[rank][kind].append(event)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rank = getattr(self._here, "rank", None)
+        if rank is not None:
+            self.events[rank]["messages"].append(f"{record.levelname} {plain(record.getMessage())}")
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this thread is a rank's own."""
+        return hasattr(self._here, "rank")
+
+    def take(self, rank: int) -> dict[str, list[str]]:
+        """The events of a rank since they were last taken."""
+        return dict(sorted(self.events.pop(rank, {}).items()))
+
+
+def plain(message: str) -> str:
+    """A message without what differs from run to run."""
+    return CHANGING.sub("...", SECONDS.sub("...", message))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Records all that objects do that ranks make inside of this."""
+    seen = Recorder()
+
+    def marked(kind: type) -> None:
+        made = kind.__init__  # type: ignore[misc]
+
+        def init(self: Any, *args: Any, **options: Any) -> None:
+            seen.mark(self)
+            made(self, *args, **options)
+
+        patch.setattr(kind, "__init__", init)
+
+    to, submit, count, issuing, turn = Chunk.to, ThreadLane.submit, Arena.count, Group._issuing, ChunkGradient.to
+
+    def went(self: Chunk, state: Any, memory: Any = None) -> None:
+        seen.note(self, "chunks", f"{self.index} {state.value} {self.pins}")
+        to(self, state, memory)
+
+    def turned(self: ChunkGradient, state: Any) -> None:
+        seen.note(self, f"gradient {self.chunk.index}", state.value)
+        turn(self, state)
+
+    def submitted(self: ThreadLane, work: Any, *, after: Any = (), nbytes: int = 0) -> Any:
+        who = "" if seen.is_rank else " by a lane"
+        seen.note(self, f"{self._thread.name}{who}", f"{len(after)} {nbytes}")
+        return submit(self, work, after=after, nbytes=nbytes)
+
+    def waited(self: _ThreadTicket) -> None:
+        if seen.is_rank and not _THREAD.is_quiet:
+            seen.note(self._lane, "waits", self._lane._thread.name)
+        wait(self)
+
+    def counted(self: Arena, nbytes: int, home: Any, kind: str) -> None:
+        seen.note(self, f"{kind} on {home}", f"{nbytes:+}")
+        count(self, nbytes, home, kind)
+
+    @contextlib.contextmanager
+    def issued(self: Group, what: str) -> Iterator[None]:
+        seen.note(self, "collectives", what)
+        with issuing(self, what):
+            yield
+
+    wait = _ThreadTicket.synchronize
+    logger = logging.getLogger("elixir")
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Chunk, ThreadLane, Arena, Group, ChunkGradient):
+            marked(kind)
+        patch.setattr(Chunk, "to", went)
+        patch.setattr(ThreadLane, "submit", submitted)
+        patch.setattr(_ThreadTicket, "synchronize", waited)
+        patch.setattr(_ThreadTicket, "wait", waited)
+        patch.setattr(Arena, "count", counted)
+        patch.setattr(Group, "_issuing", issued)
+        patch.setattr(ChunkGradient, "to", turned)
+        before = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(seen)
+        try:
+            yield seen
+        finally:
+            logger.removeHandler(seen)
+            logger.setLevel(before)

@@ -1,0 +1,109 @@
+"""Runs of made-up programs do what was recorded, event by event: what moves where and when, and what waits for what.
+
+A commit that means to change what runs do records them anew and says why:
+
+    python -m tests.unit.wrapper.test_recorded_runs             all runs
+    python -m tests.unit.wrapper.test_recorded_runs "run 3"     prints the events of one, to compare them by hand
+
+Other tests say what must hold in every run. Here a wait, a count or a transfer that was left out is seen although the
+numbers stay right, because this machine happened to be fast.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir.artifact import digest
+from elixir.errors import ElixirError
+from elixir.wrapper.engine import engine_of
+from tests.common.made_up_runs import Program, Run, known_memory, norm_of
+from tests.common.rank_threads import results
+from tests.common.recording import plain, recording
+
+RECORDED = Path(__file__).with_suffix(".json")
+NAMES = tuple(f"run {number}" for number in range(36))
+TIMEOUT_S = 200.0
+"""On a busy machine a run takes a hundred times as long as on a quiet one."""
+
+
+def outcome(name: str) -> list[list[dict[str, Any]]]:
+    """By rank and step, the events in short, the report, and the numbers."""
+    return [[in_short(each) for each in steps] for steps in events(name)]
+
+
+def in_short(step: dict[str, Any]) -> dict[str, Any]:
+    """A step without its single events."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind, each in step["events"].items():
+        family = "memory" if " on " in kind else kind.partition(" ")[0]  # lanes, gradients
+        kinds.setdefault(family, {})[kind] = each
+    found = {family: f"{sum(map(len, each.values()))} {digest(each)[:6]}" for family, each in kinds.items()}
+    report = json.loads(json.dumps(step["report"], default=vars))
+    numbers = [float(f"{number:.4g}") for number in step["numbers"]]
+    return {"events": found, "numbers": numbers, "report": digest(report)[:6], "error": step["error"]}
+
+
+def events(name: str) -> list[list[dict[str, Any]]]:
+    """By rank and step, all events, the report, and the numbers."""
+    run = Run.of(name)
+    with tempfile.TemporaryDirectory(prefix="elixir-recorded-") as folder, recording() as seen, known_memory():
+
+        def work(rank: int) -> list[dict[str, Any]]:
+            with seen.of_rank(rank):
+                return list(steps(Program(run, rank, Path(folder), seen)))
+
+        return results(run.ranks, work, timeout_s=TIMEOUT_S) if run.ranks > 1 else [work(0)]
+
+
+def steps(program: Program) -> Iterator[dict[str, Any]]:
+    for actions in (*program.run.actions, None):
+        error = ""
+        try:
+            if actions is None:
+                program.found.append(norm_of(program.module.state_dict()))
+                program.module.close()
+            else:
+                program.step(actions)
+                program.module.settle()
+        except ElixirError as raised:
+            error = plain(f"{type(raised).__name__}: {raised}")
+        for lane in engine_of(program.module).lanes.all() if actions is not None else ():
+            lane.ask(lambda: None)  # what is recorded on it belongs to this step
+        report = program.report()
+        numbers, program.found = program.found, []
+        yield {
+            "actions": actions,
+            "events": program.seen.take(program.rank)
+            | ({} if actions is not None else {"forms": sorted(program.forms.items())}),
+            "report": report,
+            "numbers": numbers,
+            "error": error,
+        }
+        if error:
+            program.module.close()
+            return
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_is_as_recorded(name: str) -> None:
+    recorded = json.loads(RECORDED.read_text())[name]
+    for rank, (found, expected) in enumerate(zip(outcome(name), recorded, strict=True)):
+        for step, (here, there) in enumerate(zip(found, expected, strict=True)):
+            numbers = pytest.approx(there.pop("numbers"), rel=2e-2, nan_ok=True)
+            assert here.pop("numbers") == numbers, f"rank {rank}, step {step}"
+            assert here == there, f"rank {rank}, step {step}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(events(sys.argv[1]), indent=1, default=vars))
+    else:
+        rows = [f" {json.dumps(name)}: {json.dumps(outcome(name))}" for name in NAMES]
+        RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
