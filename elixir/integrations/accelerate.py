@@ -10,6 +10,7 @@ Accelerate has no registry of backends: `Accelerator.distributed_type` is a clos
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, TorchDynamoPlugin
+    from accelerate.utils import DistributedType, TorchDynamoPlugin, is_datasets_available
 except ImportError as error:
     raise ImportError("this needs the package accelerate: pip install 'torch-elixir[hf]'") from error
 
@@ -164,6 +165,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             more: arguments of `elixir.wrap` on top of the options; here ``inp`` is a batch of any kind, or
                 a function that gives it, and ``step_fn(model, batch)`` gets it.
         """
+        if self.num_processes > 1 and is_datasets_available():
+            importlib.import_module("datasets")  # Accelerate does so with the first batch: 50 MB that were not counted
         module, made = wrap(model, as_several(optimizers), **self._elixir_arguments(**more))
         self.elixir = Run(module, made if isinstance(made, list) else [made], is_main=self.is_main_process)
         if isinstance(optimizers, OptimizerList):  # the same object, for schedulers know it
