@@ -42,6 +42,8 @@ _IMPORTS = {
     "lightning": ("lightning", "elixir.integrations.lightning"),
     "accelerate": ("accelerate", "elixir.integrations.accelerate"),
 }
+PRETENDED = "h100"
+"""The preset of a pretended device."""
 MIB = 1 << 20
 
 
@@ -224,7 +226,7 @@ def shape_of(case: Case) -> Any:
     )  # fmt: skip
 
 
-def lived(case: Case, rank: int, folder: Path) -> Any:
+def lived(case: Case, rank: int, folder: Path, device: str = "cpu", hardware: str = "cpu") -> Any:
     """Loads, plans, wraps, trains, saves and goes through the phase; gives the wrapped model."""
     import torch
 
@@ -236,7 +238,7 @@ def lived(case: Case, rank: int, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(rank)
     rows = [
         {"input_ids": ids, "labels": ids}
-        for ids in torch.randint(5, case.vocabulary - 5, (16, case.sequence), generator=generator)
+        for ids in torch.randint(5, case.vocabulary - 5, (16, case.sequence), generator=generator).to(device)
     ]
     least = 12 * max(case.embedding_numel, case.layer_numel // 3) + 96 * MIB
     most = case.state_bytes * numel // case.ranks + least
@@ -245,6 +247,7 @@ def lived(case: Case, rank: int, folder: Path) -> Any:
         "host_memory": "12GiB",
         "moments": case.moments,
         "replan": False,
+        "hardware": hardware,
     }
     return _LIVES[case.framework](case, model, rows, options, folder)
 
@@ -257,7 +260,7 @@ def _plain(case: Case, model: Any, rows: list[Any], options: dict[str, Any], fol
     batch = {name: value[None] for name, value in rows[0].items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = elixir.wrap(
-        model, optimizer, inp=batch, hardware="cpu", dtype=case.dtype, accumulation=case.accumulation, **options
+        model, optimizer, inp=batch, dtype=case.dtype, accumulation=case.accumulation, **options
     )
 
     def steps(count: int) -> None:
@@ -305,17 +308,22 @@ def _later(case: Case, model: Any, rows: list[Any]) -> None:
 
 
 def _other_homes(case: Case, model: Any, batch: Any) -> Any:
-    """A plan of the same chunks with three quarters of the device memory; all ranks find the same."""
+    """A plan of the same chunks with less device memory, three quarters if that suffices; all ranks find the same."""
     import elixir
+    from elixir.errors import PlanError
     from elixir.models.loading import build
     from elixir.units import parse_dtype
 
     plan = model.plan
-    return elixir.optimal_search(
-        build(shape_of(case), dtype=parse_dtype("fp32")), case.ranks, inp=batch, hardware="cpu", chunks_of=plan,
-        unified_dtype=parse_dtype(case.dtype), optimizer_type=plan.optimizer, moments=case.moments, clipping=False,
-        accumulation=case.accumulation, device_memory=int(0.75 * plan.device_budget_bytes), host_memory="12GiB",
-    ).plan  # fmt: skip
+    for share in (0.75, 0.9):
+        with contextlib.suppress(PlanError):
+            return elixir.optimal_search(
+                build(shape_of(case), dtype=parse_dtype("fp32")), case.ranks, inp=batch, chunks_of=plan,
+                hardware="cpu" if batch["input_ids"].is_cpu else PRETENDED, unified_dtype=parse_dtype(case.dtype),
+                optimizer_type=plan.optimizer, moments=case.moments, clipping=False, accumulation=case.accumulation,
+                device_memory=int(share * plan.device_budget_bytes), host_memory="12GiB",
+            ).plan  # fmt: skip
+    return plan
 
 
 def _trainer(case: Case, model: Any, rows: list[Any], options: dict[str, Any], folder: Path) -> Any:
@@ -329,9 +337,7 @@ def _trainer(case: Case, model: Any, rows: list[Any], options: dict[str, Any], f
         eval_strategy="steps" if case.phase == "evaluate" else "no", eval_steps=2, optim="adamw_torch_fused",
         logging_strategy="no",
     )  # fmt: skip
-    trainer = ElixirTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows[:2], elixir={**options, "hardware": "cpu"}
-    )
+    trainer = ElixirTrainer(model, args, train_dataset=rows, eval_dataset=rows[:2], elixir=options)
     trainer.train()
     wrapped = trainer.model_wrapped
     if case.phase == "export":
@@ -374,7 +380,7 @@ def _lightning(case: Case, model: Any, rows: list[Any], options: dict[str, Any],
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
-    strategy = ElixirStrategy(**options, hardware="cpu")
+    strategy = ElixirStrategy(**options)
     keep = ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_top_k=-1)
     trainer = lightning.Trainer(
         strategy=strategy, accelerator="cpu", devices=case.ranks, max_steps=3, logger=False, callbacks=[keep],
@@ -400,7 +406,7 @@ def _accelerate(case: Case, model: Any, rows: list[Any], options: dict[str, Any]
 
     accelerator = ElixirAccelerator(
         cpu=True, gradient_accumulation_steps=case.accumulation, mixed_precision="bf16" if case.dtype == "bf16" else "no",
-        elixir={**options, "hardware": "cpu"},
+        elixir=options,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))

@@ -41,6 +41,7 @@ def install() -> ModuleType:
         if torch.cuda.is_available():
             raise RuntimeError("this machine has a CUDA device, and needs to pretend none")
         _installed = _load(_compiled(_DEVICE))
+        _installed.set_capacity(TOTAL_BYTES)
         _patch(torch.cuda, _installed)
         _libraries.append(host.implement(_installed, {**attention.KERNELS, **kernels.KERNELS}))
     return _installed
@@ -198,7 +199,10 @@ def _patch(cuda: Any, device: ModuleType) -> None:
         "default_stream": lambda device=None: stream_of(0),
         "set_stream": lambda stream: device_module.set_stream(stream.stream_id),
         "synchronize": lambda device=None: device_module.synchronize(),
-        "mem_get_info": lambda device=None: (TOTAL_BYTES - device_module.allocated_bytes(), TOTAL_BYTES),
+        "mem_get_info": lambda device=None: (
+            device_module.capacity_bytes() - device_module.allocated_bytes(),
+            TOTAL_BYTES,
+        ),
         "memory_allocated": lambda device=None: device_module.allocated_bytes(),
         "max_memory_allocated": lambda device=None: device_module.peak_bytes(),
         "memory_reserved": lambda device=None: device_module.allocated_bytes(),

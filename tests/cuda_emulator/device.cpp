@@ -56,6 +56,7 @@ struct Memory {
   size_t peak = 0;
   size_t requested = 0;
   size_t requested_peak = 0;
+  size_t capacity = 0;  // set by install()
   std::map<uintptr_t, size_t> pinned;
 };
 
@@ -85,8 +86,13 @@ struct DeviceAllocator final : c10::Allocator {
     Device device(DeviceType::CUDA, 0);
     if (nbytes == 0) return {nullptr, nullptr, &free_device, device};
     size_t rounded = (nbytes + kRound - 1) / kRound * kRound;
-    void* pointer = std::aligned_alloc(kRound, rounded);
-    TORCH_CHECK(pointer, "the pretended device is out of memory");
+    void* pointer = nullptr;
+    {
+      std::lock_guard<std::mutex> guard(memory().mutex);
+      if (memory().allocated + rounded <= memory().capacity) pointer = std::aligned_alloc(kRound, rounded);
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, pointer, "the pretended device is out of memory: ", rounded, " bytes more, of ",
+                     memory().capacity);
     std::memset(pointer, 0xFF, rounded);
     {
       std::lock_guard<std::mutex> guard(memory().mutex);
@@ -508,6 +514,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("peak_bytes", [] { return memory().peak; });
   m.def("requested_bytes", [] { return memory().requested; });
   m.def("requested_peak_bytes", [] { return memory().requested_peak; });
+  m.def("capacity_bytes", [] { return memory().capacity; });
+  m.def("set_capacity", [](size_t nbytes) { memory().capacity = nbytes; });
   m.def("reset_peak", [] {
     memory().peak = memory().allocated;
     memory().requested_peak = memory().requested;

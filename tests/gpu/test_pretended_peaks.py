@@ -21,40 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.proof.memory import MemoryCase, observe_cuda, predict
 from benchmark.proof.place import Place
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.cuda.cuda_target import CudaTarget
 from elixir.tracer.trace import trace_step
 from elixir.units import parse_dtype
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.tracing import H200
+from tests.cuda_emulator.target import Seen
 
 pytestmark = needs_pretended_gpu
 
-aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Seen(CudaTarget):
-    """The rules for CUDA without what kernels hold inside.
-
-    Left out: workspaces of matrix products and copies of operands that they cannot read (`mm`, `addmm`), sorted ids
-    (`embedding_dense_backward`). Counted: the math form's softmax, composed of others everywhere, and attention's
-    backward.
-    """
-
-    _COUNTED = frozenset(
-        {
-            aten._safe_softmax.default,
-            aten._scaled_dot_product_flash_attention_backward.default,
-            aten._scaled_dot_product_cudnn_attention_backward.default,
-            aten._scaled_dot_product_efficient_attention_backward.default,
-        }
-    )
-
-    def matmul_workspace_bytes(self) -> int:
-        return 0
-
-    def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
-        return super().transient_bytes(func, args, kwargs, outputs) if func in self._COUNTED else 0
 
 
 @pytest.fixture(autouse=True)
