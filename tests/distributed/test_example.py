@@ -23,7 +23,8 @@ CALL = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(1, ["--activation-checkpointing"]), (2, []), (1, ["--dtype", "bf16", "--weights-on-meta"])]
+    ("ranks", "more"),
+    [(1, ["--activation-checkpointing", "--hardware", "cpu"]), (2, []), (1, ["--dtype", "bf16", "--weights-on-meta"])],
 )
 def test_the_loss_falls_and_the_plan_was_right(ranks: int, more: list[str]) -> None:
     launch = [sys.executable]

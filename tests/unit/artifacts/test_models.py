@@ -115,6 +115,7 @@ def test_parameter_count_is_near_the_published_size(name: str) -> None:
     assert describe(name).parameters == pytest.approx(NOMINAL[name] * 1e9, rel=0.06)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", model_names())
 def test_built_model_is_what_describe_says(name: str) -> None:
     model = build(name, dtype=torch.bfloat16)

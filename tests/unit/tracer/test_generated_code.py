@@ -185,7 +185,7 @@ def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_
     assert kept("h100") == kept("cpu")  # from the first forward to the first backward
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_for_a_gpu_layers_of_many_operators_have_code(checkpointed: bool) -> None:
     model = made_of(Varied)
