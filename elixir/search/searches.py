@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.errors import InputError, InputTypeError, PlanError, TraceError
 from elixir.hardware.profile import (
     HardwareProfile,
     load_hardware,
@@ -54,10 +54,17 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
         raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
     if not isinstance(hardware, HardwareProfile):
         raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
-    request = SearchRequest.of(asked, **options)
+    return _answer(StepQuestion(model=trace), hardware, SearchRequest.of(asked, **options))
+
+
+def _answer(step: StepQuestion, hardware: HardwareProfile, request: SearchRequest) -> Answer:
+    """The answer for a model or a trace, with activations that are chosen for it."""
     if request.activations == "auto":
-        trace = trace_that_keeps(StepQuestion(model=trace), hardware, request)
-    return _answered(trace, hardware, dataclasses.replace(request, activations=None))
+        trace = trace_that_keeps(step, hardware, request)
+        request = dataclasses.replace(request, activations=None)
+    else:
+        trace = step.trace(hardware)
+    return _with_exact_moves(_answered(trace, hardware, request), step)
 
 
 def _answered(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True) -> Answer:
@@ -100,28 +107,28 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
     request.divisions(1)  # refuses before a trace is made
     if read_host and request.host_memory is None:
         request = dataclasses.replace(request, host_memory=host_memory_here(profile))
-    if request.activations == "auto":
-        trace = trace_that_keeps(step, profile, request)
-        request = dataclasses.replace(request, activations=None)
-    else:
-        trace = step.trace(profile)
-    answer = plan_from_trace(trace, profile, request)
-    chosen = answer.plan.step.swap_bytes and not trace.step.swap_bytes
-    return _checked(_with_exact_moves(answer, step) if chosen and step.model is not trace else answer, step)
+    return _checked(_answer(step, profile, request), step)
 
 
 def _with_exact_moves(answer: Answer, step: StepQuestion) -> Answer:
-    """The answer with the bytes of a trace in which layers move their inputs, as the search has chosen; without moves,
-    if they do not: a layer may be called with keywords alone."""
-    plan, (trace, profile, request) = answer.plan, answer.question
+    """The answer with the bytes of a trace in which layers move their inputs, if the search has chosen that; without
+    moves, if they do not: a layer may be called with keywords alone. A trace that cannot be made again is believed."""
+    plan, (trace, hardware, request) = answer.plan, answer.question
+    if not plan.step.swap_bytes or trace.step.swap_bytes:
+        return answer
+    if isinstance(step.model, StepTrace):
+        if trace.step.checkpoint is None:
+            return answer
+        step = StepQuestion.again(trace)
     chosen = tuple(dataclasses.replace(each, swap_bytes=0) for each in plan.step.activations)
-    moving = dataclasses.replace(step, activations=chosen).trace(profile)
-    if 2 * moving.step.swap_bytes * plan.pass_size > plan.step.swap_bytes:
-        try:
-            return plan_from_trace(moving, profile, dataclasses.replace(request, pass_size=plan.pass_size))
-        except PlanError as error:
-            logger.debug("inputs of layers do not move as predicted: %s", error)
-    return _answered(trace, profile, request, moves=False)
+    try:
+        moving = dataclasses.replace(step, activations=chosen).trace(hardware)
+        if 2 * moving.step.swap_bytes * plan.pass_size > plan.step.swap_bytes:
+            return _answered(moving, hardware, dataclasses.replace(request, pass_size=plan.pass_size))
+        logger.info("inputs of layers stay on the device: they are called in a way in which none would move")
+    except (InputError, TraceError, PlanError) as error:
+        logger.info("inputs of layers stay on the device: that they would move as predicted is not known: %s", error)
+    return _answered(trace, hardware, request, moves=False)
 
 
 def _checked(answer: Answer, step: StepQuestion) -> Answer:
