@@ -117,6 +117,16 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
         pair.assert_same_weights()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shared_buffer_has_the_weights_that_were_given_before_any_forward(mode: str) -> None:
+    it = _case(KEPT["row"])
+    plan = make_plan(it, mode, split_number=12)
+    given = {name: each.detach() + 1 for name, each in it.model.named_parameters()}
+    module = ElixirModule(it.model, plan, weights=given, strict=False)
+    assert torch.equal(it.model.layers[0].now.cpu(), given["layers.2.weight"][3])  # type: ignore[union-attr,index]
+    module.close()
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str) -> None:
     it = _case(KEPT[kind])
