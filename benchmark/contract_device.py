@@ -2,7 +2,7 @@
 
     python benchmark/contract_device.py [--runs 60] [--first 0] [--seconds 1200] [--no-record]
 
-The runs of `benchmark/contract.py` without a framework, on one rank, each in a process with a device of its own
+The runs of `benchmark/contract.py` without a framework, on one rank, each in a process with a separate device
 (`tests.cuda_emulator`, needs g++). When the model is wrapped, the device gets 3 % less than the plan's peak, which
 wrapping must refuse; then 2 % more, with which the run must end well. Compared are the plan's peak and the most that
 the allocator had given. The pretended device has no workspaces of kernels, so the prediction is made without them, as in

@@ -33,7 +33,7 @@ SECONDS = 240
 GRACE_SECONDS = 15
 """The seconds that other ranks have to end after one was killed."""
 LOOK_SECONDS = 0.002
-"""The seconds between two looks at the memory of a rank: Linux keeps the peak of all its pages, not that of its own."""
+"""The seconds between two looks at the memory of a rank: Linux keeps the peak of all its pages, not of private ones."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14
 _IMPORTS = {
@@ -515,7 +515,7 @@ def serve(framework: str) -> None:
 
 
 def children(case: Case, folder: Path, group: Path | None, share: float, port: int) -> list[dict[str, Any]]:
-    """The answer of each rank of a run, with the peak of its own pages; ``{"died": reason}`` of one that has none."""
+    """The answer of each rank of a run, with the peak of its private pages; ``{"died": reason}`` of one that has none."""
     from elixir.hardware.process_memory import resident
 
     ranks = []

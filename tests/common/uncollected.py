@@ -1,4 +1,4 @@
-"""What the server of ranks imports first: no garbage collection while it imports the rest. Ranks collect again."""
+"""The first import of the server of ranks: it collects no garbage while it imports the rest. Ranks collect again."""
 
 import gc
 

@@ -33,5 +33,5 @@ class Seen(CudaTarget):
         return 0
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
-        """Those of operators that are composed of others."""
+        """Bytes of operators that are composed of others."""
         return super().transient_bytes(func, args, kwargs, outputs) if func in self._COUNTED else 0

@@ -61,7 +61,7 @@ _ONLY_SOME = (
 )
 """Parts of host memory that a plan names only if it needs them."""
 _SUMMED = 4
-"""Of the tables of host bytes, those of which all chunks count; of the others, which follow, chunks share buffers."""
+"""Number of tables of host bytes in which every chunk counts; they come first. In the others chunks share buffers."""
 _BUFFERS: Ints = np.array([[PASSAGE_BUFFERS], [WINDOW_CHUNKS], [FILE_BUFFERS], [STAGING_BUFFERS]], dtype=np.int64)
 """Buffers at most, each for the largest amount: of what passes, of the windows, of what is staged."""
 CHECKPOINT_CHUNKS = 2

@@ -88,7 +88,7 @@ def changed(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def said(make: Any, original: Any) -> Any:
-    """What a changed plan, or request, says: an error, or all that follows from it."""
+    """The words of a changed plan, or request: an error, or all that follows from it."""
     try:
         made = make()
     except (InputError, InputTypeError) as error:
