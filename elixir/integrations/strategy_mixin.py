@@ -79,6 +79,9 @@ class PrecisionMixin:
             engine_of(self.elixir.module).loss_scale.load(state_dict)
 
 
+_MAPPED = ("state_dict", "optimizer_states")
+"""Parts of a checkpoint that are copied to where they belong when they are loaded."""
+
 _Base: Any = object
 """A base for type checkers, which must not look for Lightning's methods here."""
 
@@ -306,7 +309,9 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         load = self.checkpoint_io.load_checkpoint
         same = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "weights_only" in signature(load).parameters
         if same and zipfile.is_zipfile(Path(checkpoint_path)):
-            return dict(torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True))
+            found = torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
+            # Others keep what they load, such as ModelCheckpoint its scores; one of them would keep the whole file.
+            return {name: each if name in _MAPPED else tree_map(_copied, each) for name, each in found.items()}
         return dict(super().load_checkpoint(checkpoint_path, *(() if weights_only is None else (weights_only,))))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -349,6 +354,10 @@ class StrategyMixin(_Base):  # type: ignore[misc]
 def plain(optimizer: Any) -> Any:
     """The ElixirOptimizer in a LightningOptimizer, which inherits its methods but not what they work on."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _copied(item: Any) -> Any:
+    return item.clone() if isinstance(item, torch.Tensor) else item
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> torch.Tensor:

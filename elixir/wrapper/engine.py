@@ -249,6 +249,7 @@ class Engine:
     def drop_memory(self) -> None:
         """Frees everything, once the model has its weights back: the program may keep the wrapper and its optimizer."""
         self.release_memory()
+        self.host_buffers.clear()
         for stepper in self.steppers:
             stepper.drop_states()
         for chunk in self.chunks:

@@ -366,6 +366,7 @@ class ElixirModule(nn.Module):
         It serves accumulation over micro-batches. It saves network traffic but takes memory that no plan counts: a
         whole gradient per rank, at the home of the states. All ranks must do the same.
         """
+        self._engine.phase.refuse_closed()
         gradients = self._engine.gradients
         before, gradients.reducing = gradients.reducing, False
         try:
@@ -516,7 +517,6 @@ class ElixirModule(nn.Module):
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
         with contextlib.ExitStack() as ends:  # all of these run, whatever fails
-            ends.callback(engine.drop_memory)
             ends.callback(self._put_back)
             ends.callback(self._fused.remove)
             ends.callback(lambda: vars(self.module).pop("zero_grad"))
@@ -530,6 +530,7 @@ class ElixirModule(nn.Module):
             ends.callback(self._state.remove)
             unread = self._origins.give_back(engine, alone=not engine.end())
             self._shared_weights.give_back()
+        engine.drop_memory()  # not if the model lacks weights, of which the chunks have the only copy
         failed = unsaved or unread
         if failed is not None:
             raise failed

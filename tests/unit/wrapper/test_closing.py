@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.assemble.origins import Origins
+from elixir.wrapper.engine import engine_of
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 
@@ -265,3 +268,20 @@ def test_a_method_that_somebody_put_on_a_module_comes_back() -> None:
     module.close()
     assert seen
     assert it.model[0].state_dict is state_dict
+
+
+def test_weights_that_an_interrupted_close_has_not_given_back_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2")
+    module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"))
+    monkeypatch.setattr(Origins, "give_back", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        module.close()
+    assert all(chunk.shard is not None for chunk in engine_of(module).chunks)
+
+
+def test_a_closed_module_says_so_where_gradients_are_not_reduced() -> None:
+    it = case("gpt2")
+    module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"))
+    module.close()
+    with pytest.raises(InputError, match="closed"), module.no_sync():
+        pass
