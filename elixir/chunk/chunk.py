@@ -205,6 +205,8 @@ class Chunk:
         """
         self.taken_back = 0
         """Number of times that values of parameters with other memory were taken; see `take_back`."""
+        self.dropped = False
+        """Whether `drop_memory` was called."""
         self._lent: torch.Tensor | None = None  # the resident weights, with a count of what is written through `data`
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
@@ -282,6 +284,7 @@ class Chunk:
         """Lets go of weights, masters and gathered weights; nothing can use the chunk afterwards."""
         self.shard = self.whole = self.masters = self.memory = self.marked = self.gathered = self._lent = None
         self.filed = self.stored = None
+        self.dropped = True
 
     def wants(self, slot: Slot) -> bool:
         """Whether this rank keeps any element of a parameter."""

@@ -28,7 +28,7 @@ from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
-from elixir.chunk.lanes import Lanes, MemoryUses, Ticket, failure, settled
+from elixir.chunk.lanes import Lanes, MemoryUses, Ticket, closed, failure, settled
 from elixir.errors import InputError, StateError
 from elixir.schedule import Schedule
 
@@ -296,6 +296,8 @@ class RCache:
         return self._in_a_block(index, self._chunks[index].marked)
 
     def _in_a_block(self, index: int, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is None and self._chunks[index].dropped:
+            raise closed()
         if memory is None:
             raise StateError(f"chunk {index} is {self._chunks[index].state.value}, it has no block")
         return memory

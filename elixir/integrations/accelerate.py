@@ -166,7 +166,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
                 a function that gives it, and ``step_fn(model, batch)`` gets it.
         """
         if self.num_processes > 1 and is_datasets_available():
-            importlib.import_module("datasets")  # Accelerate does so with the first batch: 50 MB that were not counted
+            with contextlib.suppress(ImportError):  # Accelerate says so itself, if it needs it
+                importlib.import_module("datasets")  # as Accelerate does with a loader: 50 MB that were not counted
         module, made = wrap(model, as_several(optimizers), **self._elixir_arguments(**more))
         self.elixir = Run(module, made if isinstance(made, list) else [made], is_main=self.is_main_process)
         if isinstance(optimizers, OptimizerList):  # the same object, for schedulers know it

@@ -118,7 +118,7 @@ def _composed_on_meta() -> Iterator[None]:
         yield
     finally:
         for operator in changed:
-            del operator.py_kernels[autograd]
+            operator.py_kernels.pop(autograd, None)
             operator._dispatch_cache.clear()  # noqa: SLF001 - as `py_impl` does
 
 

@@ -143,6 +143,16 @@ def test_its_memory_is_free_though_the_wrapper_and_its_optimizer_stay(mode: str)
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_backward_that_comes_too_late_says_so(mode: str) -> None:
+    it = case("gpt2")
+    with Pair(it, make_plan(it, mode)) as pair:
+        loss = it.loss(pair.module, it.inp)
+        pair.module.close()
+        with pytest.raises(InputError, match="closed"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
 def test_it_is_for_outside_of_everything() -> None:
     it = case("cnn")
     with Pair(it, make_plan(it, "streamed")) as pair:
