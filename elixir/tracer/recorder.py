@@ -189,6 +189,7 @@ class Recorder(TorchDispatchMode):
         self._order.results.made(func, args, kwargs, tensors, cost.operation, len(self._order.uses))
         if real:
             return result
+        self._shadows.exchange(func, args)
         if self._may_be_known(op, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
         if op.may_choose or op.checks_finite:

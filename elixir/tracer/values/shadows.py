@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elixir.torch_private import DisableTorchDispatch, tree_map
+from elixir.torch_private import DisableTorchDispatch, tree_leaves, tree_map
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.values.unknown_number import undecidable
 
@@ -261,6 +261,24 @@ class Shadows:
         self._evaluate(
             func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
         )
+
+    def exchange(self, func: Any, args: Any) -> None:
+        """Follows a collective, whose schema does not say that it writes to its first argument: other ranks have what
+        this one has. One without a second argument changes the first in place, which stays as it is here."""
+        if func.namespace != "c10d" or len(args) < 2:
+            return
+        written, given, *_ = args
+        sources = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+        for tensor in tree_leaves(written) if sources else ():
+            record = self._ledger.find(tensor)
+            value = self.real(sources[0])
+            if record is None or record.shadow is None:
+                continue
+            if value is None or tensor.numel() % max(value.numel(), 1):
+                record.shadow = None
+                continue
+            whole = value.reshape(-1).repeat(tensor.numel() // max(value.numel(), 1)).view(tensor.shape)
+            self.mutate(aten.copy_.default, (tensor, whole), {}, [tensor, whole], [record])
 
     def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`func` on the real values of its arguments; `TraceError` where one is unknown."""

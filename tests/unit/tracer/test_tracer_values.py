@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmark.observe import observe_step
@@ -426,6 +428,40 @@ def fills_empty_tensors(model: nn.Module, inp: dict[Any, Any]) -> None:
 def test_what_a_step_writes_to_empty_tensors_is_known() -> None:
     for hardware in (CPU, H200):
         trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, fills_empty_tensors, hardware=hardware)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    if dist.is_initialized():
+        pytest.skip("this process has a group already")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_gathered_from_ranks_is_what_this_rank_has(one_rank: None) -> None:
+    """As when a trainer counts valid tokens over all ranks, and divides by them if there are any."""
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        mine = (inp["ids"] >= 0).sum()
+        listed, at_once = [torch.empty_like(mine)], torch.empty(1, dtype=mine.dtype, device=mine.device)
+        dist.all_gather(listed, mine)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(at_once, mine)
+        assert [int(listed[0]), int(at_once[0])] == [3, 3]
+        model(inp["x"]).sum().backward()
+
+    inp = {"x": torch.randn(2, 4), "ids": torch.tensor([1, 2, -1, 3])}
+    trace_step(nn.Linear(4, 8), inp, step, hardware=CPU)
+
+    def decides(model: nn.Module, inp: dict[Any, Any]) -> None:
+        total = model(inp["x"]).sum()
+        gathered = [torch.empty_like(total)]
+        dist.all_gather(gathered, total.detach())
+        (total if gathered[0] > 0 else 2 * total).backward()
+
+    with pytest.raises(TraceError, match="the code decides by a number"):
+        trace_step(nn.Linear(4, 8), inp, decides, hardware=CPU)
 
 
 def test_nothing_is_decided_by_an_empty_tensor() -> None:

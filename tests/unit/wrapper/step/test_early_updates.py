@@ -520,7 +520,7 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
     optimizer = ElixirOptimizer(module, _fused(module.module), max_norm=1e9)
     assert when_compiled._progress, "a plan with early updates counts on the kernel"
     assert when_compiled.absent_kernels() == []
-    found = []
+    found, forms = [], set[str]()
     for _ in range(3):
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
@@ -528,10 +528,11 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
         report = module.last_report
         assert report is not None
         found.append((report.early.made, report.early.kept))
+        forms |= set(report.host_forms)  # those of an update that ends late are in the next report
         optimizer.zero_grad()
     early = found[-1][0]
     assert found[1:] == [(early, early)] * 2 != [(0, 0)] * 2
-    assert set(report.host_forms) == {ONE_PASS}
+    assert forms == {ONE_PASS}
     module.close()
 
 
