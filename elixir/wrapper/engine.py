@@ -32,7 +32,7 @@ from elixir.chunk.host_mover import HostMover
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
-from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
+from elixir.errors import ElixirError, InputError, InputTypeError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.host_share import host_share, host_view
 from elixir.hardware.process_memory import HEAP, give_back_freed, share_heap
@@ -279,49 +279,6 @@ class Engine:
     def is_ordinary(self, chunk: Chunk) -> bool:
         """Whether a chunk is ordinary: weights, gradients and states all on the device of one rank."""
         return chunk.plan.resident and chunk.plan.state_home == "device" and self.group.size == 1
-
-    def whole(self, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
-        """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
-        if chunk.gathered is not None:
-            return chunk.gathered
-        found = self.precise(chunk, copy)[0] if precise else self.gathered(chunk, copy=copy)
-        return chunk.with_moved(found) if self.is_ordinary(chunk) else found
-
-    def precise(self, chunk: Chunk, copy: bool = True) -> tuple[torch.Tensor, ElixirError | None]:
-        """The gathered weights of a chunk in the precision of its masters. If this rank's disk cannot read them, the
-        weights in memory and the error."""
-        if not self.has_wide_masters(chunk):
-            return self.gathered(chunk, copy=copy), None
-        found: torch.Tensor | None = None
-        try:
-            with chunk.at_hand():
-                chunk.follow_writes()
-                found = self.gathered(chunk, chunk.masters, copy)
-        except (DiskError, NoMemoryError) as error:
-            if found is None:  # otherwise all ranks have gathered, and only the write back has failed
-                logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
-                return self.gathered(chunk, chunk.shard_weights.to(torch.float32)), error
-        return found, None
-
-    @staticmethod
-    def has_wide_masters(chunk: Chunk) -> bool:
-        """Whether the masters of a chunk have more bits than its weights."""
-        return chunk.masters is not None and chunk.masters.dtype != chunk.dtype
-
-    def gathered(self, chunk: Chunk, shard: torch.Tensor | None = None, copy: bool = True) -> torch.Tensor:
-        """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks. Without `copy` a rank
-        that has all of them in memory gives what it has, on the host too: to be read, before the next step."""
-        if shard is None:
-            if chunk.whole is not None:
-                return chunk.whole
-            shard = chunk.shard_weights
-        if not copy and chunk.on_one_rank and chunk.stored is None:
-            return shard
-        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self.device)
-        mine = shard.to(self.device)
-        # This thread reads `whole` next, which the network writes.
-        self.lanes.network.submit(lambda: self.group.gather(whole, mine)).synchronize()
-        return whole
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, in order of rank, exchanged after the pending work of the network; see

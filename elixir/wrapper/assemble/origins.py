@@ -15,6 +15,7 @@ from elixir.extents.weight_files import FileShard
 from elixir.models.buffer_place import buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.whole_weights import has_wide_masters, precisely
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Origins:
             memory: torch.Tensor | None = None
             if not alone and problem is None:
                 try:
-                    memory, lacking = engine.precise(chunk)
+                    memory, lacking = precisely(engine, chunk)
                     unread = unread or _as_rounded(lacking)
                 except _SHORTAGES as error:  # another rank is gone, so that the rest cannot be gathered either
                     problem = error
@@ -140,7 +141,7 @@ class Origins:
         """Gives the parameters of a chunk their weights, on one rank."""
         given = False
         unread: ElixirError | None = None
-        if engine.has_wide_masters(chunk) and chunk.masters is not None:
+        if has_wide_masters(chunk) and chunk.masters is not None:
             try:
                 with chunk.at_hand():
                     chunk.follow_writes()

@@ -12,6 +12,7 @@ from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.errors import InputError
 from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.whole_weights import whole
 
 Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
 """The parameters of a module, one parameter, several, or None for all."""
@@ -41,7 +42,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                 chunk.about_to_write()  # before versions change, at which a checkpoint would raise
             memory = chunk.gathered
             if memory is None:  # otherwise another `gathered` around this one holds it
-                memory = engine.whole(chunk)
+                memory = whole(engine, chunk)
                 if memory is chunk.whole:
                     # Writes must not reach the weights before the end, and without `write` never; writes through `data`
                     # are not announced.

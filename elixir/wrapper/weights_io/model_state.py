@@ -22,6 +22,7 @@ from elixir.hardware.process_memory import give_back_freed
 from elixir.models.casting import cast_dtype
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.whole_weights import whole
 
 
 class _Replaced:
@@ -202,7 +203,7 @@ class ModelState:
         if self._gathered is None or self._gathered[0] != chunk.index:
             self._gathered = None  # frees the last one before the next is gathered
             give_back_freed()  # it stays in the heap, where one of another size may not fit
-            self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None, copy=False))
+            self._gathered = (chunk.index, whole(self._engine, chunk, precise=self._full is not None, copy=False))
         return self._gathered[1]
 
     def _take(

@@ -17,6 +17,7 @@ from elixir.errors import InputError
 from elixir.models.shared_memory import SharedMemory
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.whole_weights import whole
 
 
 @dataclass
@@ -121,7 +122,7 @@ class SharedWeights:
     def _values(self, copy: _Copy) -> torch.Tensor:
         chunk, slot = copy.weight
         here = chunk.whole is None and chunk.on_one_rank
-        memory = chunk.shard_weights if here else self._engine.whole(chunk)
+        memory = chunk.shard_weights if here else whole(self._engine, chunk)
         return copy.shared.of(memory, slot.offset)
 
     @staticmethod

@@ -441,7 +441,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def test_what_is_gathered_from_ranks_is_what_this_rank_has(one_rank: None) -> None:
-    """As when a trainer counts valid tokens over all ranks, and divides by them if there are any."""
+    """A trainer counts valid tokens over all ranks, and divides by them if there are any."""
 
     def step(model: nn.Module, inp: dict[Any, Any]) -> None:
         mine = (inp["ids"] >= 0).sum()

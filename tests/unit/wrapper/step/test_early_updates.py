@@ -525,10 +525,9 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
         module.settle()  # CPU Adam is done with what it was given
-        report = module.last_report
-        assert report is not None
+        report = module.last_report or pytest.fail("nothing was reported")
         found.append((report.early.made, report.early.kept))
-        forms |= set(report.host_forms)  # those of an update that ends late are in the next report
+        forms |= set(report.host_forms)
         optimizer.zero_grad()
     early = found[-1][0]
     assert found[1:] == [(early, early)] * 2 != [(0, 0)] * 2
