@@ -11,7 +11,8 @@ from torch import nn
 
 import elixir
 from elixir.errors import InputError
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
+from elixir.wrapper.weights_io import model_state
 
 ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_memory": "64MiB"}
 
@@ -132,8 +133,12 @@ def test_a_state_dict_of_a_part_gathers_no_more(monkeypatch: pytest.MonkeyPatch)
     whole = wrapper.state_dict()
     gathered: list[int] = []
     engine = vars(wrapper)["_engine"]
-    original = engine.whole
-    monkeypatch.setattr(engine, "whole", lambda chunk, **more: gathered.append(chunk.index) or original(chunk, **more))
+
+    def noted(engine: Any, chunk: Any, **more: Any) -> torch.Tensor:
+        gathered.append(chunk.index)
+        return whole_weights.whole(engine, chunk, **more)
+
+    monkeypatch.setattr(model_state, "whole", noted)
     part = wrapper.state_dict(only=lambda name, parameter: name.startswith("2."), dtype=torch.bfloat16)
     assert sorted(part) == ["2.bias", "2.weight", "count"]
     assert all(torch.equal(part[name], whole[name].bfloat16()) for name in ("2.bias", "2.weight"))
