@@ -68,6 +68,7 @@ class ClassStates(States):
         self.master, self.segments, self.weights = master, segments, weights
         self._user, self._extent, self._on_host = user, extent, on_host
         self._made_ahead = False  # by `make`; then resetting a segment means zeroing its states
+        self._is_second = False  # in memory that is counted as a second set
         self.optimizer, self.is_predictable = shared or user.over(segments), user.is_predictable
         self.shares_call = shared is not None
         self._all_states: MutableMapping[torch.Tensor, dict[str, Any]] = self.optimizer.state
@@ -98,16 +99,25 @@ class ClassStates(States):
         """See `States`."""
         getattr(self.optimizer, method)()
 
-    def make(self) -> bool:
+    @property
+    def memory_kind(self) -> tuple[object, ...] | None:  # type: ignore[override]
+        """See `States`."""
+        if self._extent is not None or self._is_second:
+            return None
+        return ClassStates, self.master.dtype, self.master.device, self._on_host
+
+    def make(self, *, allocate: bool = True) -> bool:
         """See `States`. Only torch's Adams and `HybridAdam` can.
 
         On the host they lie in memory that child processes do not inherit. If the first step created them, page by
         page, it could run out of memory halfway.
         """
         if self.segments and isinstance(self.optimizer, HybridAdam) and self._extent is None:
-            self.optimizer.make_states()
+            if allocate:
+                self.optimizer.make_states()
         elif self.segments and type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            self._make_moments(self.optimizer)
+            if allocate:
+                self._make_moments(self.optimizer)
         else:
             return not self.segments
         self._made_ahead = True
@@ -148,6 +158,7 @@ class ClassStates(States):
     def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates:
         """See `States`."""
         other = ClassStates(self._user, master, segments)
+        other._is_second = True
         for mine, theirs in zip(self.segments, segments, strict=True):
             other.optimizer.state[theirs.weights] = {
                 kind: memory(value.numel(), value.dtype).view(value.shape)

@@ -24,6 +24,7 @@ from elixir.wrapper.step.states import (
     ADAM_KINDS,
     SCALE_SUFFIX,
     MakeMemory,
+    MovedStates,
     SavedStates,
     States,
     StateTensor,
@@ -107,6 +108,14 @@ class FusedStates(States):
         self.param_groups = [dict(group) for group in groups]
         self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by weights of a segment, the number of its last step
         self._moments: Moments | None = None
+        self._is_second = False  # in memory that is counted as a second set
+
+    @property
+    def memory_kind(self) -> tuple[object, ...] | None:  # type: ignore[override]
+        """See `States`."""
+        if self._extent is not None or self._is_second:
+            return None
+        return FusedStates, self._kind, self._numel, self._device
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         """See `States`."""
@@ -187,9 +196,9 @@ class FusedStates(States):
             self._moments = make_moments(self._numel, self._kind, self._device, zeros=zeros)
         return self._moments
 
-    def make(self) -> bool:
+    def make(self, *, allocate: bool = True) -> bool:
         """See `States`."""
-        if self.segments:
+        if self.segments and allocate:
             _ = self.moments
         return True
 
@@ -197,6 +206,7 @@ class FusedStates(States):
         """See `States`."""
         other = FusedStates(master, segments, self.param_groups, decoupled=self._decoupled, moments=self._kind)
         other._moments = make_moments(master.numel(), self._kind, master.device, zeros=memory)
+        other._is_second = True
         return other
 
     def copy_from(self, other: FusedStates) -> None:
@@ -264,6 +274,13 @@ class FusedStates(States):
 
     def load(self, saved: SavedStates) -> set[str]:
         """See `States`. Moments in another form are rounded to the nearest (`write_moments`)."""
+        stay = saved.stay_for(self) if isinstance(saved, MovedStates) else None
+        if isinstance(stay, FusedStates):
+            self._moments = stay.moments
+            theirs = {segment.name: stay.count(segment) for segment in stay.segments}
+            for segment in self.segments:
+                self.count(segment).copy_(theirs[segment.name])
+            return set()
         notes: set[str] = set()
         wanted = [segment for segment in self.segments if saved.forms(segment.name)]
         for tensor in self.moments.tensors() if wanted or self._moments is not None else ():

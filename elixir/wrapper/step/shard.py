@@ -18,7 +18,7 @@ from elixir.memory_order import shaped
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early_update import EarlyUpdate, Inputs, second_set
 from elixir.wrapper.step.segments import Arrived, Segment, cut_segments
-from elixir.wrapper.step.states import BY_CLASS, SavedStates, States
+from elixir.wrapper.step.states import BY_CLASS, MovedStates, SavedStates, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
@@ -257,13 +257,15 @@ class Shard:
         """Whether the clip factor may be a tensor: the user's class steps autograd's gradients, all on the device."""
         return not self.gradients.are_at_home and self.states.accepts_tensor_factor
 
-    def make_states(self) -> bool:
-        """Allocates zero moments and counts of 0 now, as the first step would.
+    def make_states(self, moved: MovedStates | None = None) -> bool:
+        """Allocates zero moments and counts of 0 now, as the first step would, but not if those that come next go on in
+        the memory that they have.
 
         Returns False for a class that creates its states itself.
         """
-        made = self.states.make()
-        if made and self.segments:
+        stay = moved is not None and moved.stay_for(self.states) is not None
+        made = self.states.make(allocate=not stay)
+        if made and self.segments and not stay:
             self.count_states()
         return made
 

@@ -85,9 +85,10 @@ class Shards:
         for shard in self:
             leaving = self._engine.leaving.get(shard.chunk.index)
             with contextlib.nullcontext() if leaving is None else leaving.at_hand(), shard.chunk.at_hand(write=True):
-                self._make_states(shard)
                 mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
-                shard.load(MovedStates(mine, passes))
+                moved = MovedStates(mine, passes)
+                self._make_states(shard, moved)
+                shard.load(moved)
             for segment in shard.segments:  # only now, since the write to a disk at the end of `at_hand` may fail
                 self._moving.pop(segment.name, None)
             give_back_freed()  # or all states would be there twice
@@ -101,16 +102,16 @@ class Shards:
                 with chunk.at_hand(makes_states=self._user.begins_with_states):
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
 
-    def _make_states(self, shard: Shard) -> bool:
+    def _make_states(self, shard: Shard, moved: MovedStates | None = None) -> bool:
         """Calls `Shard.make_states` on the threads that step them, so that memory is close to their cores."""
         made = [True]
         if shard.chunk.stored is not None:
             with shard.chunk.at_hand():
-                made.append(shard.make_states())
+                made.append(shard.make_states(moved))
                 shard.move_to_extent()
         elif shard.chunk.plan.state_home == "host":
             # This thread may read or move the states next. If memory is too small, wrapping must raise.
-            self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states())).synchronize()
+            self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states(moved))).synchronize()
         return made[-1]
 
     def _refuse_parameters(self) -> None:

@@ -220,8 +220,15 @@ class States(Protocol):
         """Calls a method of the class, such as schedule-free's ``eval``; does nothing if no class steps."""
         return
 
-    def make(self) -> bool:
-        """Creates the states of zero steps now; returns False if only the first step of a class can."""
+    memory_kind: tuple[object, ...] | None = None
+    """The kind of memory and the form of all states of the shard: those of an equal kind may go on in their memory. None
+    if they may not."""
+
+    def make(self, *, allocate: bool = True) -> bool:
+        """Creates the states of zero steps now; returns False if only the first step of a class can.
+
+        Without `allocate` only notes it: `load` brings states that go on in their memory (`MovedStates.stay_for`).
+        """
 
     @property
     def can_copy(self) -> bool:
@@ -328,6 +335,15 @@ class MovedStates(SavedStates):
         self._left, self._passes = left, passes
         self._found: dict[str, dict[str, StateTensor]] = {}
         self._wide: dict[str, tuple[str, torch.Tensor]] = {}  # by kind, the last parameter and its values
+
+    def stay_for(self, states: States) -> States | None:
+        """The states that go on in their memory as all those of `states`; None if others have to be allocated."""
+        found = [self._left[each.name][0] for each in states.segments if each.name in self._left]
+        if len(found) < len(states.segments) or any(each is not found[0] for each in found) or not found:
+            return None
+        passes = any(each.name in self._passes for each in states.segments)
+        same = states.memory_kind is not None and found[0].memory_kind == states.memory_kind
+        return found[0] if same and not passes else None
 
     def _tensors(self, name: str) -> dict[str, StateTensor]:
         if name not in self._found and name in self._left:

@@ -121,3 +121,25 @@ def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
         assert len(states[1].optimizer.state) == sum(len(other.segments) for other in states[1:])
         assert list(states[0].tensors())
         pair.module.close()
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_states_whose_home_stays_are_not_allocated_a_second_time(moments: str) -> None:
+    it = case("opt")
+    plan = under(make_plan(it, "streamed", moments=moments), "streamed")
+    *others, last = plan.chunks
+    other = replace(plan, chunks=(*others, replace(last, resident=True, weight_home="device", state_home="device")))
+
+    def memory() -> dict[tuple[str, str], int]:
+        stay = [shard for shard in stepper_of(pair.optimizer).shards if shard.chunk.index < len(others)]
+        return {(it.name, it.kind): it.tensor.data_ptr() for shard in stay for it in shard.states.tensors()}
+
+    with Pair(it, plan) as pair:
+        pair.exact = moments == "float32"
+        pair.train(2)
+        before = memory()
+        pair.module.rehome(other)
+        assert memory() == before != {}
+        pair.train(2)
+        if pair.exact:
+            pair.assert_same_weights()
