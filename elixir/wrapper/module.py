@@ -516,21 +516,22 @@ class ElixirModule(nn.Module):
             if engine.uses.gathered:
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
-        with contextlib.ExitStack() as ends:  # all of these run, whatever fails
-            ends.callback(self._put_back)
-            ends.callback(self._fused.remove)
-            ends.callback(lambda: vars(self.module).pop("zero_grad"))
-            ends.callback(lambda: vars(self.module).pop("_apply"))
-            if self._frozen is not None:
-                ends.callback(self._frozen.files.close)
-            ends.callback(engine.stop)
-            ends.callback(partial(promises.leave, self._promise))
-            if self._passes is not None:
-                ends.callback(self._passes.remove)
-            ends.callback(self._state.remove)
-            unread = self._origins.give_back(engine, alone=not engine.end())
-            self._shared_weights.give_back()
-        engine.drop_memory()  # not if the model lacks weights, of which the chunks have the only copy
+        with contextlib.ExitStack() as after:
+            after.callback(partial(promises.leave, self._promise))  # the memory belongs to the plan until it is free
+            with contextlib.ExitStack() as ends:  # all of these run, whatever fails
+                ends.callback(self._put_back)
+                ends.callback(self._fused.remove)
+                ends.callback(lambda: vars(self.module).pop("zero_grad"))
+                ends.callback(lambda: vars(self.module).pop("_apply"))
+                if self._frozen is not None:
+                    ends.callback(self._frozen.files.close)
+                ends.callback(engine.stop)
+                if self._passes is not None:
+                    ends.callback(self._passes.remove)
+                ends.callback(self._state.remove)
+                unread = self._origins.give_back(engine, alone=not engine.end())
+                self._shared_weights.give_back()
+            engine.drop_memory()  # not if the model lacks weights, of which the chunks have the only copy
         failed = unsaved or unread
         if failed is not None:
             raise failed

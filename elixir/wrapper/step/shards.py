@@ -53,11 +53,12 @@ class Shards:
             self._make_states(shard)
 
     def forget(self) -> None:
-        """Takes all shards off their chunks."""
-        for shard in self:
-            if shard.chunk.stored is not None:
-                shard.chunk.stored.forget(shard)
-        self._by_chunk.clear()
+        """Takes all shards off their chunks, and drops states on their way to another home."""
+        left = [(shard.chunk.stored, shard) for shard in self if shard.chunk.stored is not None]
+        for stored, shard in (*left, *self._left):
+            stored.forget(shard)
+        for each in (self._by_chunk, self._moving, self._left):
+            each.clear()
 
     def make_states(self) -> None:
         """Allocates all optimizer states before the first step; logs a class that cannot."""

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.step.shards import Shards
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -114,6 +117,28 @@ def _bytes_in_tensors() -> int:
             with contextlib.suppress(RuntimeError):  # those of other tests may be fake
                 found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(found.values())
+
+
+def test_states_in_transit_are_free_after_a_move_that_failed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Shards) -> None:
+        raise InputError("these states do not arrive")
+
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    module = ElixirModule(it.model, plan)
+    optimizer = ElixirOptimizer(module, adamw(it.model))
+    it.loss(module, it.inp).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module.settle()
+    states = [weakref.ref(shard.states) for shard in stepper_of(optimizer).shards]
+    monkeypatch.setattr(Shards, "arrive", fails)
+    with pytest.raises(InputError, match="do not arrive"):
+        module.rehome(mixed(plan))
+    gc.collect()
+    assert [each() for each in states] == [None] * len(states) != []
+    with pytest.raises(InputError, match="closed"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])

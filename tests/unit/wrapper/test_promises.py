@@ -72,6 +72,21 @@ def test_a_second_plan_leaves_out_what_the_first_may_still_take() -> None:
     assert budgets() == FREE
 
 
+def test_a_promise_lasts_until_its_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = wrapped()
+    engine, plans = engine_of(model), []
+    drop = engine.drop_memory
+
+    def dropped() -> None:
+        drop()
+        plans.append(promises.outstanding("cpu").plans)
+
+    monkeypatch.setattr(engine, "drop_memory", dropped)
+    model.close()
+    assert plans == [1]
+    assert not promises.outstanding("cpu").plans
+
+
 def test_sizes_that_are_given_are_obeyed_and_a_model_that_is_gone_was_promised_nothing() -> None:
     model, optimizer, _ = wrapped()
     given = resolve_budgets(HERE, SearchRequest(world_size=1, device_memory="1GiB", host_memory="2GiB"))
