@@ -204,16 +204,19 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-_run_backward: Any = getattr(torch.autograd, "_engine_run_backward", None)
 _looking: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
+_replaced: list[tuple[Any, Any]] = []  # PyTorch's function, or what a library has put in its place, and ours
 _changing = threading.Lock()
 
 
-def _seen_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    inputs = args[3] if len(args) > 3 else ()
-    for look in tuple(_looking) if inputs else ():
-        look(outputs, inputs)
-    return _run_backward(outputs, *args, **kwargs)
+def _seeing(run_backward: Any) -> Any:
+    def seen_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        for look in tuple(_looking) if inputs else ():
+            look(outputs, inputs)
+        return run_backward(outputs, *args, **kwargs)
+
+    return seen_backward
 
 
 @contextmanager
@@ -221,19 +224,24 @@ def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any]], None])
     """Calls ``look(outputs, inputs)`` before any thread computes the gradients of some inputs, meanwhile.
 
     No torch function sees plain tensors, and code may have imported `torch.autograd.grad` under another name.
-    Nothing is seen where PyTorch runs backward by another name.
+    Nothing is seen where PyTorch runs backward by another name. A function that a library has put in the place of
+    PyTorch's is called, and is there again afterwards; one that it puts there meanwhile stays.
     """
     with _changing:
+        before = getattr(torch.autograd, "_engine_run_backward", None)
+        if not _looking and before is not None:
+            _replaced.append((before, _seeing(before)))
+            torch.autograd._engine_run_backward = _replaced[-1][1]  # type: ignore[attr-defined]
         _looking.append(look)
-        if _run_backward is not None:
-            torch.autograd._engine_run_backward = _seen_backward  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
         with _changing:
             _looking.remove(look)
-            if not _looking and _run_backward is not None:
-                torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+            if not _looking and _replaced:
+                before, ours = _replaced.pop()
+                if torch.autograd._engine_run_backward is ours:  # type: ignore[attr-defined]
+                    torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
 version_counter_kept: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
