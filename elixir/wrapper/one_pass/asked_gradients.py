@@ -26,7 +26,7 @@ def refuse_incomplete(outputs: Sequence[Any], inputs: Sequence[Any], is_new: Cal
     for each in inputs:
         leaf, slot = (each, Slot.of(each)) if _is_leaf(each) else leaf_of(_node(each))
         if slot is not None:
-            made = slot.made
+            made = slot.made - 1  # another end that is as old may be made of it inside of their layer
         elif leaf is not None:
             made = max((end.made for end in ends), default=0) if is_new(leaf) else -1
         else:

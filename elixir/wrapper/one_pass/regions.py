@@ -33,14 +33,15 @@ class Slot:
 
     Args:
         glue: number of the glue that reads the leaf first, or that has made it.
+        made: number of the next node of autograd then, one for all outputs of a region; None: of the next node now.
     """
 
     __slots__ = ("__weakref__", "glue", "gradient", "made")
 
-    def __init__(self, glue: int) -> None:
+    def __init__(self, glue: int, made: int | None = None) -> None:
         self.gradient: torch.Tensor | None = None
         self.glue = glue
-        self.made = sequence_number()
+        self.made = sequence_number() if made is None else made
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds what one use of the leaf gives, as autograd would.
@@ -155,6 +156,11 @@ class Trail:
     def glue(self) -> int:
         """Number of the glue that runs now: regions that have run."""
         return len(self._marks) - 1
+
+    @property
+    def glue_began(self) -> int:
+        """The number of autograd's first node in the glue that runs now."""
+        return self._marks[-1]
 
     def region_over(self) -> None:
         """Begins the next glue."""
@@ -370,7 +376,7 @@ class Region:
 
     def _leaf(self, value: torch.Tensor) -> tuple[torch.Tensor, Slot]:
         """An output without its graph, which glue may write to in place, unlike a leaf."""
-        slot = Slot(self._trail.glue)
+        slot = Slot(self._trail.glue, self._trail.glue_began)
         return slot.leaf(value), slot
 
     def _refuse(self, packed: None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.torch_private import seeing_asked_gradients
 from tests.common.one_pass import LossFn, Stack, in_passes, plainly, plan_for, vectors
 
 WHOLE, CUT = ("last.weight", "hidden", "out"), ("x", "first.weight", "tied.weight", "layers.1.weight", "entered")
@@ -73,9 +74,70 @@ def test_gradients_are_whole_or_refused(of: str, how: str, home: str) -> None:
     assert all(map(torch.equal, found, plain))
 
 
+class WithPart(nn.Module):
+    """Returns a part of its output next to it, in either order."""
+
+    def __init__(self, part_first: bool) -> None:
+        super().__init__()
+        self.linear, self._part_first = nn.Linear(8, 8), part_first
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = torch.tanh(self.linear(x))
+        part = found.square().mean()
+        return (part, found) if self._part_first else (found, part)
+
+
+class Parts(Stack):
+    """Adds the parts of its layers' outputs to the loss."""
+
+    def __init__(self, part_first: bool) -> None:
+        super().__init__([WithPart(part_first) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden, parts = self.first(x), []
+        for layer in self.layers:
+            pair: Any = self.run(layer, hidden)
+            hidden, part = sorted(pair, key=torch.Tensor.dim, reverse=True)
+            parts.append(part)
+        return {"hidden": hidden, "loss": self.last(hidden).square().mean() + 0.3 * torch.stack(parts).sum()}
+
+
+@pytest.mark.parametrize("part_first", [True, False])
+def test_outputs_that_are_made_of_each_other_have_whole_gradients(part_first: bool) -> None:
+    def make() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return Parts(part_first).train()
+
+    steps = vectors(2, steps=2)
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2, home="cuda")
+    assert in_passes(make, steps, plan, loss_of).same_as(plainly(make, steps, loss_of))
+    with pytest.raises(InputError, match="gradient that goes through layers"):
+        in_passes(make, steps, plan, asking("hidden", "allow_unused", []))
+
+
 @pytest.mark.parametrize("of", ["x", "layers.1.weight", "entered"])
 def test_a_backward_to_some_tensors_that_layers_cut_off_is_refused(of: str) -> None:
     steps = vectors(2, steps=1)
     plan = plan_for(make(), steps[0][0], loss_of, accumulation=2, home="cuda")
     with pytest.raises(InputError, match=r"backward\(inputs=\).*pass_size=1"):
         in_passes(make, steps, plan, asking(of, "inputs", []))
+
+
+def test_a_library_in_the_place_of_backward_is_called_in_a_pass_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args))
+        return original(*args, **kwargs)
+
+    look = seeing_asked_gradients(lambda outputs, inputs: None)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+    weight = torch.ones(2, requires_grad=True)
+    with look:
+        torch.autograd.grad(weight.sum(), weight)
+    assert len(calls) == 1
+    assert torch.autograd._engine_run_backward is counted  # type: ignore[attr-defined]
+    with seeing_asked_gradients(lambda outputs, inputs: None):
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", original)
+    assert torch.autograd._engine_run_backward is original  # type: ignore[attr-defined]
