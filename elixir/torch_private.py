@@ -224,7 +224,7 @@ def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any]], None])
     """Calls ``look(outputs, inputs)`` before any thread computes the gradients of some inputs, meanwhile.
 
     No torch function sees plain tensors, and code may have imported `torch.autograd.grad` under another name.
-    Nothing is seen where PyTorch runs backward by another name. A function that a library has put in the place of
+    Nothing is seen where PyTorch runs backward by another name. A function that a library has put there instead of
     PyTorch's is called, and is there again afterwards; one that it puts there meanwhile stays.
     """
     with _changing:

@@ -221,8 +221,8 @@ class States(Protocol):
         return
 
     memory_kind: tuple[object, ...] | None = None
-    """The kind of memory and the form of all states of the shard: those of an equal kind may go on in their memory. None
-    if they may not."""
+    """The kind of memory and the form of all states of the shard. Those of an equal kind may go on in their memory, but
+    not with None."""
 
     def make(self, *, allocate: bool = True) -> bool:
         """Creates the states of zero steps now; returns False if only the first step of a class can.
