@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
 from elixir.errors import InputError
+from elixir.integrations import accelerate
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.optimizer_list import OptimizerList
 from tests.common.accelerated import Loop, same
@@ -233,3 +235,28 @@ def test_a_step_of_the_user_keeps_no_loss_of_its_trace() -> None:
     model = llama()
     accelerator.plan(model, torch.optim.AdamW(model.parameters()), DataLoader(rows(4, 0), 2, collate_fn=collate))
     assert losses == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "expected"), [(1, "", False), (2, "", True), (2, "import nothing_of_this", False)]
+)
+def test_what_accelerate_imports_later_is_there_before_memory_is_looked_at(
+    ranks: int, code: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WrappedError(Exception):
+        pass
+
+    def wrap(*args: object, **options: object) -> None:
+        raise WrappedError(str("datasets" in sys.modules))
+
+    (tmp_path / "datasets.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", accelerate)  # so that it is afterwards what it was before
+    del sys.modules["datasets"]
+    monkeypatch.setattr(accelerate, "is_datasets_available", lambda: True)
+    monkeypatch.setattr(accelerate, "wrap", wrap)
+    accelerator = ElixirAccelerator(cpu=True)
+    monkeypatch.setattr(ElixirAccelerator, "num_processes", ranks)
+    model = llama()
+    with pytest.raises(WrappedError, match=str(expected)):
+        accelerator.wrap(model, torch.optim.AdamW(model.parameters()), inp=rows(1, 0)[0])
