@@ -12,7 +12,7 @@ from elixir.wrapper.engine import engine_of
 def audit(module: ElixirModule) -> None:
     """Checks a wrapped model between two steps: counted bytes are those of the tensors, and blocks hold what they say.
 
-    States of a chunk are counted once all of its segments have some; those that a class makes later are not.
+    States of a chunk are counted once all of its segments have some.
     """
     engine = engine_of(module)
     for ticket in [each for chunk in engine.chunks for each in chunk.home_uses.to_write()]:
@@ -36,8 +36,7 @@ def audit(module: ElixirModule) -> None:
         for stepper in engine.steppers:
             shard = stepper.shards[chunk.index] if plan.trainable else None  # type: ignore[attr-defined]
             if shard is not None and chunk.stored is None:
-                ours = type(stepper.user.given).__module__.startswith(("torch.", "elixir."))  # type: ignore[attr-defined]
-                if shard.states.without_states() or not ours:
+                if shard.states.without_states():
                     open_states.add(plan.update_home)
                 found[plan.update_home]["optimizer_states"] += sum(each.nbytes for _, each, _ in shard.states.memory())
     pool = engine.cache._pool

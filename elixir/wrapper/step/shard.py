@@ -313,7 +313,8 @@ class Shard:
         """Counts the memory of the states that exist by now."""
         if self._counted_states:
             return
-        self._counted_states = not self.states.without_states()  # other segments may get a gradient later
+        # Other segments may get a gradient later, and an unknown class may make more states in any step.
+        self._counted_states = self.states.is_predictable and not self.states.without_states()
         nbytes = self.states.nbytes
         self._engine.arena.count(nbytes - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
         self._counted_bytes = nbytes

@@ -42,6 +42,20 @@ def a_pair(weight: torch.Tensor) -> Any:
     return (0.5, 2.0)
 
 
+class Later(Kept):
+    """Makes another state in its second step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, a_count)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        again = [weight for group in self.param_groups for weight in group["params"] if self.state[weight]]
+        super().step()
+        for weight in again:
+            self.state[weight].setdefault("later", torch.ones_like(weight))
+
+
 def in_one_place(weight: torch.Tensor) -> Any:
     return torch.full((), 0.5).expand(weight.shape)
 
@@ -143,3 +157,15 @@ def test_states_whose_home_stays_are_not_allocated_a_second_time(moments: str) -
         pair.train(2)
         if pair.exact:
             pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("homes", ["resident", "streamed"])
+def test_states_that_a_class_makes_after_its_first_step_are_counted(homes: str) -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, "streamed")
+    with Pair(it, under(plan, homes), optimizer=lambda model: Later(model.parameters())) as pair:
+        for _ in range(3):
+            pair.train(1)  # ends with an audit of what is counted
+        pair.module.rehome(under(plan, "mixed"))
+        pair.train(1)
+        pair.assert_same_weights()
