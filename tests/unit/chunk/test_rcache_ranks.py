@@ -32,20 +32,20 @@ Uses = list[tuple[int, ...]]
 
 
 class Noting(Group):
-    """Two ranks whose shards are equal, of which this process is one."""
+    """Two ranks whose shards are equal, of which this process is one; or one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = 2
+        self.size = size
         self.issued: list[str] = []
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str = "weights") -> None:
         self.issued.append(what)
-        whole.copy_(shard.clone().repeat(2))
+        whole.copy_(shard.clone().repeat(self.size))
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         self.issued.append(what)
-        return [value, value]
+        return [value] * self.size
 
     @property
     def gathered(self) -> list[int]:
@@ -56,14 +56,14 @@ class Noting(Group):
 class Rank:
     """One rank's cache; chunk i holds the number i."""
 
-    def __init__(self, uses: Uses, turn: int, blocks: int, depth: int = 0, **options: Any) -> None:
-        self.group, self.lanes = Noting(), make_lanes(CPU)
+    def __init__(self, uses: Uses, turn: int, blocks: int, depth: int = 0, size: int = 2, **options: Any) -> None:
+        self.group, self.lanes = Noting(size), make_lanes(CPU)
         arena, chunks = Arena(CPU), []
-        for index in range(1 + max(max(use) for use in uses)):
+        for index in range(1 + max(max(use, default=0) for use in uses)):
             slots = (ParamSlot(f"p{index}", 0, NUMEL),)
             plan = ChunkPlan("float32", True, NUMEL, slots, "host", "host", resident=False)
-            chunks.append(Chunk(index, plan, [nn.Parameter(torch.zeros(NUMEL))], rank=0, world_size=2))
-            chunks[-1].shard = torch.full((NUMEL // 2,), float(index))
+            chunks.append(Chunk(index, plan, [nn.Parameter(torch.zeros(NUMEL))], rank=0, world_size=size))
+            chunks[-1].shard = torch.full((NUMEL // size,), float(index))
             chunks[-1].hold_placeholders()
         buffers, flow = HostBuffers(arena), FlowOptions(block_count=0, block_bytes=0)
         none = GradientFlow([], arena, self.lanes, self.group, buffers, flow)
