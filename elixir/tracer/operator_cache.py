@@ -275,13 +275,11 @@ class OperatorCache:
 
     Args:
         target: corrects what differs on the pretend device.
-        enabled: False runs every operator anew.
         draw: calls an operator that draws random numbers for real tensors.
+        enabled: False runs every operator anew.
     """
 
-    def __init__(
-        self, target: Target, enabled: bool = True, draw: Callable[[Any, Any, Any], Any] | None = None
-    ) -> None:
+    def __init__(self, target: Target, draw: Callable[[Any, Any, Any], Any], enabled: bool = True) -> None:
         self._draw = draw
         self._target = target
         self._enabled = enabled
@@ -355,7 +353,7 @@ class OperatorCache:
             return _foreach_by_representatives(op.func, args, kwargs)
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
-        if op.draws and self._draw is not None and _on_host(arguments.tensors, kwargs):
+        if op.draws and _on_host(arguments.tensors, kwargs):
             return self._draw(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
             # Kernels take a number on the CPU next to a tensor elsewhere, meta's do not.
@@ -411,9 +409,7 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether a call works on real tensors, or makes some."""
-    if tensors:
-        return not any(tensor.is_meta for tensor in tensors) and not _names_meta(kwargs.get("device"))
-    return not _names_meta(kwargs.get("device"))
+    return not any(tensor.is_meta for tensor in tensors) and not _names_meta(kwargs.get("device"))
 
 
 def _names_meta(device: Any) -> bool:

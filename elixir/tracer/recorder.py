@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self._shadows = shadows
         self._routing = routing
         self._random = HostRandom()
-        self._operators = OperatorCache(target, cache, self._random.call)
+        self._operators = OperatorCache(target, self._random.call, cache)
         self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)

@@ -133,7 +133,7 @@ class _Entering:
 def _index(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     """``x[:, [-1, 0]]`` goes by way of a tensor on the CPU, whose values are known."""
     tensor, index, *value = args
-    if tensor.is_meta and type(index) not in (int, slice):
+    if tensor.is_meta:
         index = tuple(_as_tensor(item) for item in index) if type(index) is tuple else _as_tensor(index)
     return func(tensor, index, *value, **kwargs)
 

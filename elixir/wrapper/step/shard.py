@@ -154,8 +154,7 @@ class WrittenWeights:
         for slot in self._chunk.slots:
             segment = mine.get(slot.name)
             if segment is not None:
-                if segment.weights is not segment.source:  # otherwise the step itself has done it
-                    torch.autograd.graph.increment_version(slot.parameter)
+                torch.autograd.graph.increment_version(slot.parameter)
                 self._seen[slot.name] = slot.parameter._version
             elif slot.name in used and slot.parameter in self._elsewhere:
                 torch.autograd.graph.increment_version(slot.parameter)

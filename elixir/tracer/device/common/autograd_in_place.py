@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from elixir.access.autograd import backward_is_running
-from elixir.torch_private import TorchDispatchMode, current_autograd_node, has_internal_overlap, references
+from elixir.memory_order import is_dense
+from elixir.torch_private import TorchDispatchMode, current_autograd_node, references
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def accumulates_in_place(args: Any, depth: int) -> bool:
     if not backward_is_running() or len(args) != 2 or not all(isinstance(item, torch.Tensor) for item in args):
         return False
     first, second = args
-    if first.shape != second.shape or first.dtype != second.dtype or not _dense(first):
+    if first.shape != second.shape or first.dtype != second.dtype or not is_dense(first.shape, first.stride()):
         return False
     # A sum in a Python `backward` has that function as its caller; the engine's own has the call into the engine.
     caller = sys._getframe(depth + 1).f_code
@@ -74,11 +75,6 @@ def writes_in_place(func: Any, made_by: Any, depth: int) -> bool:
             return False
     # The engine is the caller, not a backward in Python.
     return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers its storage without gaps or overlaps, in whatever order."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes and not has_internal_overlap(tensor)
 
 
 @functools.cache
