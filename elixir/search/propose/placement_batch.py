@@ -38,6 +38,11 @@ def possible_homes(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[i
     return tuple(HOMES.index(home) for home in found if facts.trainable or home.without_states)
 
 
+_LOOK_BYTES = 2 << 20
+"""Bytes of the curves of device memory that are made at once: programs plan in processes that train. So few also fit a
+core's cache."""
+
+
 @dataclass(frozen=True)
 class Look:
     """An estimate of variants, an entry for each."""
@@ -90,7 +95,10 @@ class Variants:
         """
         model = self.model
         some = np.arange(len(self.homes)) if chunks is None else chunks
-        spare = device_bytes - model.device(codes, chunks).rest_bytes
+        curve_bytes = model.telling_stretches.base.nbytes
+        rows = max(_LOOK_BYTES // max(curve_bytes, 1), 1)
+        pieces = [codes[first : first + rows] for first in range(0, max(len(codes), 1), rows)]
+        spare = device_bytes - np.concatenate([model.device(piece, chunks).rest_bytes for piece in pieces])
         streamed = (~RESIDENT[codes]).sum(axis=1) + len(self.homes) - len(some)
         block_bytes = model.work.packing.block_bytes
         fitting = np.minimum(spare // block_bytes, streamed) if block_bytes else np.zeros_like(spare)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose import placement_batch
 from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.climb import NEAR
@@ -86,6 +88,27 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                 for choice in (placement, *some):
                     step_s = weigh(model, choice, blocks, depth, search.space.cost).seconds["total"]
                     assert lower_bound_s <= step_s * (1 + 1e-12)
+
+
+def test_the_curves_of_many_variants_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SearchSpace(stack_trace("opt-13b"), HARDWARE, Setting(1, 1, StateSize(8), True))
+    variants = Variants(space.model(space.table.largest_bytes), space.cost)
+    draw, live_bytes = random.Random(0), list[int]()
+    codes = np.array([[draw.choice(homes) for homes in variants.homes] for _ in range(50)], dtype=np.int8)
+    together = variants.look(codes, 130 * GIB)
+    device = variants.model.device
+
+    def noted(*args: Any) -> Any:
+        found = device(*args)
+        live_bytes.append(found.live.nbytes)
+        return found
+
+    monkeypatch.setattr(variants.model, "device", noted)
+    monkeypatch.setattr(placement_batch, "_LOOK_BYTES", 2000)
+    pieces = variants.look(codes, 130 * GIB)
+    assert np.array_equal(together.blocks, pieces.blocks)
+    assert len(np.unique(pieces.blocks)) > 1
+    assert max(live_bytes) <= 2000 < sum(live_bytes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
