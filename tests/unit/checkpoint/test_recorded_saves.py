@@ -88,7 +88,7 @@ class Saved:
         found["numbers"] = [norm_of(each.state_dict()) for each in (program.module, *program.optimizers)]
 
     def look(self) -> None:
-        """What one process sees without a model."""
+        """Notes what one process sees without a model."""
         found = self.found
         sizes = {path: path.stat().st_size for path in sorted(self.root.rglob("*.safetensors"))}
         found["files"] = [f"{cleaned(str(path.relative_to(self.root)))} {nbytes}" for path, nbytes in sizes.items()]
