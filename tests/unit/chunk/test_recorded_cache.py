@@ -93,7 +93,7 @@ class Walk:
         self.cache.invalidate()
 
     def outcomes(self) -> list[list[Any]]:
-        """What each of some things leads to."""
+        """Says what each of some things leads to."""
         found = []
         for _ in range(8):
             what = self.draw.choice((self.step, self.step, self.call, self.call, self.call, self.leave, self.renew))
