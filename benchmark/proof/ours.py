@@ -19,6 +19,7 @@ from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.when_compiled import absent_kernels
+from elixir.models.compiled_layers import layers_compiled
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
@@ -191,7 +192,8 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
             **fused,
         )
     else:
-        module = ElixirModule(model, choice.plan, weights=weights, **fused)
+        with layers_compiled(model, options.get("compile", False), keep=True):
+            module = ElixirModule(model, choice.plan, weights=weights, **fused)
         optimizer = ElixirOptimizer(module, adamw(model.parameters()), max_norm=limit)
     del weights
     _refuse_copies(

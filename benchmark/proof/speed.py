@@ -35,27 +35,27 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
     Raises:
         RuntimeError: the loss is not finite, or steps were not made as plans expect them to be.
     """
-    for _ in range(warm_up - 1):
-        running.step()
+    losses = [running.step() for _ in range(warm_up - 1)]
     place.wait_until_quiet()
     place.sync()
     before = place.mark()
-    running.step()
+    losses.append(running.step())
     one_s = max(place.between_s(before, place.mark()), 1e-6)
     count = min(max(math.ceil(measure_s / one_s), LEAST_STEPS), MOST_STEPS)
     place.reset_peaks()
-    marks, losses = [place.mark()], []
+    marks = [place.mark()]
     for _ in range(count):
         losses.append(running.step())
         marks.append(place.mark())
     seconds = [place.between_s(a, b) for a, b in itertools.pairwise(marks)]
     place.sync()
-    loss = float(losses[-1])
+    values = [float(loss) for loss in losses]
+    loss = values[-1]
     if not math.isfinite(loss):
         raise RuntimeError(f"the loss of step {warm_up + count} is {loss}: what was timed is no training")
     p20, p50, p80 = percentiles(seconds)
     mean_s = sum(seconds) / len(seconds)
-    found = {"steps": count, "mean_s": mean_s, "p20_s": p20, "p50_s": p50, "p80_s": p80, "loss": loss}
+    found = {"steps": count, "mean_s": mean_s, "p20_s": p20, "p50_s": p50, "p80_s": p80, "loss": loss, "losses": values}
     return {**found, **place.peaks(), **running.account(count)}
 
 
