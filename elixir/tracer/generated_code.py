@@ -12,8 +12,6 @@ this file and in `pretended_cuda`; where a version lacks one, all layers run unc
 from __future__ import annotations
 
 import contextvars
-import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,21 +22,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
-from elixir.torch_private import tree_flatten, tree_leaves, tree_unflatten, while_nothing_compiles
+from elixir.torch_private import tree_flatten, tree_unflatten, while_nothing_compiles
 from elixir.tracer.checkpointed_regions import STATE_BYTES
+from elixir.tracer.joint_graph import JointGraph, Layout
 from elixir.tracer.operation_kinds import passing
 from elixir.tracer.pretended_cuda import RANDOM_STATE_BYTES, compiled_for_cuda, pretended_cuda, without_driver
 
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
-"""Size, strides and dtype of a tensor, and whether it requires a gradient."""
-
-Kinds = dict[Any, tuple[list[Callable[[Operation], None]], Callable[[list[torch.Tensor]], Any]]]
-"""By kind of layer, its code, and in a list what gets the costs of its kernels in the trace that runs it."""
+Kinds = dict[Any, Any]
+"""By kind of layer, its `JointGraph`. By kind and budget, its code, and in a list what gets the costs of
+its kernels in the trace that runs it."""
 Settings = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Settings of inductor, and of AOTAutograd, under which a layer is compiled."""
 
@@ -100,7 +96,7 @@ class GeneratedCode:
             flags = tuple(_flags(layer, numbered[type(layer)]))
             layouts = tuple(map(_layout, _tensors_of(layer).values()))
             under = {"activation_memory_budget": budgets[name]} if name in budgets else {}
-            self._settings[layer] = (settings, under), (repr(settings), repr(under), type(layer), flags, layouts)
+            self._settings[layer] = (settings, under), (repr(settings), type(layer), flags, layouts)
             layer._compiled_call_impl = partial(self._call, layer)
 
     def remove(self) -> None:
@@ -127,15 +123,15 @@ class GeneratedCode:
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        settings, kind = self._settings[layer]
-        key = kind, str(spec), tuple(map(_layout, given)), repr(others), torch.is_grad_enabled()
+        (settings, under), kind = self._settings[layer]
+        kind = kind, str(spec), tuple(map(_layout, given)), repr(others), torch.is_grad_enabled()
+        key = kind, repr(under)
         if key not in self._kinds:
             try:
-                _check(given, others)
+                _check(given, others, settings)
+                joint = self._kinds.setdefault(kind, _joint_graph(layer, leaves, spec, self._capability))
                 costs = [self._cost]
-                made = _generated(
-                    layer, leaves, spec, settings, lambda operation: costs[0](operation), self._capability
-                )
+                made = _generated(joint, (settings, under), lambda operation: costs[0](operation), self._capability)
                 self._kinds[key] = costs, made
             except Exception as error:  # whatever a compiler raises
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -145,13 +141,17 @@ class GeneratedCode:
         return run([*_tensors_of(layer).values(), *given])
 
 
-def _check(given: Sequence[torch.Tensor], others: Sequence[object]) -> None:
+def _check(given: Sequence[torch.Tensor], others: Sequence[object], settings: Mapping[str, Any]) -> None:
+    import torch._inductor.config as inductor_config  # the compiler takes a second to import
+
     if not all(tensor.is_meta for tensor in given):
         raise NotImplementedError("a tensor on the host among its arguments")
     if not all(isinstance(item, _ATOMS) for item in others):
         raise NotImplementedError("an object among its arguments, which may hold tensors")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise NotImplementedError("autocast")
+    if any(settings.get(name, _set(inductor_config, name)) for name in _CHOSEN_BY_RUNNING):
+        raise NotImplementedError("code that is chosen by running it")
 
 
 def _set(config: Any, name: str) -> Any:
@@ -161,45 +161,23 @@ def _set(config: Any, name: str) -> Any:
     return config
 
 
-def _generated(
-    layer: nn.Module,
-    leaves: list[Any],
-    spec: Any,
-    given: Settings,
-    cost: Callable[[Operation], None],
-    capability: tuple[int, int] | None,
-) -> Callable[[list[torch.Tensor]], Any]:
-    """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does."""
-    settings, _ = given
-    import torch._inductor.config as inductor_config  # the compiler takes a second to import
-
-    if any(settings.get(name, _set(inductor_config, name)) for name in _CHOSEN_BY_RUNNING):
-        raise NotImplementedError("code that is chosen by running it")
+def _joint_graph(layer: nn.Module, leaves: list[Any], spec: Any, capability: tuple[int, int] | None) -> JointGraph:
     own = _tensors_of(layer)
     names = list(own)
     layouts = [_layout(item) for item in (*own.values(), *leaves) if isinstance(item, torch.Tensor)]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     arguments = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     inner = _Uncompiled(layer)
-    outside: list[Any] = []
 
-    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
-        """The layer without its compiled call, as a function of tensors that returns tensors."""
+    def call(tensors: Sequence[torch.Tensor]) -> Any:
+        """The layer without its compiled call, as a function of tensors."""
         filled = list(arguments)
         for place, tensor in zip(places, tensors[len(names) :], strict=True):
             filled[place] = tensor
         args, kwargs = tree_unflatten(filled, spec)
-        result = functional_call(inner, {f"layer.{n}": t for n, t in zip(names, tensors, strict=False)}, args, kwargs)
-        found, form = tree_flatten(result)
-        outside[:] = [form]
-        return tuple(found)
+        return functional_call(inner, {f"layer.{n}": t for n, t in zip(names, tensors, strict=False)}, args, kwargs)
 
-    def compiled() -> tuple[Callable[..., Any], list[int]]:
-        with _checkpoints_in_the_graph(layer):
-            return _compiled(flat, layouts, len(names), given, cost, capability)
-
-    run, order = _in_a_thread_of_its_own(compiled, torch.is_grad_enabled())
-    return lambda tensors: tree_unflatten(list(run(*[tensors[place] for place in order])), outside[0])
+    return JointGraph(layer, call, layouts, len(names), "cpu" if capability is None else "meta")
 
 
 class _Uncompiled(nn.Module):
@@ -213,97 +191,44 @@ class _Uncompiled(nn.Module):
         return self.layer._call_impl(*args, **kwargs)
 
 
-def _compiled(
-    flat: Callable[..., Any],
-    layouts: Sequence[Layout],
-    weights: int,
-    given: Settings,
-    cost: Callable[[Operation], None],
-    capability: tuple[int, int] | None,
-) -> tuple[Callable[..., Any], list[int]]:
-    """Returns a compiled function, and which tensors it takes in which order.
+def _generated(
+    joint: JointGraph, given: Settings, cost: Callable[[Operation], None], capability: tuple[int, int] | None
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Returns a function of a layer's weights, buffers and tensor arguments that returns what the layer does.
 
     Args:
-        flat: takes tensors of these layouts, of which the first `weights` belong to the layer.
         capability: of the CUDA device; None for the CPU.
     """
+    run = _in_a_thread_of_its_own(partial(_compiled, joint, given, cost, capability), torch.is_grad_enabled())
+    return lambda tensors: tree_unflatten(list(run(*[tensors[place] for place in joint.order])), joint.form)
+
+
+def _compiled(
+    joint: JointGraph, given: Settings, cost: Callable[[Operation], None], capability: tuple[int, int] | None
+) -> Callable[..., Any]:
     import torch._functorch.config as aot_config  # the compiler takes a second to import
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
 
-    device = "cpu" if capability is None else "meta"
-    with FakeTensorMode() as mode:
-        fakes = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype, _ in layouts]
-    for tensor, (_, _, _, trained) in zip(fakes, layouts, strict=True):
-        tensor.requires_grad_(trained)
     settings, under = given
     ours = {name: value for name, value in settings.items() if getattr(inductor_config, name, value) != value}
     ahead = {name: value for name, value in _AHEAD.items() if hasattr(aot_config, name)} | dict(under)
-    with mode, _FirstUses(fakes[:weights]) as uses:
-        results = len(flat(*fakes))
-    order = sorted(range(len(fakes)), key=lambda place: uses.first.get(id(fakes[place]), _NEVER))
     with (
+        _checkpoints_in_the_graph(joint.layer),
         while_nothing_compiles(),
         inductor_config.patch(ours | _FRESH),
         aot_config.patch(ahead),
         _code_without_kernels(cost),
+        joint.recorded_once(),
     ):
-        graph, inputs = _as_dynamo_gives_it(flat, results, fakes, order, weights), [fakes[place] for place in order]
+        graph, inputs = joint.as_dynamo_gives_it()
         if capability is None:
-            return cast(Callable[..., Any], compile_fx(graph, inputs)), order
+            return cast(Callable[..., Any], compile_fx(graph, inputs))
         with pretended_cuda(capability):
-            return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compiled_for_cuda)), order
+            return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compiled_for_cuda))
 
 
 _CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-_REQUIRES_GRAD = torch.Tensor.requires_grad
-_NEVER = (sys.maxsize, False, 0)
-
-
-class _FirstUses(TorchFunctionMode):
-    """Notes when each tensor is first an argument of a function: the order in which Dynamo makes inputs of a graph.
-
-    Args:
-        weights: come before the other arguments of a function, as a module looks them up while it builds the call.
-    """
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._weights = set(map(id, weights))
-        self._calls = 0
-        self.first: dict[int, tuple[int, bool, int]] = {}
-        """By `id` of a tensor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is _REQUIRES_GRAD and func.__name__ == "__set__":
-            raise NotImplementedError("it sets requires_grad, around which the compiler breaks its graph")
-        self._calls += 1
-        for place, item in enumerate(tree_leaves((args, kwargs))):
-            if isinstance(item, torch.Tensor):
-                self.first.setdefault(id(item), (self._calls, id(item) not in self._weights, place))
-        return func(*args, **(kwargs or {}))
-
-
-def _as_dynamo_gives_it(
-    flat: Callable[..., Any], results: int, fakes: Sequence[torch.Tensor], order: Sequence[int], weights: int
-) -> torch.fx.GraphModule:
-    """A graph that calls `flat`, with Dynamo's notes on its inputs: weights are free to be saved for backward."""
-    from torch._dynamo.source import LocalSource
-
-    graph = torch.fx.Graph()
-    inputs: list[Any] = [None] * len(fakes)
-    for place in order:
-        node = inputs[place] = graph.placeholder(f"input_{place}")
-        node.meta["example_value"] = fakes[place]
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if place < weights else {}
-        node._dynamo_source = LocalSource(f"input_{place}", is_input=True)  # noqa: SLF001 - as Dynamo does
-    returned = graph.call_function(flat, tuple(inputs))
-    graph.output(tuple(graph.call_function(operator.getitem, (returned, place)) for place in range(results)))
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    module.meta["dynamo_compile_id"] = "elixir"
-    vars(module)["_param_name_to_source"] = {}
-    return module
 
 
 @contextmanager

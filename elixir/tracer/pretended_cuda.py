@@ -176,9 +176,15 @@ def compiled_for_cuda(module: torch.fx.GraphModule, inputs: Any, **options: Any)
     """Does what inductor does with one graph, whose tensors on meta it takes for those of the CUDA device."""
     from torch._inductor.compile_fx import compile_fx_inner
 
+    values = [*tree_leaves(inputs), *(value for node in module.graph.nodes for value in _values(node))]
+    ours = [value for value in values if getattr(value, "fake_device", None) == _META]
     _move(module, _META, _CUDA)
-    with torch.no_grad():  # autograd asks for the device's driver
-        return compile_fx_inner(module, tree_map(partial(_moved, _META, _CUDA), inputs), **options)
+    try:
+        with torch.no_grad():  # autograd asks for the device's driver
+            return compile_fx_inner(module, tree_map(partial(_moved, _META, _CUDA), inputs), **options)
+    finally:
+        for value in ours:  # graphs for other budgets have them, too
+            value.fake_device = _META
 
 
 def _move(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -130,12 +131,14 @@ def driver() -> Any:
     return operators, CudaInterface.current_device, torch.cuda.get_rng_state, torch.Tensor.copy_, FakeTensor.copy_
 
 
-def test_for_a_gpu_layers_keep_what_their_budget_says() -> None:
+def test_for_a_gpu_layers_keep_what_their_budget_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = Model()
     kinds: dict[Any, Any] = {}
     before = driver()
     whole = traced(model, hardware="h100", rows=256, kinds=kinds)
+    recorder = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    monkeypatch.setattr(recorder, "aot_dispatch_autograd_graph", pytest.fail)  # one graph is for all budgets
     under = {
         budget: traced(model, hardware="h100", rows=256, activations=keeping(budget), kinds=kinds)
         for budget in (0.99, 0.0)
