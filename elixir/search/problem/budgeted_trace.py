@@ -2,7 +2,7 @@
 
 It follows from traces in which all of them have the same one: a compiled unit is one access in forward and one in
 backward, whatever it keeps. The bytes and the work of these two are those of the trace with its budget. Between
-the two it holds more or less than with the budget that is set, and all other accesses see that.
+the two it holds less than with a larger budget, and all other accesses see that.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ class BudgetedTraces:
     """Traces of one step by the memory budget of its `budgeted_units`."""
 
     whole: StepTrace
-    """All units have the budget that is set."""
-    under: Mapping[float, StepTrace]
-    """By budget, all of these units have it."""
+    """All units have the largest of these budgets."""
+    under: Mapping[float | None, StepTrace]
+    """By each other budget, all of these units have it."""
+    largest: float | None = None
+    """The largest budget; None: the one of PyTorch's setting."""
 
     @cached_property
     def runs(self) -> dict[str, tuple[UnitRun, UnitRun]]:
         """The units whose budget may be chosen, and their runs."""
-        return budgeted_units(self.whole) if self.under else {}
+        return budgeted_units(self.whole) if self.under or self.largest is not None else {}
 
     def get(self, budget: float | None) -> StepTrace:
-        """The trace with this budget for all units; with None, each keeps the one that PyTorch's setting gives."""
-        return self.whole if budget is None else self.under[budget]
+        """The trace with this budget for all units."""
+        return self.whole if budget == self.largest else self.under[budget]
 
     def more_bytes(self, unit: str, budget: float | None) -> int:
-        """Bytes that a unit holds from forward to backward more than with the budget that is set."""
+        """Bytes that a unit holds from forward to backward more than with the largest budget."""
         forward, _ = self.runs[unit]
         ends = [
             (each.accesses[forward.first], each.accesses[forward.last + 1]) for each in (self.whole, self.get(budget))
@@ -59,8 +61,9 @@ class BudgetedTraces:
         return other - whole
 
     def mixed(self, activations: Iterable[UnitActivations]) -> StepTrace:
-        """The step with the budgets of these units, and the budget that is set for all others."""
-        budgets = {each.unit: each.budget for each in activations if each.budget is not None}
+        """The step with the budgets of these units, and the largest for all others."""
+        budgets = {each.unit: each.budget for each in activations if each.unit in self.runs}
+        budgets = {unit: budget for unit, budget in budgets.items() if budget != self.largest}
         if not budgets:
             return self.whole
         accesses, operations = list(self.whole.accesses), {each: at for at, each in enumerate(self.whole.operations)}
@@ -86,9 +89,9 @@ class BudgetedTraces:
                     )
         return replace(self.whole, accesses=tuple(accesses), operations=tuple(operations))
 
-    def _more(self, budgets: Mapping[str, float]) -> list[int]:
+    def _more(self, budgets: Mapping[str, float | None]) -> list[int]:
         """By access, the bytes that units hold there, after their forward and before their backward, more than with the
-        budget that is set."""
+        largest budget."""
         change: Ints = np.zeros(len(self.whole.accesses) + 1, dtype=np.int64)
         for unit, budget in budgets.items():
             forward, backward = self.runs[unit]

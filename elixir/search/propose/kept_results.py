@@ -119,7 +119,10 @@ class KeptResults:
     @cached_property
     def _accesses_s(self) -> dict[float | None, Floats]:
         """Seconds of the accesses of the step, by the memory budget of its compiled units."""
-        return {budget: self.rates.accesses_s(self.traces.get(budget)) for budget in (None, *self.traces.under)}
+        return {
+            budget: self.rates.accesses_s(self.traces.get(budget))
+            for budget in (self.traces.largest, *self.traces.under)
+        }
 
     def _choices(self, forward: UnitForward, *, some: bool) -> Iterator[Choice]:
         """Nothing, more and more results unless `some` is false, and everything."""

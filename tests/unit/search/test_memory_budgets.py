@@ -19,7 +19,7 @@ from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace
-from elixir.search.advise.activations import _Trials, _under_budgets, that_keeps_everything, trace_that_keeps
+from elixir.search.advise.activations import _by_budget, _Trials, that_keeps_everything, trace_that_keeps
 from elixir.search.advise.changes import CHOOSE_ACTIVATIONS, for_memory
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
@@ -161,29 +161,45 @@ def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
     return BudgetedTraces(traced(), {budget: traced(*[budget] * count) for budget in budgets})
 
 
-def test_smaller_budgets_are_looked_at_until_everything_stays() -> None:
+def test_no_more_budgets_are_looked_at_than_decide() -> None:
     it = wide(layers=2)
     whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
     asked: list[float | None] = []
 
-    def under_budgets(stays: bool, *unknown: float, alone: bool = True) -> dict[float, StepTrace]:
+    def found(*staying: object, unknown: Sequence[float] = (), given: bool = False, alone: bool = True) -> Any:
+        """The budgets of the traces, the largest first, and whether everything stays with that."""
+
         def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
-            asked.append(own[0].budget)
-            if own[0].budget in unknown:
+            budget = own[0].budget if own else None
+            asked.append(budget)
+            if budget in unknown:
                 raise TraceError("no code")
-            return whole
+            return replace(whole, model_name=str(budget))
 
         asked.clear()
-        step = whole if alone else replace(whole, forwards=(UnitForward(("other",), (), 0, 0),))
-        return _under_budgets(step, traced, lambda _: stays)
+        step = replace(whole, model_name="as set" if given else "uncompiled")
+        step = step if alone else replace(step, forwards=(UnitForward(("other",), (), 0, 0),))
+        names = set(map(str, staying))
+        traces, stays = _by_budget(step, traced, lambda trace: trace.model_name in names, uncompiled=not given)
+        return [traces.largest, *traces.under], stays
 
-    assert list(under_budgets(True)) == asked == [0.99]
-    assert list(under_budgets(False)) == asked == [0.99, 0.0]
-    assert list(under_budgets(False, 0.99)) == [0.0]
-    assert list(under_budgets(False, 0.0)) == [0.99]
-    assert under_budgets(False, 0.0, 0.99, alone=False) == {}
+    assert found("uncompiled", None) == ([None], True)
+    assert found("uncompiled") == ([None, 0.99, 0.0], False)
+    assert found() == ([0.99, 0.0], False)
+    assert asked == [0.99, 0.0]
+    assert found(0.99) == ([None, 0.99], False)
+    assert found(0.99, None) == ([None, 0.99], True)
+    assert asked == [0.99, None]
+    assert found(unknown=[0.99]) == ([0.0], False)
+    assert found(unknown=[0.0]) == ([0.99], False)
+    assert found(None, unknown=[0.99, 0.0]) == ([None], True)
+    assert found(unknown=[0.99, 0.0], alone=False) == ([None], False)
     with pytest.raises(InputError, match="less than everything: no code"):
-        under_budgets(False, 0.0, 0.99)
+        found(unknown=[0.99, 0.0])
+    assert found("as set", given=True) == ([None], True)
+    assert asked == []
+    assert found(0.99, given=True) == ([None, 0.99], False)
+    assert asked == [0.99]
 
 
 def test_a_unit_that_keeps_what_is_set_keeps_it_in_the_run() -> None:
@@ -235,6 +251,12 @@ def test_a_mixture_is_predicted_as_it_is_traced() -> None:
     assert mixed.flops == traced.flops
     assert [access.live_bytes for access in mixed.accesses] == [access.live_bytes for access in traced.accesses]
     assert [access.kept_bytes for access in mixed.accesses] == [access.kept_bytes for access in traced.accesses]
+    own = with_budgets((0.5, 0.0, 0.5, 0.0))
+    without_what_is_set = BudgetedTraces(traces.under[0.5], {0.0: traces.under[0.0]}, 0.5)
+    assert without_what_is_set.mixed(own).accesses == without_what_is_set.mixed(own[1::2]).accesses
+    mixed, other = without_what_is_set.mixed(own), traces.mixed(own)
+    assert [access.live_bytes for access in mixed.accesses] == [access.live_bytes for access in other.accesses]
+    assert mixed.flops == other.flops
 
 
 @pytest.mark.slow
