@@ -157,8 +157,12 @@ class Ledger:
         self._live[ref.key] = ref
 
     def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Bytes that no tensor of the trace stands for, such as a library's workspace; they stay."""
+        """Bytes that no tensor of the trace stands for, such as a fused optimizer's counters; they stay."""
         return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
+
+    def set_aside(self, count: int, kind: Kind) -> list[StorageRecord]:
+        """Records of so many allocations that may turn out to be there from here on; they stay, of no bytes yet."""
+        return [self._born(0, kind, "", None) for _ in range(count)]
 
     def touch(self, nbytes: int, module: str, operator: Any) -> None:
         """Workspace that an operator holds only while it runs."""
@@ -222,14 +226,15 @@ class Ledger:
         return incomplete
 
     def alive_at(self, position: int) -> list[StorageRecord]:
-        """Records that are alive just after log entry `position`."""
+        """Records of any bytes that are alive just after log entry `position`."""
         alive: dict[int, None] = {}
         for entry in self.log[: position + 1]:
             if entry >= 0:
                 alive[entry] = None
             else:
                 alive.pop(~entry, None)
-        return [record for record in map(self.records.__getitem__, alive) if record.on_host is None]
+        records = map(self.records.__getitem__, alive)
+        return [record for record in records if record.nbytes and record.on_host is None]
 
     def _born(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         record = StorageRecord(len(self.records), nbytes, kind, module, operator)

@@ -20,7 +20,7 @@ from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
 from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.host_copies import HostCopies
-from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
 from elixir.tracer.operator_cache import (
     KNOWN_TRAITS,
@@ -82,7 +82,8 @@ class Recorder(TorchDispatchMode):
         self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
-        self._workspaces: dict[bool, StorageRecord] = {}
+        self._workspaces = ledger.set_aside(2 if target.matmul_workspace_bytes() else 0, "workspace")
+        """Those of forward and of backward that no product has called for yet."""
         self.caches = cache
         self.new_kind: Kind = "activations"
         """Kind of what operators allocate from now on."""
@@ -172,8 +173,8 @@ class Recorder(TorchDispatchMode):
             if real and not self._target.counts_host_tensors:
                 return result
             phase, module, node = self._order.place()
-            if op.matrix_product:
-                self._hold_workspace(phase == "forward", module, func)
+            if op.matrix_product and self._workspaces:
+                self._hold_workspace(phase != "forward", module, func)
             for tensor in tensors:
                 copies = self.copies.get(tensor.shape, 1) if self.copies else 1
                 self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
@@ -216,8 +217,8 @@ class Recorder(TorchDispatchMode):
         func, cost = op.func, remembered.cost
         follow, kind = self._ledger.follow, self.new_kind
         phase, module, node = self._order.place()
-        if op.matrix_product:
-            self._hold_workspace(phase == "forward", module, func)
+        if op.matrix_product and self._workspaces:
+            self._hold_workspace(phase != "forward", module, func)
         spec = remembered.alone
         if spec is not None:
             result: Any = remade(spec)
@@ -364,10 +365,12 @@ class Recorder(TorchDispatchMode):
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
         return self._ledger.knows(storages)
 
-    def _hold_workspace(self, forward: bool, module: str, func: Any) -> None:
-        if forward not in self._workspaces:
-            nbytes = self._target.matmul_workspace_bytes()
-            self._workspaces[forward] = self._ledger.add_bytes(nbytes, "workspace", module, func)
+    def _hold_workspace(self, backward: bool, module: str, func: Any) -> None:
+        """Counts what the matrix library keeps for a thread: from its first product on, so a step begins with it."""
+        record = self._workspaces[backward]
+        if not record.nbytes:
+            record.nbytes = self._target.round_bytes(self._target.matmul_workspace_bytes())
+            record.module, record.operator = module, func
 
 
 def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
