@@ -81,6 +81,29 @@ def while_nothing_compiles() -> Any:
     return getattr(loaded, "compile_lock", None) or nullcontext()
 
 
+@functools.cache
+def keep_cuda_guard() -> None:
+    """Gives a build with CUDA, on a machine without a device, a guard for tensors said to lie on one, which stays.
+
+    PyTorch 2.11 frees it at the end of the thread that first compiles, and the next one that does ends the process. So
+    a thread that never ends asks for it first. Nothing happens where PyTorch has no such guard.
+    """
+    ask = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ask is None or not torch.backends.cuda.is_built():
+        return
+    asked = threading.Event()
+
+    def stay() -> None:
+        try:
+            ask()
+        finally:
+            asked.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="elixir-cuda-guard", daemon=True).start()
+    asked.wait()
+
+
 def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[..., Any] | None:
     """Compiles a function that `torch.compile` has returned once more, with another activation memory budget.
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
-from elixir.torch_private import tree_flatten, tree_unflatten, while_nothing_compiles
+from elixir.torch_private import keep_cuda_guard, tree_flatten, tree_unflatten, while_nothing_compiles
 from elixir.tracer.checkpointed_regions import STATE_BYTES
 from elixir.tracer.joint_graph import JointGraph, Layout
 from elixir.tracer.operation_kinds import passing
@@ -277,6 +277,8 @@ def _in_a_thread_of_its_own(work: Callable[[], Any], grad: bool) -> Any:
     So do settings of the compiler, such as torch's ``activation_memory_budget``, under which the run compiles, too.
     """
     outcome: list[Any] = []
+    if not torch.cuda.is_available():
+        keep_cuda_guard()
 
     def run() -> None:
         try:

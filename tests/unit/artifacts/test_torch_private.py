@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -273,6 +274,23 @@ def contexts() -> None:
 )
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()
+
+
+@pytest.mark.parametrize(("built", "asks"), [(True, 1), (False, 0)])
+def test_the_guard_of_a_device_that_is_missing_outlives_other_threads(
+    built: bool, asks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[threading.Thread] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(threading.current_thread()))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    private.keep_cuda_guard.cache_clear()
+    for _ in range(2):
+        thread = threading.Thread(target=private.keep_cuda_guard)
+        thread.start()
+        thread.join()
+    private.keep_cuda_guard.cache_clear()
+    assert len(asked) == asks
+    assert all(each.is_alive() and each.daemon for each in asked)
 
 
 def owners() -> dict[str, Any]:
