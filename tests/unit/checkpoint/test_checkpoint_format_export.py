@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
 from tests.common.checkpoints import save
@@ -210,3 +211,22 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
     with open_checkpoint(tmp_path / "in") as saved:
         assert saved.read("weight/w", 0, 500).all()
+
+
+def test_an_export_reads_no_more_at_once_than_a_span(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    read_into = SliceReader.read_into
+
+    def noted(self: SliceReader, key: str, start: int, out: torch.Tensor) -> None:
+        sizes.append(out.nbytes)
+        read_into(self, key, start, out)
+
+    export_hf(folder, tmp_path / "whole")
+    monkeypatch.setattr("elixir.checkpoint_format.export.SPAN_BYTES", 1000)
+    monkeypatch.setattr(SliceReader, "read_into", noted)
+    export_hf(folder, tmp_path / "pieces")
+    assert max(sizes) == 1000
+    (whole,), (pieces,) = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "pieces"))
+    assert whole.read_bytes() == pieces.read_bytes()

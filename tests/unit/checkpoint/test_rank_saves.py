@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint import loading as module
+from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format import saved_tensor, slice_reader, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
@@ -237,3 +239,18 @@ def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monke
                 expected = flattened(plain + (kind == "exp_avg"), wanted)[start:stop].to(dtype)
                 assert torch.equal(target, expected), (kind, start, stop, dtype, wanted)
                 assert out.isnan().sum() == stop - start, "nothing else is written"
+
+
+def test_a_save_looks_at_the_others_after_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    write = slices.SliceWriter.write_tensor
+
+    def noted(self: slices.SliceWriter, key: str, tensor: torch.Tensor) -> None:
+        write(self, key, tensor)
+        seen.append("tensor")
+
+    monkeypatch.setattr(slices.SliceWriter, "write_tensor", noted)
+    monkeypatch.setattr(HeartbeatGroup, "heartbeat", lambda self: seen.append("heartbeat"))
+    save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), wait=True, files=FILES)
+    assert seen.count("tensor") > 1
+    assert all(after == "heartbeat" for each, after in pairwise(seen) if each == "tensor")

@@ -283,3 +283,9 @@ def test_the_heat_map_has_a_cell_for_every_row(rows: list[SweepRow], tmp_path: P
 
 def test_the_table_has_a_line_for_every_row(rows: list[SweepRow]) -> None:
     assert sweep_table(rows).row_count == len(rows)
+
+
+def test_fit_tries_machines_with_a_gpu_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir.search.whatif.sweep.preset_names", lambda: ("cpu", "t4"))
+    assert [row.machine for row in fit(MODEL, batch=1, step=STEP, counts=[1]).rows] == ["t4"]
+    assert [row.machine for row in fit(MODEL, ["cpu"], batch=1, step=STEP, counts=[1]).rows] == ["cpu"]
