@@ -116,7 +116,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
     """Traces, searches and wraps; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32
-    to the bit, if the optimizer step runs on the same kind of device.
+    to the bit, if the optimizer step runs on the same kind of device, and with a number as its learning rate: it steps
+    with the number that a tensor on a CUDA device holds, where torch rounds to float32 on the way.
 
     >>> model, optimizer = elixir.wrap(model, optimizer, inp=batch)  # doctest: +SKIP
 
