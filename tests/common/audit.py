@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from elixir.chunk.chunk import ChunkState
+from elixir.chunk.host_buffers import SUMMANDS
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 
@@ -39,6 +40,7 @@ def audit(module: ElixirModule) -> None:
                 if shard.states.without_states():
                     open_states.add(plan.update_home)
                 found[plan.update_home]["optimizer_states"] += sum(each.nbytes for _, each, _ in shard.states.memory())
+    found["host"]["gradients"] += sum(buffer.memory.nbytes for buffer in engine.host_buffers.of(SUMMANDS))
     pool = engine.cache._pool
     found["device"]["rcache"] = pool.count * pool.block_bytes
     blocks = engine.gradients._blocks
