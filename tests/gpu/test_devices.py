@@ -21,6 +21,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
+from tests.common.twins import step_alike
 from tests.cuda_emulator.races import watching
 
 pytestmark = needs_gpu
@@ -43,6 +44,8 @@ def test_a_model_and_an_optimizer_made_on_the_device(mode: str, name: str) -> No
     plan = make_plan(it, mode)
     it.model.cuda()
     with Pair(it, plan, optimizer=lambda model: OPTIMIZERS[name](list(model.parameters())), after=False) as pair:
+        (group,) = pair.plain_optimizer.param_groups  # the twin is stepped with the number that a tensor holds
+        group["lr"] = float(group["lr"])
         pair.train(4)
         pair.assert_same_weights()
 
@@ -72,7 +75,8 @@ def test_an_optimizer_that_could_be_captured(mode: str, on_device: bool) -> None
     it.model.cuda()
     with Pair(it, plan) as pair:
         # The twin is stepped with the number that the tensor holds.
-        pair.plain_optimizer = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
+        plain = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
+        pair.plain_optimizer = step_alike(plain, pair.module, dict(pair.plain.named_parameters()))
         pair.engine.steppers.clear()
         pair.optimizer = ElixirOptimizer(pair.module, captured(pair.module))
         pair.audited = False  # the first optimizer's states stay counted
@@ -132,16 +136,22 @@ def test_the_bits_do_not_depend_on_where_gradients_are(mode: str) -> None:
 
 
 @needs_pretended_gpu
-def test_steps_of_a_cpu_are_compared_with_those_of_a_gpu_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding differs as in the tests above, because the device has separate kernels."""
+def test_clipped_steps_of_a_cpu_are_compared_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared to the bit, on a GPU as well, since the twin is stepped on the host with them."""
     monkeypatch.setattr(gpu, "pretended", lambda: False)
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.train(2)
+        assert pair.exact
+        states = [pair.plain_optimizer.state[each]["exp_avg"] for each in pair.plain.parameters()]
+        assert all(each.device.type == "cpu" for each in states)
+        assert all(each.is_cuda for each in pair.plain.parameters())
+        pair.max_norm = pair.optimizer.max_norm = 0.05
         pair.plain_optimizer.param_groups[0]["lr"] *= 1 + 1e-4
         pair.train(4)
         assert not pair.exact
         pair.assert_same_weights()
-        pair.plain_optimizer.param_groups[0]["lr"] *= 2
+        pair.plain_optimizer.param_groups[0]["lr"] *= 8
         pair.train(1)
         with pytest.raises(AssertionError, match="weights are"):
             pair.assert_same_weights()

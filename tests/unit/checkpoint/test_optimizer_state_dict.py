@@ -21,6 +21,7 @@ from tests.common import gpu
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Pair, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
+from tests.common.twins import step_alike
 
 
 def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -60,13 +61,17 @@ def test_it_is_that_of_torch(mode: str, cls: type, tmp_path: Path) -> None:
             run.train(1)  # what it had is replaced
             run.module.load_state_dict(weights)
             run.optimizer.load_state_dict(states)
-            pair.train(3)
+            plain = copy.deepcopy(it.model).to(gpu.DEVICE)
+            plain.load_state_dict(weights)
+            twin = step_alike(make(plain), run.module, dict(plain.named_parameters()))
+            twin.load_state_dict(states)
             for _ in range(3):
-                run.optimizer.backward(it.loss(run.module, run.case.inp))
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-            assert all(torch.equal(v, pair.plain.state_dict()[n].cpu()) for n, v in run.module.state_dict().items())
-            assert same(run.optimizer.state_dict(), pair.plain_optimizer.state_dict())
+                for model, optimizer in ((plain, twin), (run.module, run.optimizer)):
+                    it.loss(model, run.case.inp).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert all(torch.equal(v, plain.state_dict()[n].cpu()) for n, v in run.module.state_dict().items())
+            assert same(run.optimizer.state_dict(), twin.state_dict())
 
 
 def test_a_weight_without_a_state_has_none_afterwards() -> None:
@@ -131,7 +136,7 @@ def test_options_of_another_class_mean_what_they_mean_to_this_one(
     """An Adam's decay is no AdamW's: each class takes the other's options as it does without a plan."""
     it, decays = case("opt", layers=1), _decaying(theirs, weight_decay=1.0)
     plain = copy.deepcopy(it.model).to(gpu.DEVICE)
-    inp, first, second = gpu.there(it.inp), decays(plain), _decaying(mine)(plain)
+    inp, weights_of_plain = gpu.there(it.inp), dict(plain.named_parameters())
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(2):
@@ -139,11 +144,12 @@ def test_options_of_another_class_mean_what_they_mean_to_this_one(
             optimizer.step()
             optimizer.zero_grad()
 
-    train(plain, first)
-    second.load_state_dict(first.state_dict())
-    train(plain, second)
     options = {"wrap": {"use_fused_kernels": True}} if fused else {}
     with Run(it, make_plan(it, "mixed"), decays, **options) as run:
+        first, second = (step_alike(make(plain), run.module, weights_of_plain) for make in (decays, _decaying(mine)))
+        train(plain, first)
+        second.load_state_dict(first.state_dict())
+        train(plain, second)
         train(run.module, run.optimizer)
         state, weights = run.optimizer.state_dict(), run.module.state_dict()
         save_checkpoint(tmp_path / "run", {"model": run.module, "it": run.optimizer}, wait=True, files=UnsyncedFiles())

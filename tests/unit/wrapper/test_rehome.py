@@ -18,7 +18,8 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper import module as wrapper
 from elixir.wrapper.engine import engine_of
-from tests.common.parity import MODES, Case, Pair, case, make_plan, mixed, square_loss
+from tests.common import gpu
+from tests.common.parity import MODES, ROUNDED, Case, Pair, case, distance, make_plan, mixed, square_loss
 
 
 def with_homes(plan: Plan, mode: str) -> Plan:
@@ -133,7 +134,10 @@ def test_masters_and_buffers_move_too(mode: str) -> None:
                 if step == 1:
                     moved.module.rehome(with_homes(plan, mode))
             mine, theirs = moved.module.state_dict(), stays.module.state_dict()
-            assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+            if mode == "mixed" or gpu.DEVICE == "cpu" or gpu.pretended():
+                assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+            else:  # some are stepped on the GPU here and on the host there
+                assert distance([mine[name] for name in theirs], list(theirs.values())) < ROUNDED
 
 
 def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:

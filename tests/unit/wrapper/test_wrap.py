@@ -20,13 +20,16 @@ from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
 from elixir.search.simulator.simulation import simulate_step
+from elixir.tracer.device.cuda.cuda_target import CUBLAS_HOPPER_WORKSPACE_BYTES
 from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
+from tests.common import gpu
 from tests.common.failing import Fault
 from tests.common.observed import steady
 from tests.common.on_disk import on_disk
-from tests.common.parity import case, hf_loss, make_plan, mixed
+from tests.common.parity import ROUNDED, case, distance, hf_loss, make_plan, mixed
 from tests.common.tiny_models import tiny
+from tests.common.twins import step_alike
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -321,7 +324,10 @@ def test_what_cannot_work_is_refused() -> None:
 @pytest.mark.parametrize("device_memory", ["1MiB", "1GiB"])
 def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -> None:
     it = case("opt", layers=1)
-    plain = copy.deepcopy(it.model)
+    plain, inp = copy.deepcopy(it.model).to(gpu.DEVICE), gpu.there(it.inp)
+    exact = gpu.DEVICE == "cpu" or gpu.pretended() or device_memory == "1GiB"  # else the host sums some norms
+    if gpu.DEVICE == "cuda" and device_memory == "1MiB":  # cuBLAS alone has more
+        device_memory = f"{1 + 2 * CUBLAS_HOPPER_WORKSPACE_BYTES // 2**20}MiB"
 
     def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
         parameters = list(model.parameters())
@@ -331,9 +337,9 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -
         it.model, halves(it.model), inp=it.inp, device_memory=device_memory, host_memory="1GiB", max_norm=0.1
     )
     assert module.plan.clipping
-    theirs = halves(plain)
+    theirs = [step_alike(half, module, dict(plain.named_parameters())) for half in halves(plain)]
     for step in range(4):
-        it.loss(plain, it.inp).backward()
+        it.loss(plain, inp).backward()
         mine[0].backward(it.loss(module, it.inp))
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         if step == 2:  # the module's own call is one norm of all, too; the smaller limit holds
@@ -341,9 +347,12 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -
         for each in (*theirs, *mine):
             each.step()
             each.zero_grad()
-        assert all(torch.equal(each.grad_norm.cpu(), norm) for each in mine)
+        for each in mine:
+            found, expected = each.grad_norm.cpu(), norm.cpu()
+            assert torch.equal(found, expected) if exact else distance([found], [expected]) < ROUNDED
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value.cpu()) if exact else distance([state[name]], [value]) < ROUNDED
     mine[0].backward(it.loss(module, it.inp))
     mine[0].step()
     with pytest.raises(InputError, match="before all of them have stepped"):
@@ -485,6 +494,8 @@ def test_a_plan_is_shown_before_it_runs(
     it = case("gpt2")
     model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, verbose=verbose)
     printed = "".join(capsys.readouterr())
+    if lines == 9 and gpu.DEVICE == "cuda":
+        lines += 1  # of what the plan is judged by: a GPU's rates are not all known
     assert len(printed.splitlines()) == lines
     assert not lines or printed.startswith(f"plan {model.plan.fingerprint}: ")
     assert lines != 3 or "\n  chunks " in printed

@@ -19,6 +19,7 @@ from elixir.wrapper.step import shards
 from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
+from tests.common.twins import step_alike
 
 
 @pytest.fixture
@@ -219,7 +220,8 @@ def test_two_optimizers_share_a_model(mode: str) -> None:
         parameters = list(model.parameters())
         return [torch.optim.AdamW(parameters[::2], lr=1e-3), torch.optim.SGD(parameters[1::2], lr=1e-2)]
 
-    mine, theirs = [ElixirOptimizer(module, half) for half in halves(it.model)], halves(plain)
+    mine = [ElixirOptimizer(module, half) for half in halves(it.model)]
+    theirs = [step_alike(half, module, dict(plain.named_parameters())) for half in halves(plain)]
     for _ in range(4):
         for model, optimizers in ((module, mine), (plain, theirs)):
             hf_loss(model, inp).backward()
@@ -317,7 +319,11 @@ def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> 
     module = ElixirModule(it.model, replace(plan, chunks=chunks), device=gpu.DEVICE)
     lanes = engine_of(module).lanes
     both: list[tuple[nn.Module, list[Any]]] = []
-    for model, wrap in ((plain, lambda it: it), (module, lambda it: ElixirOptimizer(module, it))):
+    weights = dict(plain.named_parameters())
+    for model, wrap in (
+        (plain, lambda it: step_alike(it, module, weights)),
+        (module, lambda it: ElixirOptimizer(module, it)),
+    ):
         parameters = list((plain if model is plain else module.module).parameters())
         optimizers = [wrap(torch.optim.AdamW(part, lr=1e-3)) for part in (parameters[::2], parameters[1::2])]
         model.load_state_dict({name: value * 1.01 for name, value in model.state_dict().items()})

@@ -18,6 +18,7 @@ from elixir.wrapper.step import class_states
 from tests.common import gpu
 from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
+from tests.common.twins import step_alike
 
 STEPS = 10
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
@@ -48,10 +49,15 @@ class Reference:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float, adam: Adam = plain) -> None:
         model = model.to(gpu.DEVICE)
+        self._names = [name for name, _ in model.named_parameters()]
         self.masters = [p.detach().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
         self.optimizer = adam(self.masters)
+
+    def step_like(self, module: ElixirModule) -> None:
+        """Steps each master on the kind of device that the plan of `module` has it stepped on."""
+        step_alike(self.optimizer, module, dict(zip(self._names, self.masters, strict=True)))
 
     def step(self, *batches: dict[str, Any], loss: LossFn = hf_loss) -> torch.Tensor:
         for inp in batches:
@@ -59,7 +65,8 @@ class Reference:
             (found * self.scale).backward()
         factor = 1 / self.scale
         if self.max_norm:
-            norms = torch.stack([p.grad.float().norm() for p in self.parameters if p.grad is not None])
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
             factor *= min(1.0, (self.max_norm / (norms.norm() / self.scale + 1e-6)).item())
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float() * factor
@@ -92,6 +99,7 @@ def test_same_bits_as_with_master_weights(
     scale = 1024.0 if dtype == torch.float16 else 1.0
     reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm, adam)
     module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm, adam=adam)
+    reference.step_like(module)
     in_one_pass, step_like = [], class_states.step_like
 
     def seen(*arguments: Any) -> None:
@@ -145,6 +153,7 @@ def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype, steps: int
     scale = 64.0 if dtype == torch.float16 else 1.0
     reference = Reference(copy.deepcopy(it.model), dtype, scale, 0.0)
     module, optimizer = wrapped(it, mode, dtype, initial_scale=scale)
+    reference.step_like(module)
     for _ in range(steps):
         for _ in range(2):
             loss = it.loss(module, inp)
