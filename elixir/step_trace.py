@@ -60,7 +60,10 @@ class ParamInfo:
         return count
 
 
-OperatorKind = Literal["square", "tall", "deep", "skinny", "attention", "activation", "reduction", "elementwise"]
+OperatorKind = Literal[
+    "square", "tall", "deep", "skinny", "unaligned", "attention", "attention_backward", "activation", "reduction",
+    "elementwise",
+]  # fmt: skip
 """The bound of an operator: a class of matrix products, attention, or memory-bound work of three sorts. The measured
 rates of a profile have the same names (docs/appendix/hardware_fits.md)."""
 

@@ -15,6 +15,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
+from elixir.units import parse_bytes
 
 
 def free_device_bytes(device: torch.device | str | int) -> int:
@@ -62,6 +63,20 @@ def total_host_bytes() -> int:
     if total is None:
         raise InputError("this operating system does not report its memory size; give the host memory as a size")
     return min([total, *(limit for limit, _ in _cgroup_memory())])
+
+
+def cache_bytes(device: torch.device | str, root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """The largest cache of a CPU or a CUDA device, as the kernel or the driver tells; 0 where they do not."""
+    target = _as_device(device)
+    if target.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(target), "L2_cache_size", 0))
+    sizes = [0]
+    for path in root.glob("index*/size"):
+        try:
+            sizes.append(parse_bytes(path.read_text().strip()))
+        except (OSError, InputError):
+            continue
+    return max(sizes)
 
 
 def device_name_here(kind: str) -> str | None:

@@ -21,6 +21,7 @@ from elixir.hardware.rate_fit import (
     DOUBTFUL_ERROR,
     LARGEST_ALONE,
     PLAIN_FIELDS,
+    PRODUCTS,
     RateFit,
     check_key,
     check_positive,
@@ -336,7 +337,7 @@ class HardwareProfile(Artifact):
             if other in self.fits:
                 return self.fits[other]
         family, *rest = key.split(".")
-        if family in ("matmul", "attention"):
+        if family in PRODUCTS:
             return RateFit(0.0, self.flops_rate(rest[0]), 0.0)
         if family in ("all_gather", "reduce_scatter"):
             world = int(rest[0])

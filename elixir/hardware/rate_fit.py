@@ -23,7 +23,7 @@ _KEY_FORMS = (
     rf"host_adam(\.[1-9]\d*)?(\.{_DTYPE})?(\.all_ranks)?",
     rf"device_adam(\.{_DTYPE})?(\.all_ranks)?",
     rf"matmul\.{_DTYPE}(\.[a-z]+)?",
-    rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
+    rf"(attention|attention_backward|elementwise|activation|reduction)\.{_DTYPE}",
     r"(all_gather|reduce_scatter)\.[1-9]\d*",
     r"(disk_read|disk_write)(\.both)?",
 )
@@ -41,6 +41,11 @@ PLAIN_FIELDS = {
     "reduction": "device_memory_bytes_per_s",
 }
 """Family of keys -> the field that gives its rate where nothing finer was measured."""
+
+
+PRODUCTS = ("matmul", "attention", "attention_backward")
+"""Families of keys whose amounts are FLOPs."""
+_PLAINER = {"activation": "elementwise", "attention_backward": "attention"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ class RateFit:
 def fit_unit(key: str) -> str:
     """The unit of a key's amounts: ``bytes``, ``numel`` (elements) or ``flops``."""
     family = key.split(".", 1)[0]
-    return {"host_adam": "numel", "device_adam": "numel", "matmul": "flops", "attention": "flops"}.get(family, "bytes")
+    if family in PRODUCTS:
+        return "flops"
+    return "numel" if family.endswith("_adam") else "bytes"
 
 
 def plainer_keys(key: str) -> list[str]:
@@ -99,8 +106,8 @@ def plainer_keys(key: str) -> list[str]:
         return shorter
     if words[0] == "matmul":
         return [f"matmul.{words[1]}.square"]
-    if words[0] == "activation":
-        return [f"elementwise.{words[1]}"]
+    if words[0] in _PLAINER:
+        return [f"{_PLAINER[words[0]]}.{words[1]}"]
     return shorter
 
 

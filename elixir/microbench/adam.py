@@ -17,8 +17,8 @@ from elixir.units import dtype_name
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 SMALLEST_NUMEL = 2**16
-_MOST_WINDOWS = 32
-"""Number of parameters of the smallest size whose states are 32 MiB: more than caches keep for long."""
+LEAST_WINDOWS = 32
+"""Parameters that are stepped one after the other, as far as there is memory."""
 
 
 def adam_jobs(bench: Bench) -> list[Job]:
@@ -77,7 +77,8 @@ def adam_series(bench: Bench, dtype: torch.dtype = torch.float32, key: str = "de
     counts = geometric(SMALLEST_NUMEL, plan.adam_numel, plan.amounts, SMALLEST_NUMEL)
 
     def prepare(numel: int) -> Callable[[], object]:
-        weights = torch.ones(min(plan.adam_numel, numel * _MOST_WINDOWS), device=bench.device, dtype=dtype)
+        walked = max(numel * LEAST_WINDOWS, plan.cold_bytes // (4 * dtype.itemsize))
+        weights = torch.ones(max(numel, min(plan.adam_numel, walked)), device=bench.device, dtype=dtype)
         gradients = torch.full_like(weights, 1e-3)
         steps: list[Callable[[], object]] = []
         for piece, gradient in zip(windows(weights, numel), windows(gradients, numel), strict=True):

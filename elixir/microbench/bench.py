@@ -8,16 +8,24 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware.memory import free_device_bytes
+from elixir.hardware.memory import cache_bytes, free_device_bytes
 from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 
+HELD_CYCLES = 4_000_000
+"""Clock cycles, 2 to 3 ms, for which a CUDA device is held while the host submits what is timed."""
+SUBMITTED_S = 1.5e-3
+"""Time that the host may take for that."""
+QUEUED_S = 5e-3
+"""Time of the runs on a CUDA device that follow each other without a wait, as the operators of a step do."""
+MOST_QUEUED = 50
+CACHES = 4
+"""Times the largest cache that is walked through: a server's may hold hundreds of MiB."""
 _MIN_S = 1e-9
 """A clock too coarse for the work would otherwise give zero, and an infinite rate."""
 
@@ -38,10 +46,13 @@ class Effort:
     """Elements of the largest Adam step, 16 bytes each."""
     longest_s: float
     """Amounts of compute grow until one would take about this long."""
+    cold_bytes: int = 0
+    """Memory to walk through before any of it comes again, or it would be found in a cache."""
 
 
 _EFFORTS = {
-    # Host buffers keep the whole process within 1 GiB; device buffers are as large as a link needs to show its rate.
+    # Host buffers keep the whole process within 1 GiB, unless its cache is too large for that; device buffers are as
+    # large as a link needs to show its rate.
     ("cpu", False): Effort(5, 20, 0.12, 7, 128 * MIB, 24 * 10**6, 0.2),
     ("cpu", True): Effort(3, 5, 0.01, 4, 64 * MIB, 8 * 10**6, 0.02),
     ("cuda", False): Effort(5, 20, 0.12, 9, 512 * MIB, 128 * 10**6, 0.05),
@@ -90,11 +101,14 @@ def effort(device: torch.device, quick: bool, sharers: int = 1) -> Effort:
     """
     plan = _EFFORTS[device.type, quick]
     share = sharers if device.type == "cpu" else 1
-    buffer_bytes = min(plan.buffer_bytes // share, free_device_bytes(device) // (6 * share)) // MIB * MIB
+    cold_bytes = 0 if quick else CACHES * cache_bytes(device)
+    # Three buffers are walked through together, or the four tensors of an Adam step.
+    wanted_bytes = max(plan.buffer_bytes, cold_bytes // 3)
+    buffer_bytes = min(wanted_bytes // share, free_device_bytes(device) // (6 * share)) // MIB * MIB
     if buffer_bytes <= 0:
         raise InputError(f"too little free memory on {device} to measure anything; end what else runs there")
-    adam_numel = min(plan.adam_numel // share, 3 * buffer_bytes // 16)
-    return dataclasses.replace(plan, buffer_bytes=buffer_bytes, adam_numel=adam_numel)
+    adam_numel = min(max(plan.adam_numel, cold_bytes // 16) // share, 3 * buffer_bytes // 16)
+    return dataclasses.replace(plan, buffer_bytes=buffer_bytes, adam_numel=adam_numel, cold_bytes=cold_bytes // share)
 
 
 def median_seconds(
@@ -103,9 +117,13 @@ def median_seconds(
     """Returns the median seconds of one `run()` on `device`, and the number of runs. One run before that is not
     counted: it pays for page faults, compilation and library start-up. With several ranks a run takes as long as on the
     slowest of them."""
-    timed = partial(_event_seconds, run, device) if device.type == "cuda" else partial(_clock_seconds, run)
-    (seconds,), repeats = repeat(lambda: (timed(),), plan, ranks)
-    return seconds, repeats
+    if device.type != "cuda":
+        (seconds,), repeats = repeat(lambda: (_clock_seconds(run),), plan, ranks)
+        return seconds, repeats
+    # What ranks do together they do equally often.
+    queued = queued_runs(run, device) if ranks is None or ranks.size == 1 else 1
+    (seconds,), repeats = repeat(lambda: (_event_seconds(run, device, queued),), plan, ranks)
+    return seconds, repeats * queued
 
 
 def repeat(
@@ -131,16 +149,34 @@ def _clock_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _event_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Times by events on the current stream, so that the host's launch overhead is not counted twice."""
+def queued_runs(run: Callable[[], object], device: torch.device) -> int:
+    """How many runs are timed together: about `QUEUED_S` of them, as far as the host submits them while it may."""
+    run()
+    one_s = _event_seconds(run, device, 1)
+    torch.cuda.synchronize(device)
+    submitted_s = _clock_seconds(run)
+    fitting = min(QUEUED_S / max(one_s, _MIN_S), SUBMITTED_S / max(submitted_s, _MIN_S))
+    return max(1, min(int(fitting), MOST_QUEUED))
+
+
+def _event_seconds(run: Callable[[], object], device: torch.device, queued: int) -> float:
+    """Seconds of one of `queued` runs, by events on the current stream.
+
+    The device is held until the host has submitted them: in a step it has work in its queue, too, and an operator
+    starts when the one before it ends.
+    """
     with torch.cuda.device(device):
         cuda: Any = torch.cuda  # its classes carry no annotations
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        hold = getattr(cuda, "_sleep", None)  # not a public name; without it, short operators seem to take longer
+        if hold is not None:
+            hold(HELD_CYCLES)
         start.record()
-        run()
+        for _ in range(queued):
+            run()
         end.record()
         end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return float(start.elapsed_time(end)) / 1e3 / queued
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -46,6 +46,7 @@ BLOCK_PASSES = 24
 PRODUCT_OPERATORS = 3
 LAUNCH_NUMEL = 8
 """Elements of an operator that takes no time but that of its call."""
+CALL_TURNS = 4
 TURN_S = 0.05
 """How long one rate is measured before it is the next one's turn."""
 STEP_RANGE = (0.85, 1.25)
@@ -188,6 +189,16 @@ def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _R
         "operators": _Rate(lambda: _memory_bound(rows), moved_bytes),
         "launch": _Rate(lambda: _memory_bound(few), float(BLOCK_OPERATORS)),
     }
+
+
+def call_s(device: torch.device) -> float:
+    """Seconds that the host takes to call an operator on `device`, of forward and backward."""
+    few = torch.ones(1, LAUNCH_NUMEL, device=device, requires_grad=True)
+    calls = _Rate(lambda: _memory_bound(few), float(BLOCK_OPERATORS))
+    calls.run()  # loads kernels
+    for _ in range(CALL_TURNS):
+        calls.turn(TURN_S)
+    return 1 / calls.per_s
 
 
 def _memory_bound(rows: torch.Tensor) -> None:

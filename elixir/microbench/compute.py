@@ -29,10 +29,12 @@ SHAPES: dict[str, Callable[[int], tuple[int, int, int]]] = {
     "tall": lambda size: (8 * size, size, size),
     "deep": lambda size: (size, 8 * size, size),
     "skinny": lambda size: (_FEW_TOKENS, 4 * size, 4 * size),
+    "unaligned": lambda size: (size, size, size + 1),
 }
 """Class -> (rows, inner, columns) of a product. With t tokens and hidden size h: ``square`` is a projection where t is
 about h; ``tall`` one where t is much larger, as long batches through a small model are; ``deep`` the weight gradient of
-the latter, which sums over the tokens; ``skinny`` a projection of few tokens, which is bound by reading the weight."""
+the latter, which sums over the tokens; ``skinny`` a projection of few tokens, which is bound by reading the weight;
+``unaligned``, on CUDA alone, the three products of logits over an odd number of classes, whose rows start anywhere."""
 _SMALLEST = {"cpu": 128, "cuda": 512}
 _LARGEST = {"cpu": 4096, "cuda": 16384}
 
@@ -42,6 +44,11 @@ _LARGEST_CPU_TENSOR_BYTES = 16 * MIB
 """Size of the largest tensor on a CPU: beyond 32 MiB the C library gives every result fresh pages, which cost more than
 the operator."""
 _HEADS, _HEAD_DIM = 16, 64
+_TOKENS = {"cpu": 1, "cuda": 8192}
+"""Tokens of a batch of attention at least, since a device computes many short sequences together."""
+_ATTENTION = {False: "attention", True: "attention_backward"}
+_BACKWARD_PRODUCTS = 2.5
+"""Products in backward of attention over those in forward, as PyTorch counts FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +84,15 @@ def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list
         if bench.quick and bench.device.type == "cpu" and dtype == torch.float16:
             jobs.append(_matmul_job(bench, dtype, "square"))
             continue
-        jobs += [_matmul_job(bench, dtype, shape) for shape in SHAPES]
+        cuda = bench.device.type == "cuda"
+        jobs += [_matmul_job(bench, dtype, shape) for shape in SHAPES if cuda or shape != "unaligned"]
         for operator in _OPERATORS:
             run = partial(operator_series, bench, operator, dtype)
             jobs.append(Job(f"{operator.family} operators, {name}", (f"{operator.family}.{name}",), run))
-        jobs.append(Job(f"attention, {name}", (f"attention.{name}",), partial(attention_series, bench, dtype)))
+        for backward in (False, True) if cuda else (False,):
+            family = _ATTENTION[backward]
+            run = partial(attention_series, bench, dtype, backward=backward)
+            jobs.append(Job(f"{family.replace('_', ', ')}, {name}", (f"{family}.{name}",), run))
     return jobs
 
 
@@ -109,9 +120,10 @@ def matmul_series(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Se
             rows, inner, columns = SHAPES[shape](size)
             if 4 * inner * columns > plan.buffer_bytes or 4 * rows * (inner + columns) > plan.buffer_bytes:
                 return
-            yield 2.0 * rows * inner * columns, partial(_product, bench, plan, dtype, (rows, inner, columns))
+            products, prepare = (3, _logits) if shape == "unaligned" else (1, _product)
+            yield 2.0 * products * rows * inner * columns, partial(prepare, bench, plan, dtype, (rows, inner, columns))
 
-    how = f"torch.mm, {shape} ({_shape_text(shape)}), {dtype_name(dtype)} on {bench.device}"
+    how = f"torch.mm, {_shape_text(shape)}, {dtype_name(dtype)} on {bench.device}"
     key = f"matmul.{dtype_name(dtype)}.{shape}"
     try:
         return sweep(bench, plan, key, "FLOP", how, cases(), longest_s=plan.longest_s)
@@ -138,21 +150,43 @@ def operator_series(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Se
     return sweep(bench, plan, f"{operator.family}.{dtype_name(dtype)}", "bytes", how, cases)
 
 
-def attention_series(bench: Bench, dtype: torch.dtype) -> Series:
-    """Causal ``scaled_dot_product_attention``, forward, growing sequences; the kernel is the one PyTorch picks.
+def attention_series(bench: Bench, dtype: torch.dtype, *, backward: bool = False) -> Series:
+    """Causal ``scaled_dot_product_attention``, growing sequences; the kernel is the one PyTorch picks.
 
     FLOPs are those of the scores on and below the diagonal, as the tracer counts them: causal kernels skip the others.
     """
-    plan = bench.effort()
+    plan, kind, family = bench.effort(), bench.device.type, _ATTENTION[backward]
+
+    def samples(length: int) -> int:
+        return max(1, _TOKENS[kind] // length)
 
     def prepare(length: int) -> Callable[[], object]:
-        q, k, v = (_random((1, _HEADS, length, _HEAD_DIM), dtype, bench.device, seed) for seed in range(3))
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        shape = (samples(length), _HEADS, length, _HEAD_DIM)
+        q, k, v, slope = (_random(shape, dtype, bench.device, seed) for seed in range(4))
+        if not backward:
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        inputs = [each.requires_grad_() for each in (q, k, v)]
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return lambda: torch.autograd.grad(out, inputs, slope, retain_graph=True)
 
-    lengths = _growing(_SMALLEST[bench.device.type], _LARGEST[bench.device.type])
-    cases = ((2.0 * _HEADS * _HEAD_DIM * length * (length + 1), partial(prepare, length)) for length in lengths)
-    how = f"causal attention, {_HEADS} heads of {_HEAD_DIM}, {dtype_name(dtype)} on {bench.device}"
-    return sweep(bench, plan, f"attention.{dtype_name(dtype)}", "FLOP", how, cases, longest_s=plan.longest_s)
+    products = _BACKWARD_PRODUCTS if backward else 1.0
+    each = 2.0 * products * _HEADS * _HEAD_DIM
+    lengths = _growing(_SMALLEST[kind], _LARGEST[kind])
+    cases = ((each * samples(length) * length * (length + 1), partial(prepare, length)) for length in lengths)
+    way = "backward" if backward else "forward"
+    how = f"causal attention, {way}, {_HEADS} heads of {_HEAD_DIM}, {dtype_name(dtype)} on {bench.device}"
+    return sweep(bench, plan, f"{family}.{dtype_name(dtype)}", "FLOP", how, cases, longest_s=plan.longest_s)
+
+
+def _logits(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Callable[[], object]:
+    """Logits, and in backward the slopes of what came in and of the weight."""
+    tokens, features, classes = dims
+    hidden, weight, slope = (
+        _random(shape, dtype, bench.device, seed)
+        for seed, shape in enumerate(((tokens, features), (classes, features), (tokens, classes)))
+    )
+    return lambda: (torch.mm(hidden, weight.t()), torch.mm(slope, weight), torch.mm(slope.t(), hidden))
 
 
 def _product(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Callable[[], object]:
@@ -179,7 +213,10 @@ def _growing(smallest: int, largest: int) -> Iterator[int]:
 
 
 def _shape_text(shape: str) -> str:
-    return " x ".join(
+    if shape == "unaligned":
+        return "the three products of n tokens of size n with n + 1 classes"
+    lengths = " x ".join(
         str(_FEW_TOKENS) if length == _FEW_TOKENS else ("n" if length == _UNIT else f"{length // _UNIT}n")
         for length in SHAPES[shape](_UNIT)
     )
+    return f"{shape} ({lengths})"

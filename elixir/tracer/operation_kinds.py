@@ -40,6 +40,7 @@ def operation_of(
     *,
     flops: int,
     moved_bytes: int,
+    row_bytes: int = 1,
 ) -> Operation | None:
     """The work of one call; None where it only allocates.
 
@@ -49,6 +50,7 @@ def operation_of(
         outputs: its results.
         flops: by PyTorch's formulas.
         moved_bytes: of arguments and results.
+        row_bytes: products whose rows start at multiples of it are as fast as any of their shape.
     """
     packet = func._overloadpacket
     tensors = outputs or inputs
@@ -58,10 +60,13 @@ def operation_of(
     if not flops:
         return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
     if "attention" in packet.__name__:
-        return Operation("attention", dtype, flops, moved_bytes)
+        kind: OperatorKind = "attention_backward" if "backward" in packet.__name__ else "attention"
+        return Operation(kind, dtype, flops, moved_bytes)
     at = PRODUCTS.get(packet)
     if at is None:
         return Operation("square", dtype, flops, moved_bytes)
+    if any(_row_bytes(tensor) % row_bytes for tensor in (*inputs[at : at + 2], *outputs)):
+        return Operation("unaligned", dtype, flops, moved_bytes)
     rows, inner = inputs[at].shape[-2:]
     return Operation(product_class(int(rows), int(inner), int(inputs[at + 1].shape[-1])), dtype, flops, moved_bytes)
 
@@ -74,6 +79,12 @@ def product_class(rows: int, inner: int, columns: int) -> OperatorKind:
     if inner >= LONG * longer:
         return "deep"
     return "tall" if longer >= LONG * max(inner, shorter) else "square"
+
+
+def _row_bytes(matrix: torch.Tensor) -> int:
+    """Bytes from one row of a matrix to the next, or from one column to the next where columns are contiguous."""
+    strides = [stride for size, stride in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True) if size > 1]
+    return max(strides, default=0) * matrix.itemsize if len(strides) > 1 else 0
 
 
 def passing(tensor: torch.Tensor, moved_bytes: int) -> Operation:

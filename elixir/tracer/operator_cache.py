@@ -309,6 +309,7 @@ class OperatorCache:
                 tensors,
                 flops=count_flops(func, args, kwargs, result),
                 moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
+                row_bytes=self._target.product_row_bytes,
             ),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
         )

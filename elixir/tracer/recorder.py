@@ -279,7 +279,8 @@ class Recorder(TorchDispatchMode):
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
             self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
         factors = [item for item in args if isinstance(item, torch.Tensor)]
-        return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes)
+        row_bytes = self._target.product_row_bytes
+        return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes, row_bytes=row_bytes)
 
     def _follow_new(self, result: Any, func: Any) -> None:
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import RateFit
+from elixir.hardware.rate_fit import PRODUCTS, RateFit
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.advise.activations import trace_that_keeps
@@ -170,7 +170,7 @@ _FITS = {
     "host_link": ("host_to_device", "device_to_host", "host_memory"),
     "host_adam": ("host_adam",),
     "peers": ("device_to_device", "all_gather", "reduce_scatter"),
-    "device": ("matmul", "attention", "elementwise", "activation", "reduction", "device_adam"),
+    "device": (*PRODUCTS, "elementwise", "activation", "reduction", "device_adam"),
     "disk": ("disk_read", "disk_write"),
 }
 """Part that gets faster -> families of fits."""

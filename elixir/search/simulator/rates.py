@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import RateFit, plainer_keys
+from elixir.hardware.rate_fit import PRODUCTS, RateFit, plainer_keys
 from elixir.optimizer_states import MomentKind, matrix_flops
 from elixir.search.problem.placement import Floats
 from elixir.search.simulator.cluster import (
@@ -56,6 +56,15 @@ ARITHMETIC_NUMEL_PER_S: dict[MomentKind, float] = {"bfloat16": 0.64e9, "8bit": 0
 """Elements that a thread of the host computes a second if memory does not limit it, random bits for rounding included.
 
 Measured: benchmark/results/adam_speed.csv, compiled, half of what two cores of an EPYC of family 26 with AVX512 did."""
+
+
+UNALIGNED_SHARE = 0.16
+"""Rate of products whose rows do not start at multiples of 16 bytes over that of others, in 16 bits on a Hopper GPU.
+
+Measured on an H200: logits of 16,384 tokens over 50,257 classes and their two slopes in bfloat16, of size 1,024 and
+3,072, at 119 and 123 TFLOP/s, where other products of the same steps reached 720 to 790. Not measured on other GPUs."""
+HOPPER = (9, 0)
+HALVES = ("bfloat16", "float16")
 
 
 def adam_share(moments: MomentKind) -> float:
@@ -119,6 +128,7 @@ class Rates:
         self.shards, self.replicas = world_size // replicas, replicas
         self._hardware = hardware
         self._ranks = ranks_per_host
+        self._on_hopper = (hardware.compute_capability or (0, 0)) >= HOPPER
         host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
         self.host_threads: int | None = None
         """Threads of one rank's Adam, if the profile tells how many are enough."""
@@ -216,18 +226,21 @@ class Rates:
         memory = kind if kind in ("activation", "reduction") else "elementwise"
         seconds = float(self._sustained(f"{memory}.{dtype}")(operation.moved_bytes))
         if operation.flops:
-            key = f"attention.{dtype}" if kind == "attention" else f"matmul.{dtype}.{kind}"
+            key = f"{kind}.{dtype}" if kind in PRODUCTS else f"matmul.{dtype}.{kind}"
             seconds = max(seconds, float(self._sustained(key)(operation.flops)))
         return seconds
 
     def _sustained(self, key: str) -> Line:
         """The rate that was measured for `key`; otherwise the plain one, as far as a training step reaches it."""
         hardware = self._hardware
+        family, dtype, *_ = key.split(".")
+        if key.endswith(".unaligned") and key not in hardware.fits and dtype in HALVES and self._on_hopper:
+            aligned = self._sustained(f"{family}.{dtype}.square")
+            return replace(aligned, per_s=UNALIGNED_SHARE * aligned.per_s)
         if any(name in hardware.fits for name in (key, *plainer_keys(key))):
             return self._line(key)
-        family, dtype, *_ = key.split(".")
-        if family in ("matmul", "attention"):
-            share = hardware.sustained_attention_share if family == "attention" else None
+        if family in PRODUCTS:
+            share = hardware.sustained_attention_share if family != "matmul" else None
             share = hardware.sustained_flops_share if share is None else share
             return self._line(key) if share is None else Line(0.0, share * hardware.flops_per_s[dtype])
         share = hardware.sustained_memory_share

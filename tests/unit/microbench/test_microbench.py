@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
 from elixir.hardware.host_share import HostView
-from elixir.hardware.memory import free_host_bytes, total_host_bytes
+from elixir.hardware.memory import cache_bytes, free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 from elixir.microbench import adam, machine, measure
@@ -172,6 +172,26 @@ def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytes
     plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
     seconds, repeats = median_seconds(lambda: runs.append(1), CPU, plan)
     assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
+
+
+def test_torch_can_hold_a_device() -> None:
+    """A private name: where it is gone, operators on CUDA seem slower than they are."""
+    assert callable(torch.cuda._sleep)
+
+
+def test_a_server_s_cache_is_walked_through_several_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for index, size in enumerate(("48K", "2048K", "307200K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    (tmp_path / "index3").mkdir()  # without a size
+    cache = cache_bytes("cpu", tmp_path)
+    assert cache == 300 * 2**20
+    monkeypatch.setattr(bench_module, "cache_bytes", lambda device: cache)
+    monkeypatch.setattr(bench_module, "free_device_bytes", lambda device: 64 * 2**30)
+    plan = effort(CPU, quick=False)
+    assert 3 * plan.buffer_bytes >= 4 * cache - 3 * 2**20
+    assert 16 * plan.adam_numel >= 4 * cache - 16
+    assert effort(CPU, quick=True).buffer_bytes == 64 * 2**20
 
 
 def test_a_slow_run_stops_at_its_budget() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.search.simulator.rates import Rates
+from elixir.search.simulator.rates import UNALIGNED_SHARE, Rates
 from elixir.step_trace import Access, Operation, StepTrace
 from tests.common.samples import make_trace
 
@@ -94,3 +94,22 @@ def test_presets_sustain_less_than_their_best_products(name: str) -> None:
     assert 0.2 < hardware.sustained_flops_share < hardware.matmul_efficiency
     assert hardware.sustained_memory_share is not None
     assert 0.3 < hardware.sustained_memory_share <= 1
+
+
+def test_unaligned_products_have_their_own_rate_and_share() -> None:
+    product = Operation("unaligned", "bfloat16", 10**12, 10**6)
+    aligned = {"matmul.bfloat16.square": RateFit(0.5, PEAK, 0.0)}
+    assert seconds(machine(), product) == pytest.approx(1.0 / UNALIGNED_SHARE)
+    assert seconds(machine(fits=aligned), product) == pytest.approx(0.5 + 1.0 / UNALIGNED_SHARE)
+    assert seconds(machine(fits=aligned, compute_capability=(8, 0)), product) == pytest.approx(1.5)
+    measured = aligned | {"matmul.bfloat16.unaligned": RateFit(0.0, PEAK / 10, 0.0)}
+    assert seconds(machine(fits=measured), product) == pytest.approx(10.0)
+
+
+def test_backward_of_attention_has_its_own_rate() -> None:
+    backward = Operation("attention_backward", "bfloat16", 10**12, 10**6)
+    forward = {"attention.bfloat16": RateFit(0.0, PEAK / 2, 0.0)}
+    assert seconds(machine(fits=forward), backward) == pytest.approx(2.0)
+    both = forward | {"attention_backward.bfloat16": RateFit(0.0, PEAK / 4, 0.0)}
+    assert seconds(machine(fits=both), backward) == pytest.approx(4.0)
+    assert seconds(machine(sustained_attention_share=0.2), backward) == pytest.approx(5.0)

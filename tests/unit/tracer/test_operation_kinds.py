@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
 from elixir.tracer.operation_kinds import product_class
+from elixir.tracer.trace import trace_step
 from tests.common.tracing import cpu_trace
 
 
@@ -53,6 +55,38 @@ def test_every_operator_keeps_its_kind_flops_and_bytes() -> None:
     assert sum(trace.access_flops(event) for event in forward) == product
     assert all(not operation.flops for operation in trace.operations if operation.kind == "elementwise")
     assert trace.flops == sum(trace.access_flops(event) for event in trace.accesses)
+
+
+@pytest.mark.parametrize(("classes", "kind"), [(1001, "unaligned"), (1004, "unaligned"), (1008, "tall")])
+def test_rows_of_any_length_are_slow_on_cuda_alone(classes: int, kind: str) -> None:
+    """Of logits and of both slopes; with a length that tensor cores like they are as any."""
+
+    def kinds(hardware: str) -> set[str]:
+        head = nn.Linear(256, classes, bias=False)
+        trace = trace_step(
+            head,
+            {"x": torch.ones(96, 256, requires_grad=True)},
+            lambda model, inp: model(inp["x"]).square().sum().backward(),
+            hardware=preset(hardware),
+            dtype=torch.bfloat16,
+        )
+        return {operation.kind for operation in trace.operations if operation.flops}
+
+    assert (kinds("h200") == {"unaligned"}) == (kind == "unaligned")
+    assert "unaligned" not in kinds("cpu")
+
+
+@pytest.mark.parametrize("hardware", ["h200", "cpu"])
+def test_backward_of_attention_is_a_kind_of_its_own(hardware: str) -> None:
+    def step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        x = model(inp["x"]).unflatten(-1, (4, 32)).transpose(1, 2)
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+
+    trace = trace_step(
+        nn.Linear(128, 128), {"x": torch.ones(2, 64, 128)}, step, hardware=preset(hardware), dtype=torch.bfloat16
+    )
+    attention = {operation.kind: operation.flops for operation in trace.operations if "attention" in operation.kind}
+    assert attention["attention_backward"] == 2.5 * attention["attention"] > 0
 
 
 def test_allocations_cost_nothing() -> None:

@@ -81,6 +81,11 @@ class Target(ABC):
         """Bytes that the matrix library allocates, through PyTorch's allocator, at the first product on a thread."""
         return 0
 
+    @property
+    def product_row_bytes(self) -> int:
+        """Matrix products whose rows start at multiples of so many bytes are as fast as any of their shape."""
+        return 1
+
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Bytes that a kernel allocates and frees again while it runs, apart from its results.
 

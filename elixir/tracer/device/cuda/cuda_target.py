@@ -57,6 +57,12 @@ class CudaTarget(Target):
         """The cuBLAS workspace of one handle; the thread of the backward pass has a separate handle."""
         return CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
 
+    @property
+    def product_row_bytes(self) -> int:
+        """The bytes that tensor cores load at a time: cuBLAS takes an older and much slower kernel for other rows, such
+        as those of logits over 50,257 classes."""
+        return 16
+
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), accumulators of attention."""
         held = held_in_backward(func, args, self.round_bytes)
