@@ -25,8 +25,8 @@ from elixir.units import format_bytes
 
 MAX_NORM = 1e3
 """The norm to which everybody clips: all have to compute it and wait for it, and no gradient is ever as large, as in
-most steps of a training that goes well. Random weights give norms of 2.5 to 24."""
-CLIPPED_NORM = 1.0
+most steps of a training that goes well. Random weights give norms of 0.4 to 24."""
+CLIPPED_NORM = 0.01
 """... in the pair that is clipped in every step, in which nothing that the host makes before the norm is right."""
 LEARNING_RATE = 1e-4
 BYTES_PER_NUMEL = 16
