@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import shutil
 from collections import Counter
@@ -84,6 +85,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if left_out:
             item.add_marker(pytest.mark.slow)
         counts[test] += 1
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_are_left() -> Iterator[None]:
+    """Fails a test that leaves hooks for saved tensors on this thread, instead of one that comes later."""
+    yield
+    left = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        left.append(inspect.unwrap(hooks[0]))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert not left
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -63,10 +64,13 @@ class ThreadSettings:
                 "a mode that watches operators (TorchDispatchMode or TorchFunctionMode) is active around accumulate(), "
                 "whose micro-batches run on other threads; enter it inside of step_fn"
             )
-        if innermost_saved_tensors_hooks() is not None:
+        hooks = innermost_saved_tensors_hooks()
+        if hooks is not None:
+            pack = inspect.unwrap(hooks[0])
+            name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', repr(pack))}"
             raise InputError(
-                "hooks for saved tensors, such as save_on_cpu, are active around accumulate(), whose micro-batches run "
-                "on other threads; leave them out, or plan with pass_size=1"
+                f"hooks for saved tensors, such as save_on_cpu, are active around accumulate() ({name}), whose "
+                "micro-batches run on other threads; leave them out, or plan with pass_size=1"
             )
         self._autocast = Autocast(device)
         self._grad = torch.is_grad_enabled()
