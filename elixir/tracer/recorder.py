@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.host = HostCopies(target, ledger, order, shadows)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
         self._workspaces = ledger.set_aside(2 if target.matmul_workspace_bytes() else 0, "workspace")
-        """Those of forward and of backward that no product has called for yet."""
+        """The workspaces of forward and of backward that no product has called for yet."""
         self.caches = cache
         self.new_kind: Kind = "activations"
         """Kind of what operators allocate from now on."""

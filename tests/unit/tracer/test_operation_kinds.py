@@ -59,7 +59,7 @@ def test_every_operator_keeps_its_kind_flops_and_bytes() -> None:
 
 @pytest.mark.parametrize(("classes", "kind"), [(1001, "unaligned"), (1004, "unaligned"), (1008, "tall")])
 def test_rows_of_any_length_are_slow_on_cuda_alone(classes: int, kind: str) -> None:
-    """Of logits and of both slopes; with a length that tensor cores like they are as any."""
+    """The rows are those of logits and of both slopes; a length that tensor cores like is a length as any."""
 
     def kinds(hardware: str) -> set[str]:
         head = nn.Linear(256, classes, bias=False)
