@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -75,9 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
     parser.add_argument("--only", type=parts_of, default=list(PARTS), help="parts, with commas between them")
     parser.add_argument("--hour", type=int, choices=(1, 2, 3), help="the jobs of one run of gpu_hour.sh, in its order")
-    parser.add_argument(
-        "--match", metavar="TEXT", help="only jobs whose id (part/case/contender) has one of A|B|C in it"
-    )
+    parser.add_argument("--match", metavar="PATTERN", help="only jobs whose id, part/case/contender, it finds")
     parser.add_argument("--out", type=Path, help="folder of rows, report and plots; out/gpu_proof by default")
     parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
     parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
@@ -202,8 +201,7 @@ def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
     if args.hour is not None:
         wanted = jobs_of_hour(args.hour, rehearse=args.rehearse)
     if args.match:
-        texts = args.match.split("|")
-        wanted = {part: [job for job in jobs if any(text in job.id for text in texts)] for part, jobs in wanted.items()}
+        wanted = {part: [job for job in jobs if re.search(args.match, job.id)] for part, jobs in wanted.items()}
     try:
         left_out += run_jobs(
             wanted,
