@@ -195,6 +195,7 @@ def test_a_step_that_does_not_follow_from_its_question_is_refused() -> None:
         (lambda: plan_from_trace(replace(trace, accesses=()), HARDWARE, 1), InputError, "uses no parameter"),
         (lambda: packed_step_of(make_plan(4), make_trace(layers=3)), InputError, "lacks"),
         (lambda: pass_trace(replace(trace, step=replace(trace.step, forward=True)), 2), InputError, "is for training"),
+        (lambda: pass_trace(trace, 2), InputError, "turn on activation checkpointing"),
         (lambda: optimal_search(trace, 1, unified_dtype="float16"), InputError, "unified_dtype asks for float16"),
         (lambda: simple_search(trace, 1, allocate_factor=0), InputError, "must be above 0 and at most 1"),
         (lambda: simple_search(trace, 1, allocate_factor=1.5), InputError, "must be above 0 and at most 1"),
