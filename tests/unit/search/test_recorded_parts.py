@@ -24,9 +24,11 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import MomentKind
+from elixir.plan.chunk_plan import Home
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.pass_trace import pass_trace
+from elixir.search.problem.placement import Placement, Spill
 from elixir.search.problem.swapped_trace import (
     FIRST_INPUT,
     WHOLE,
@@ -35,16 +37,24 @@ from elixir.search.problem.swapped_trace import (
     swapped_trace,
     with_inputs_on_host,
 )
+from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 from elixir.search.simulator.rates import Line, Rates
 from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
 from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers
 from tests.common.situations import made_up_machine
+from tests.common.small_searches import small_search
 from tests.unit.search.test_recorded_plans import rounded
 
 RECORDED = Path(__file__).with_suffix(".json")
-NAMES = (*(f"rates {seed}" for seed in range(24)), *(f"kept {seed}" for seed in range(12)), "collectives")
+NAMES = (
+    *(f"rates {seed}" for seed in range(24)),
+    *(f"kept {seed}" for seed in range(12)),
+    "collectives",
+    *(f"spilled {seed}" for seed in range(40)),
+)
 AMOUNTS = (0, 1, 10**6, 10**9)
 KEYS = (
     *(
@@ -222,13 +232,30 @@ def collectives() -> list[Any]:
     return found
 
 
+def spilled_of(draw: random.Random) -> list[Any]:
+    """The states that leave for the disk, with budgets that are met exactly, and with one byte less."""
+    search = small_search(draw.randrange(1000), most_chunks=16)
+    setting = replace(search.space.setting, spill=Spill(1, draw.choice((1 << 50, 1 << 50, 300 * MIB))))
+    space = SearchSpace(search.space.trace, search.space.hardware, setting)
+    model = space.model(min(search.sizes))
+    homes = (Home.HOST, Home.HOST, Home.HOST, Home.DEVICE)
+    placement = Placement(tuple(draw.choice(homes) for _ in model.work.chunks))
+    whole, lacking, found = sum(model.host_parts(placement).values()), 0, list[Any]()
+    for _ in range(8):
+        result = spilled(model, placement, host_bytes=whole - lacking)
+        saved = whole - sum(model.host_parts(result).values())
+        found.append([lacking, saved, sorted(result.state_on_disk)])
+        lacking = saved if saved > lacking else lacking + 1 + draw.choice((0, 0, MIB))
+    return found
+
+
 def outcome(name: str) -> str:
     """The digest of one family of results."""
     family = name.partition(" ")[0]
     draw = random.Random(name)
     if family == "collectives":
         return digest(rounded(collectives()))
-    return digest(rounded(rates_of(draw) if family == "rates" else kept_of(draw)))
+    return digest(rounded({"rates": rates_of, "kept": kept_of, "spilled": spilled_of}[family](draw)))
 
 
 @pytest.mark.parametrize("name", NAMES)
