@@ -28,10 +28,6 @@ ROOMS = {
     "search": ("unit/search", "unit/artifacts"), "plan": ("unit/artifacts", "unit/search"),
     "checkpoint": ("unit/checkpoint",), "checkpoint_format": ("unit/checkpoint",),
 }  # fmt: skip
-CHECKPOINTS = ("tests/distributed/test_ranks_checkpoints.py", "tests/distributed/test_ranks_replica_checkpoints.py")
-STEPS = ("tests/distributed/test_distributed_training.py", "tests/distributed/test_ranks_replicas.py")
-RANKS = {room: CHECKPOINTS if room.startswith("checkpoint") else (*STEPS, CHECKPOINTS[0]) for room in ROOMS}
-"""Tests that start ranks, in which no line is recorded."""
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
     (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
@@ -74,7 +70,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30, help="changes to try")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first changes")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
-    parser.add_argument("--ranks", action="store_true", help="run those that start ranks where no other test notices")
     parser.add_argument("--cuda", action="store_true", help="run lines that no test reaches on the emulated device")
     args = parser.parse_args()
     with repository_copy() as copy:
@@ -99,8 +94,6 @@ def main() -> None:
             for part, limit_s in ((rest[:FIRST_TESTS], LIMIT_S), (whole, 2 * LIMIT_S), (rest[FIRST_TESTS:], LIMIT_S)):
                 if part and found != "yes":
                     found, by = forked([*options, *part], None, copy, limit_s)
-            if args.ranks and found != "yes":
-                found, by = forked(list(RANKS[room]), None, copy, LIMIT_S)
             (copy / path).write_bytes(before)
             row = {"seed": args.seed, "room": room, "place": f"{path}:{line}", "change": change, "noticed": found}
             row |= {"by": by, "same": "", "cuda": bool(tests and options), "tests": len(tests)}
