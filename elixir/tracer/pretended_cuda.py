@@ -19,12 +19,8 @@ from torch._decomp import global_decomposition_table
 from torch._ops import OpOverload
 
 from elixir.torch_private import DispatchKey, tree_leaves, tree_map
+from elixir.tracer.device.cuda.reduction_buffers import PROCESSORS, THREADS
 
-_PROCESSORS = {7: 80, 8: 108, 9: 132, 10: 148, 12: 170}
-"""Major compute capability -> multiprocessors of V100, A100, H100, B200 and RTX 5090 (NVIDIA's datasheets). A sum over
-few rows is split among them, by way of a buffer with a few numbers for each."""
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Threads of a multiprocessor, where they are not 2048 (CUDA C++ Programming Guide, table of compute capabilities)."""
 RANDOM_STATE_BYTES = 16
 """Bytes of the state of a CUDA generator, which lie on the host (`CUDAGeneratorImpl::get_state`)."""
 _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
@@ -51,11 +47,11 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
     properties = DeviceProperties(
         type="cuda",
         index=0,
-        multi_processor_count=_PROCESSORS.get(major, _PROCESSORS[8]),
+        multi_processor_count=PROCESSORS.get(major, PROCESSORS[8]),
         cc=10 * major + minor,
         major=major,
         regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=_THREADS.get(capability, 2048),
+        max_threads_per_multi_processor=THREADS.get(capability, 2048),
         warp_size=32,
     )
     replaced: dict[Any, Mapping[str, Any]] = {

@@ -82,8 +82,8 @@ class Recorder(TorchDispatchMode):
         self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
-        self._workspaces = ledger.set_aside(2 if target.matmul_workspace_bytes() else 0, "workspace")
-        """The workspaces of forward and of backward that no product has called for yet."""
+        self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
+        """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
         self.caches = cache
         self.new_kind: Kind = "activations"
         """Kind of what operators allocate from now on."""
@@ -163,6 +163,8 @@ class Recorder(TorchDispatchMode):
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         func = op.func
+        if op.matrix_product and self._workspaces and arguments.all_meta:
+            self._hold_workspaces(func, args)
         remembered = None if self.copies else self._operators.recall(op, arguments)
         if remembered is not None:
             result, tensors, cost = self._repeat(op, remembered)
@@ -172,9 +174,7 @@ class Recorder(TorchDispatchMode):
             real = bool(tensors) and tensors[0].device.type != "meta"
             if real and not self._target.counts_host_tensors:
                 return result
-            phase, module, node = self._order.place()
-            if op.matrix_product and self._workspaces:
-                self._hold_workspace(phase != "forward", module, func)
+            _, module, node = self._order.place()
             for tensor in tensors:
                 copies = self.copies.get(tensor.shape, 1) if self.copies else 1
                 self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
@@ -216,9 +216,7 @@ class Recorder(TorchDispatchMode):
         something."""
         func, cost = op.func, remembered.cost
         follow, kind = self._ledger.follow, self.new_kind
-        phase, module, node = self._order.place()
-        if op.matrix_product and self._workspaces:
-            self._hold_workspace(phase != "forward", module, func)
+        _, module, node = self._order.place()
         spec = remembered.alone
         if spec is not None:
             result: Any = remade(spec)
@@ -366,12 +364,13 @@ class Recorder(TorchDispatchMode):
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
         return self._ledger.knows(storages)
 
-    def _hold_workspace(self, backward: bool, module: str, func: Any) -> None:
-        """Counts what the matrix library keeps for a thread: from its first product on, so a step begins with it."""
-        record = self._workspaces[backward]
-        if not record.nbytes:
-            record.nbytes = self._target.round_bytes(self._target.matmul_workspace_bytes())
-            record.module, record.operator = module, func
+    def _hold_workspaces(self, func: Any, args: Any) -> None:
+        """Counts what libraries keep for a thread: from its first product on, so that later steps begin with it."""
+        phase, module, _ = self._order.place()
+        for library, nbytes in enumerate(self._target.matmul_workspace_bytes(func, args)):
+            record = self._workspaces[2 * library + (phase != "forward")]
+            if not record.nbytes:
+                record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
 
 
 def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:

@@ -28,9 +28,9 @@ class Seen(CudaTarget):
         }
     )
 
-    def matmul_workspace_bytes(self) -> int:
+    def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
         """None."""
-        return 0
+        return ()
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Bytes of operators that are composed of others."""

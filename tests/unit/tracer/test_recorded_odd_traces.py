@@ -332,9 +332,8 @@ def transient(threads: int) -> dict[str, list[int]]:
         for name in ALL:
             target = target_for(preset(name))
             found[name] = [target.transient_bytes(func, args, {}, [output]) for func, args, output in calls]
-            found[name] += [target.round_bytes(nbytes) for nbytes in (0, 1, 512, 513)] + [
-                target.matmul_workspace_bytes()
-            ]
+            found[name] += [target.round_bytes(nbytes) for nbytes in (0, 1, 512, 513)]
+            found[name] += target.matmul_workspace_bytes(aten.mm.default, (one, one)) or (0,)
     torch.set_num_threads(before)
     return found
 

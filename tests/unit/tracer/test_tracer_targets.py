@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
@@ -207,9 +208,13 @@ def test_cuda_rounds_to_512_bytes_and_the_cpu_does_not() -> None:
     assert trace_step(model, inp, sum_step, hardware=H200).param_bytes == 80  # exact bytes, not rounded ones
 
 
+def recomputed_step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+    checkpoint(model, inp["x"], use_reentrant=False).sum().backward()
+
+
 @pytest.mark.parametrize(("machine", "nbytes"), [("h200", 32 * MIB), ("a100", 8320 * KIB), ("cpu", 0)])
 def test_matrix_libraries_keep_one_workspace_per_direction(machine: str, nbytes: int) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     trace = trace_step(model, {"x": torch.ones(2, 8)}, sum_step, hardware=preset(machine))
     assert trace.workspace_bytes == 2 * nbytes
     forward = {sample.workspace for sample in trace.curve if sample.phase == "forward" and sample.operator}
@@ -218,6 +223,13 @@ def test_matrix_libraries_keep_one_workspace_per_direction(machine: str, nbytes:
     options = {"hardware": preset(machine), "forward": True}
     alone = trace_step(model, {"x": torch.ones(2, 8)}, lambda model, inp: model(inp["x"]), **options)
     assert alone.workspace_bytes == nbytes
+    # cuBLASLt, which adds a bias, keeps another: in backward only where forward runs again.
+    biased = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    bias_bytes = MIB if nbytes else 0
+    inp = {"x": torch.ones(2, 8)}
+    assert trace_step(biased, inp, sum_step, hardware=preset(machine)).workspace_bytes == 2 * nbytes + bias_bytes
+    again = trace_step(biased, inp, recomputed_step, hardware=preset(machine))
+    assert again.workspace_bytes == 2 * nbytes + 2 * bias_bytes
 
     class Scales(nn.Module):
         def __init__(self) -> None:

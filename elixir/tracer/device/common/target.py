@@ -52,6 +52,8 @@ class Target(ABC):
     """Whether `rms_norm` is one kernel (True) or composed of others."""
     softmax_reads_half = False
     """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
+    matrix_libraries = 0
+    """How many libraries keep a workspace for matrix products."""
     counts_host_tensors = False
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
@@ -77,9 +79,12 @@ class Target(ABC):
     def optimizer_kernel(self) -> OptimizerKernel:
         """How `torch.optim` runs by default."""
 
-    def matmul_workspace_bytes(self) -> int:
-        """Bytes that the matrix library allocates, through PyTorch's allocator, at the first product on a thread."""
-        return 0
+    def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
+        """Bytes that matrix libraries take from PyTorch's allocator at a product, if it is the first on a thread.
+
+        One number for each library that the product asks, of the `matrix_libraries` that there are.
+        """
+        return ()
 
     @property
     def product_row_bytes(self) -> int:

@@ -11,6 +11,7 @@ from elixir.tracer.device.common.attention import Attention, AttentionKernel
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.cuda.attention_buffers import held_in_backward
 from elixir.tracer.device.cuda.attention_choice import chosen_on_cuda
+from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
 from elixir.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -22,6 +23,8 @@ CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
 """PyTorch's default cuBLAS workspace before Hopper, ``:4096:2:16:8`` (CUDABlas / CublasHandlePool)."""
 CUBLAS_HOPPER_WORKSPACE_BYTES = 32 * MIB
 """The same from compute capability 9.0 on, ``:4096:8``."""
+CUBLASLT_WORKSPACE_BYTES = MIB
+"""PyTorch's default for cuBLASLt, which multiplies where a bias is added; seen on an H200 with torch 2.11."""
 
 
 class CudaTarget(Target):
@@ -31,6 +34,7 @@ class CudaTarget(Target):
     native_dropout = True
     fused_rms_norm = True
     softmax_reads_half = True
+    matrix_libraries = 2
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)
@@ -53,9 +57,11 @@ class CudaTarget(Target):
         """`torch.optim` takes foreach for CUDA parameters by default."""
         return "foreach"
 
-    def matmul_workspace_bytes(self) -> int:
-        """The cuBLAS workspace of one handle; the thread of the backward pass has a separate handle."""
-        return CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
+    def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
+        """The workspace of cuBLAS, and that of cuBLASLt, which adds a bias in the same kernel."""
+        cublas = CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
+        biased = func is aten.addmm.default and args[0].dim() == 1
+        return (cublas, CUBLASLT_WORKSPACE_BYTES) if biased else (cublas,)
 
     @property
     def product_row_bytes(self) -> int:
@@ -64,7 +70,8 @@ class CudaTarget(Target):
         return 16
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
-        """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), accumulators of attention."""
+        """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), parts of sums, accumulators of
+        attention."""
         held = held_in_backward(func, args, self.round_bytes)
         if held:
             return held
@@ -72,6 +79,8 @@ class CudaTarget(Target):
             indices = int(args[1].numel())
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
+        if func in (aten.sum.dim_IntList, aten.mean.dim):
+            return held_by_sum(args[0], (args[1] if len(args) > 1 else kwargs.get("dim")) or (), self.capability)
         return super().transient_bytes(func, args, kwargs, outputs)
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
