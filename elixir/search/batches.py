@@ -15,8 +15,9 @@ from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage
 from elixir.search.propose.climb import DECIMALS
-from elixir.search.question import Question
+from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
+from elixir.search.searches import with_exact_moves
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
@@ -181,7 +182,10 @@ class _Trials:
         """The fastest."""
         if self._best is None:
             raise with_levers(*min(self._missed, key=lambda missed: _lacking(missed[0])))
-        return BatchChoice(self._best[1], self._best[2], tuple(self._tried.values()))
+        _, answer, option = self._best
+        answer = with_exact_moves(answer, StepQuestion(model=answer.question.trace))
+        option = self._tried[option.batch, option.checkpoint] = _measured(option, answer.plan)
+        return BatchChoice(answer, option, tuple(self._tried.values()))
 
     def _try(self, option: BatchOption) -> BatchOption:
         trace = self._trace_of(option.batch, option.checkpoint)
@@ -194,17 +198,21 @@ class _Trials:
         except PlanError as error:
             self._missed.append((error, question))
             return replace(option, reason=str(error).splitlines()[0])
-        step_s, predicted = plan.predicted.seconds["total"], plan.predicted
-        option = replace(
-            option,
-            step_s=step_s,
-            device_peak_bytes=predicted.device_peak_bytes,
-            host_peak_bytes=predicted.host_peak_bytes,
-        )
+        step_s, option = plan.predicted.seconds["total"], _measured(option, plan)
         logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
         if self._best is None or round(step_s, DECIMALS) < round(self._best[0], DECIMALS):
             self._best = (step_s, Answer(plan, question), option)
         return option
+
+
+def _measured(option: BatchOption, plan: Plan) -> BatchOption:
+    predicted = plan.predicted
+    return replace(
+        option,
+        step_s=predicted.seconds["total"],
+        device_peak_bytes=predicted.device_peak_bytes,
+        host_peak_bytes=predicted.host_peak_bytes,
+    )
 
 
 def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:

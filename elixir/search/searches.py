@@ -64,7 +64,7 @@ def _answer(step: StepQuestion, hardware: HardwareProfile, request: SearchReques
         request = dataclasses.replace(request, activations=None)
     else:
         trace = step.trace(hardware)
-    return _with_exact_moves(_answered(trace, hardware, request), step)
+    return with_exact_moves(_answered(trace, hardware, request), step)
 
 
 def _answered(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True) -> Answer:
@@ -110,9 +110,15 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
     return _checked(_answer(step, profile, request), step)
 
 
-def _with_exact_moves(answer: Answer, step: StepQuestion) -> Answer:
+def with_exact_moves(answer: Answer, step: StepQuestion, built: nn.Module | None = None) -> Answer:
     """The answer with the bytes of a trace in which layers move their inputs, if the search has chosen that; without
-    moves, if they do not: a layer may be called with keywords alone. A trace that cannot be made again is believed."""
+    moves, if they do not: a layer may be called with keywords alone. A trace that cannot be made again is believed.
+
+    Args:
+        answer: of a search.
+        step: of a model, or a trace of one.
+        built: the model, where it was built before.
+    """
     plan, (trace, hardware, request) = answer.plan, answer.question
     if not plan.step.swap_bytes or trace.step.swap_bytes:
         return answer
@@ -122,7 +128,7 @@ def _with_exact_moves(answer: Answer, step: StepQuestion) -> Answer:
         step = StepQuestion.again(trace)
     chosen = tuple(dataclasses.replace(each, swap_bytes=0) for each in plan.step.activations)
     try:
-        moving = dataclasses.replace(step, activations=chosen).trace(hardware)
+        moving = dataclasses.replace(step, activations=chosen).trace(hardware, built)
         if 2 * moving.step.swap_bytes * plan.pass_size > plan.step.swap_bytes:
             return _answered(moving, hardware, dataclasses.replace(request, pass_size=plan.pass_size))
         logger.info("inputs of layers stay on the device: they are called in a way in which none would move")

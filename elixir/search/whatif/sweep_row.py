@@ -12,12 +12,14 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.activations import activations_text
 from elixir.plan.plan import Plan
 from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
+from elixir.search.advise.answer import Answer
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_or_shortage, setting_for
 from elixir.search.propose.shortage import lacks_device, live_bytes, room
 from elixir.search.propose.sizes import Budgets
-from elixir.search.question import StepQuestion
+from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
+from elixir.search.searches import with_exact_moves
 from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_bytes
@@ -116,6 +118,11 @@ class Traces:
             else trace_that_keeps(step, hardware, request, self._built(step), found, self._kinds[key])
         )
 
+    def exact(self, answer: Answer, model: str, batch: int) -> Answer:
+        """The answer with the bytes of what it moves."""
+        step = replace(self.step, model=model, batch=batch)
+        return with_exact_moves(answer, step, self._models.get(model))
+
     def _built(self, step: StepQuestion) -> nn.Module:
         model = str(step.model)
         if model not in self._models:
@@ -164,8 +171,9 @@ def try_out(
         known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
         known["seq"] = trace.step.seq
         _check_room(trace, hardware, request, budgets)
-        plan = plan_or_shortage(trace, hardware, replace(found, activations=None))
-        step = simulate_step(plan, trace, hardware)
+        question = Question(trace, hardware, replace(found, activations=None))
+        answer = traces.exact(Answer(plan_or_shortage(*question), question), model, batch)
+        plan, step = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
     except ElixirError as error:
         if isinstance(error, PlanError) and budgets.device_slack_bytes:
             full = replace(request, device_memory=budgets.with_slack().device_bytes, device_reserve=None)

@@ -15,6 +15,7 @@ from elixir.errors import InputError, TraceError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
+from elixir.search.batches import search_batches
 from elixir.search.planner import plan_or_shortage, simple_plan
 from elixir.search.problem import swapped_trace
 from elixir.search.problem.pass_trace import pass_trace
@@ -23,6 +24,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import answer_to, profile_for
 from elixir.search.simulator.simulation import simulate_step
+from elixir.search.whatif.sweep_row import Traces, try_out
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from tests.common.one_pass import batches, family, hf_loss
@@ -184,6 +186,17 @@ def test_a_stored_trace_moves_what_its_model_does(tmp_path: Path, monkeypatch: p
     assert 0 < exact.step.swap_bytes < predicted.step.swap_bytes  # states of generators stay
     assert exact.pass_size > 1
     assert exact.predicted.device_parts["activations"] > predicted.predicted.device_parts["activations"]
+    row, _ = try_out(Traces(step), request, str(step.model), 2, machine)
+    assert (row.step_s, row.device_peak_bytes) == (exact.predicted.step_s, exact.predicted.device_peak_bytes)
+    choice = search_batches(
+        lambda batch, form: replace(step, batch=batch, checkpoint=form).trace(machine),
+        machine,
+        replace(request, accumulation=1),
+        samples=16,
+        checkpoints=["non-reentrant"],
+    )
+    assert choice.option.device_peak_bytes == choice.plan.predicted.device_peak_bytes
+    assert choice.plan == exact  # of eight batches
     unnamed = replace(stored, step=replace(stored.step, checkpoint=None))
     assert plan_from_trace(unnamed, machine, request).plan.step.swap_bytes == predicted.step.swap_bytes
 
