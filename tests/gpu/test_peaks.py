@@ -1,7 +1,6 @@
 """A step on a CUDA device takes what its trace says, by `torch.cuda.max_memory_allocated`.
 
-None of the CUDA rules has been compared with a GPU yet: see `docs/appendix/gpu_proof_rules.md` on what a failure here points
-to.
+`docs/appendix/gpu_proof_rules.md` says which rules a GPU has confirmed, and at what a failure here points.
 """
 
 from __future__ import annotations

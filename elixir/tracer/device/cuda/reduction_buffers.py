@@ -1,4 +1,4 @@
-"""What sums of PyTorch's CUDA build hold in device memory while they run (`setReduceConfig` of `cuda/Reduce.cuh`).
+"""Device memory that sums of PyTorch's CUDA build hold while they run (`setReduceConfig` of `cuda/Reduce.cuh`).
 
 A sum over rows, such as the gradient of a bias, is split among blocks of threads where one block would have many rows
 to add. Each block leaves its sums in a buffer in device memory: up to 135 MiB on a card of 132 multiprocessors.
@@ -63,7 +63,7 @@ def _merged(tensor: torch.Tensor, dims: set[int]) -> list[tuple[int, int]]:
 
 
 def _block(columns: int, rows: int, threads: int) -> tuple[int, int]:
-    """Width and height of a block: powers of two, as wide as a warp, or wider where there are few rows."""
+    """Width and height of a block: powers of two, as wide as a warp, or wider for few rows."""
     most = (min(1 << max(count, 1).bit_length() - 1, threads) for count in (columns, rows))
     wide, high = most
     height = min(high, threads // min(wide, _WARP))
