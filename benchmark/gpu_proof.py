@@ -152,10 +152,10 @@ def _probed(args: argparse.Namespace) -> int:
 
 
 def compare(folder: Path) -> int:
-    """Compares simulated with measured steps of what a folder has, as every run does at its end, and writes its report:
-    for results of a run that was killed."""
+    """Compares what a folder has measured with what is predicted and simulated today, and writes its report: for results
+    of a run that was killed, or after a change of a prediction."""
     from benchmark.common import conditions
-    from benchmark.proof import links, report
+    from benchmark.proof import links, memory, report
     from benchmark.proof.cases import closing_jobs, jobs_of
     from benchmark.proof.jobs import NotRun
     from benchmark.proof.place import Place
@@ -165,11 +165,15 @@ def compare(folder: Path) -> int:
     row = {"part": job.part, "case": job.case, "contender": job.contender, **conditions()}
     row["rehearsal"] = any(row.get("rehearsal") for row in links.read_rows(place))
     try:
-        row |= {"status": "ok", **links.compare({}, place)}
+        row |= {"status": "ok", **links.compare({"again": True}, place)}
     except NotRun as reason:
         print(f"nothing to compare in {folder}: {reason}", file=sys.stderr)
         return 2
     append_row(folder / links.ROWS_FILE, row)
+    if not row["rehearsal"]:
+        for measured in links.read_rows(place):
+            if measured["part"] == "memory" and measured["status"] == "ok":
+                append_row(folder / links.ROWS_FILE, memory.predicted_again(measured, place))
     every = {part: jobs_of(part, rehearse=row["rehearsal"]) for part in PARTS}
     (folder / "results.md").write_text(report.markdown(links.read_rows(place), (), every), encoding="utf-8")
     print(f"mean error {row['mean_percent']:.1f} % of {len(row['cases'])} cases; see {folder / 'results.md'}")

@@ -41,6 +41,10 @@ def measure(options: dict[str, Any], place: Place) -> Row:
 def compare(options: dict[str, Any], place: Place) -> Row:
     """Simulates every case that Elixir ran, on the machine as it was measured.
 
+    Args:
+        options: with ``again``, steps are traced again, as today's tracer sees them.
+        place: its folder has the rows, the plans and the machine.
+
     Raises:
         NotRun: there is nothing to compare, or the machine has not been measured.
     """
@@ -54,7 +58,10 @@ def compare(options: dict[str, Any], place: Place) -> Row:
         saved = saved_at(place, row["part"], row["case"], row["contender"])
         try:
             plan = Plan.load(saved.with_name(f"{saved.name}.plan.json"))
-            trace = StepTrace.load(saved.with_name(f"{saved.name}.trace.json"))
+            if options.get("again"):
+                trace = _traced_again(row, hardware)
+            else:
+                trace = StepTrace.load(saved.with_name(f"{saved.name}.trace.json"))
         except ValueError as error:  # an ArtifactError: the folder has rows of another version
             skipped.append(f"{row['part']}/{row['case']}/{row['contender']}: {error}")
             continue
@@ -86,6 +93,16 @@ def compare(options: dict[str, Any], place: Place) -> Row:
         "worst_percent": max(errors),
         "unreadable": skipped,
     }
+
+
+def _traced_again(row: Row, hardware: HardwareProfile) -> StepTrace:
+    """The step of a row."""
+    from benchmark.proof.cases import jobs_of
+    from benchmark.proof.ours import trace_of
+
+    name = f"{row['part']}/{row['case']}/{row['contender']}"
+    job = next(job for job in jobs_of(row["part"], rehearse=bool(row.get("rehearsal"))) if job.id == name)
+    return trace_of(job.options, row["micro"], hardware, row["fused_kernels"])
 
 
 def read_rows(place: Place) -> list[Row]:
