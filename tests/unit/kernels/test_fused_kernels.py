@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 import elixir.kernels.model.linear_cross_entropy as cross_entropy
 from benchmark.observe import observe_step
 from elixir.errors import ElixirError, InputError
-from elixir.kernels.model import registry
+from elixir.kernels.model import fused_ops, registry
 from elixir.kernels.model.deferred_logits import DeferredLogits
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.step import default_input, default_step
@@ -41,6 +42,24 @@ EXPECTED = {
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shapes"),
+    [(fused_ops.silu_mul, [(4, 8), (4, 8)]), (partial(fused_ops.rms_norm, eps=1e-5), [(4, 8), (8,)])],
+)
+def test_compiled_kernels_have_the_bits_and_gradients_of_others(kernel: Any, shapes: list[tuple[int, ...]]) -> None:
+    torch._dynamo.reset()
+    inputs = [torch.randn(shape) for shape in shapes]
+    found = []
+    for function in (kernel, torch.compile(lambda *tensors: kernel(*tensors), backend="eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        output = function(*(leaf * 1 for leaf in leaves))
+        output.square().sum().backward()
+        found.append([output, *(leaf.grad for leaf in leaves)])
+    for plain, compiled in zip(*found, strict=True):
+        assert plain.any()
+        assert torch.equal(plain, compiled)
 
 
 @pytest.mark.sampled(every=2)
