@@ -51,17 +51,17 @@ def life(case: Case, folder: Path) -> Row:
     trace.target_for = Seen  # type: ignore[attr-defined]
     found: dict[str, Any] = {"predicted_bytes": 0, "with_less": ""}
 
-    def refuse_exceeded(promise: Any, plan: Any) -> None:
+    def refuse_exceeded(promise: Any, plan: Any, *coming: Any) -> None:
         found["predicted_bytes"] = max(found["predicted_bytes"], plan.predicted.device_peak_bytes)
         if not found["with_less"]:
             device.set_capacity(int((1 - BELOW) * found["predicted_bytes"]))
             try:
-                original(promise, plan)
+                original(promise, plan, *coming)
                 found["with_less"] = "accepted"
             except InputError:
                 found["with_less"] = "refused"
         device.set_capacity(int((1 + ABOVE) * found["predicted_bytes"]))
-        original(promise, plan)
+        original(promise, plan, *coming)
 
     PlanPromise.refuse_exceeded = refuse_exceeded  # type: ignore[method-assign]
     torch.manual_seed(0)

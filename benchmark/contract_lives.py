@@ -115,7 +115,7 @@ class Checks:
 
         original = PlanPromise.refuse_exceeded
 
-        def refuse_exceeded(promise: Any, plan: Any) -> None:
+        def refuse_exceeded(promise: Any, plan: Any, *coming: Any) -> None:
             need = promise.need_of(plan)
             expected_bytes = max(need.peak_bytes, promise.held.peak_bytes)
             if expected_bytes > self.expected_bytes:
@@ -125,7 +125,7 @@ class Checks:
             else:
                 if self._group is not None:
                     self._widen(self._group, need.own_bytes - self._own_bytes)
-                original(promise, plan)
+                original(promise, plan, *coming)
             self._own_bytes = max(self._own_bytes, need.own_bytes)
             self.modules = self.modules or list(sys.modules)
 

@@ -316,8 +316,9 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         engine.settle()
         engine.take_back()
+        coming = engine.group.exchange("memory that the plan takes", self._promise.coming_bytes(agreed))
         with engine.group.together("have the memory that the plan takes"):
-            self._promise.refuse_exceeded(agreed)
+            self._promise.refuse_exceeded(agreed, coming)
         if engine.state_reader is not None:
             engine.state_reader.let_go()  # a checkpoint may still be written from memory that is freed next
         before = self.plan

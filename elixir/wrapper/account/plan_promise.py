@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -111,8 +112,18 @@ class PlanPromise:
         elif not others.plans:
             HEAP.forget()
 
-    def refuse_exceeded(self, plan: Plan) -> None:
+    def coming_bytes(self, plan: Plan) -> int:
+        """Bytes of the host that this process still takes under a plan; 0 where the operating system does not tell."""
+        now, need = resident(), self.need_of(plan)
+        return 0 if now is None else need.own_bytes - need.parts.get(GIVEN_PART, 0) - now.own_bytes
+
+    def refuse_exceeded(self, plan: Plan, coming: Sequence[int] = ()) -> None:
         """Refuses a plan for which this machine has too little memory left, the limits of control groups included.
+
+        Args:
+            plan: comes to work.
+            coming: `coming_bytes` of all ranks, for ranks that share a machine hold different amounts once they have
+                run; without them, all of a machine's ranks take as much as this one.
 
         Raises:
             InputError: says what is needed, what is left, and what to do.
@@ -128,7 +139,8 @@ class PlanPromise:
         on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
         need = self.need_of(plan)
         mine = need.parts.get(GIVEN_PART, 0)  # full state dicts, which one rank holds
-        later = (need.own_bytes - mine - now.own_bytes) * self.ranks + mine
+        alike = (need.own_bytes - mine - now.own_bytes) * self.ranks
+        later = (sum(coming) if len(coming) == self.ranks else alike) + mine
         running = engine.arena.live_bytes("device") if engine.has_plan else self._replaced[engine.device.type]
         promises.refuse_exceeded(
             Memory(plan.predicted.device_peak_bytes - running, later),

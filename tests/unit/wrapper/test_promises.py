@@ -150,6 +150,21 @@ def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: 
     predicted()
 
 
+def test_ranks_of_a_machine_that_hold_different_amounts_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = wrapped(reserve="1GiB")
+    promise, plan = model._promise, model.plan
+    promise.ranks, mine = 2, promise.coming_bytes(model.plan)
+    assert mine > GIB / 2
+    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: mine + 64 * MIB)
+    with pytest.raises(InputError, match="more suffice"):
+        promise.refuse_exceeded(plan)  # as if the other rank took as much
+    promise.refuse_exceeded(plan, [mine, 0])
+    with pytest.raises(InputError, match="more suffice"):
+        promise.refuse_exceeded(plan, [mine, 128 * MIB])
+    promise.ranks = 1
+    model.close()
+
+
 def test_full_state_dicts_count_as_far_as_they_exceed_what_a_step_has() -> None:
     it = case("gpt2")
     expected = state_dict_bytes(it.model, [torch.optim.AdamW(it.model.parameters())])
