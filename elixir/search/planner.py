@@ -184,12 +184,13 @@ def glance_s(question: Question) -> float:
     return glance(question).step_s
 
 
-def everything_on_host(question: Question) -> MemoryNeed:
-    """The need with everything on the host, chunks as small as is sensible and as few blocks as can be."""
+def least_need(question: Question) -> MemoryNeed:
+    """The need with everything on the host, chunks as small as is sensible and as few blocks as can be; with everything
+    on the device where the request says so."""
     setting = setting_for(*question)
     space = SearchSpace(question.trace, question.hardware, setting)
     model = space.model(space.sizes(outsized=False)[0])
-    placement = _everything(model, "cpu").placement()
+    placement = _everything(model, "cuda" if question.request.placement == "cuda" else "cpu").placement()
     blocks = model.work.schedule(placement.residents, PREFETCH_DEPTH if setting.overlap else 0).min_blocks
     return model.need(placement, blocks)
 

@@ -19,7 +19,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.chunk_plan import Home
 from elixir.plan.prediction import NOTICEABLE_SHARE
-from elixir.search.planner import budgets_of, everything_on_host, glance, planned
+from elixir.search.planner import budgets_of, glance, least_need, planned
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
@@ -335,9 +335,9 @@ class _Trials:
 
     @cached_property
     def _room(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Budgets of device and host, and the need of both if nothing is kept and everything is on the host."""
+        """Budgets of device and host, and the least need of both if nothing is kept."""
         budgets = budgets_of(self.hardware, self.request)
-        need = everything_on_host(Question(self._nothing, self.hardware, self.request))
+        need = least_need(Question(self._nothing, self.hardware, self.request))
         return (budgets.device_bytes, budgets.host_bytes), (need.device_bytes, need.host_bytes)
 
     @cached_property

@@ -18,6 +18,7 @@ from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
+from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.problem.budgeted_trace import BudgetedTraces
@@ -102,6 +103,22 @@ def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: st
     assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
     assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
     model.close()
+
+
+def test_a_little_room_next_to_resident_weights_is_used() -> None:
+    """All weights are on the device, so what is left there is far less than it were next to weights on the host."""
+
+    def planned(checkpoint: str, **more: Any) -> Prediction:
+        it = wide(checkpoint, layers=8)
+        options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "assume": "nominal"}
+        options |= {"host_memory": "1GiB", "optimizer_type": "AdamW", "placement": "cuda"}
+        return optimal_search(it.model, 1, **options, **more).plan.predicted
+
+    again, whole = (planned(checkpoint, device_memory="1GiB") for checkpoint in ("non-reentrant", "none"))
+    room = again.device_peak_bytes + (whole.device_peak_bytes - again.device_peak_bytes) // 30
+    chosen = planned("none", device_memory=room, activations="auto")
+    assert again.device_peak_bytes < chosen.device_peak_bytes <= room
+    assert chosen.step_s < again.step_s
 
 
 def test_the_peak_of_the_chosen_step_is_that_of_a_real_one() -> None:
