@@ -217,7 +217,7 @@ def test_accumulation_is_a_whole_number() -> None:
 @pytest.mark.slow
 def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     call = ["plan", "opt-125m", "--hardware", "h200", "--host-memory", "64GiB", "--batch", "2", "--seq", "64"]
-    assert main([*call, "--search-batch", "--brief", "--device-memory", str(2 * GIB)]) == 0
+    assert main([*call, "--search-batch", "--device-memory", str(2 * GIB)]) == 0
     shown = capsys.readouterr().out
     assert "non-reentrant" in shown
     assert shown.index("*") < shown.index("plan ")
