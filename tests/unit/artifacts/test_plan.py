@@ -10,8 +10,8 @@ import pytest
 
 from elixir.errors import ArtifactError
 from elixir.hardware.scenario import Scenario
-from elixir.optimizer_states import moments_size
-from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
+from elixir.optimizer_states import BLOCK_NUMEL, moments_size
+from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, alignment_bytes
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
 from elixir.plan.weight_file import WeightFile
@@ -285,6 +285,12 @@ def test_plans_pack_alike_by_ranks_replicas_and_chunks_alone() -> None:
     assert not same_packing(plan, dataclasses.replace(plan, replicas=2))
     assert not same_packing(plan, with_chunk(plan, 3, parameters=slots(("w", 0, 256))))
     assert not same_packing(plan, with_chunk(plan, 3, trainable=False, state_home="host"))
+
+
+def test_parameters_begin_with_whole_blocks_of_the_widest_dtype() -> None:
+    assert alignment_bytes("float32", ["float64"]) == PARAM_ALIGNMENT_BYTES
+    assert alignment_bytes("8bit", ["bfloat16", "float32"]) == 4 * BLOCK_NUMEL > PARAM_ALIGNMENT_BYTES
+    assert alignment_bytes("8bit", []) == max(BLOCK_NUMEL, PARAM_ALIGNMENT_BYTES)
 
 
 def test_gradient_blocks_have_a_size() -> None:
