@@ -222,6 +222,10 @@ def _compiled(
         joint.recorded_once(),
     ):
         graph, inputs = joint.as_dynamo_gives_it()
+        if joint.draws and under.get("activation_memory_budget", 1.0) < 1:
+            raise NotImplementedError(
+                "it draws random numbers (dropout), and under a memory budget the compiler draws others in backward"
+            )
         if capability is None:
             return cast(Callable[..., Any], compile_fx(graph, inputs))
         with pretended_cuda(capability):

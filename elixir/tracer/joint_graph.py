@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from elixir.torch_private import tree_flatten, tree_leaves
+from elixir.torch_private import TorchDispatchMode, tree_flatten, tree_leaves
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
@@ -42,6 +42,8 @@ class JointGraph:
     """How the tensors are arranged that `call` returns."""
     order: list[int] = field(default_factory=list)
     """The places of the tensors that the compiled function takes, in the order in which the layer first uses them."""
+    draws: bool = False
+    """Whether forward draws random numbers, once `as_dynamo_gives_it` has been called."""
     _fakes: list[torch.Tensor] = field(default_factory=list)
     _results: int = 0
     _recorded: tuple[torch.fx.GraphModule, list[Any]] | None = None
@@ -61,8 +63,9 @@ class JointGraph:
             ]
         for tensor, (_, _, _, trained) in zip(self._fakes, self.layouts, strict=True):
             tensor.requires_grad_(trained)
-        with mode, _FirstUses(self._fakes[: self.weights]) as uses:
+        with mode, _FirstUses(self._fakes[: self.weights]) as uses, _Draws() as draws:
             self._results = len(self._flat(*self._fakes))
+        self.draws = draws.found
         places = range(len(self._fakes))
         self.order = sorted(places, key=lambda place: uses.first.get(id(self._fakes[place]), _NEVER))
 
@@ -118,6 +121,21 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
     copied.meta.update(module.meta)
     return copied
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers; attention without dropout draws none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            without = any(each.name == "dropout_p" for each in func._schema.arguments) and not given.get("dropout_p")
+            self.found = self.found or not without
+        return func(*args, **(kwargs or {}))
 
 
 class _FirstUses(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch import nn
 from benchmark.observe import observe_step
 from elixir.access.recomputation import Recomputation, recomputing
 from elixir.errors import InputError, PlanError, TraceError
-from elixir.hardware.profile import preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace
 from elixir.search.advise.activations import _by_budget, _Trials, that_keeps_everything, trace_that_keeps
@@ -31,7 +31,7 @@ from elixir.step_trace import StepTrace, UnitActivations, UnitForward
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Case
-from tests.common.tracing import CPU, cpu_trace
+from tests.common.tracing import CPU, H200, cpu_trace
 from tests.unit.search.test_activations import by_name, step_of, wide
 from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
@@ -65,6 +65,34 @@ def under(budget: float) -> Callable[..., Any]:
             return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     return backend
+
+
+class Drawing(nn.Module):
+    """A layer with attention, and dropout after it or in it."""
+
+    def __init__(self, after: float, inside: float) -> None:
+        super().__init__()
+        self.product, self.after, self.inside = nn.Linear(16, 16), after, inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.product(x).view(2, 4, 4, 4)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.inside)
+        return x + nn.functional.dropout(seen.reshape(x.shape), self.after, self.training)
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200])
+@pytest.mark.parametrize(("after", "inside"), [(0.5, 0.0), (0.0, 0.5)])
+def test_layers_that_draw_have_no_budget(after: float, inside: float, hardware: HardwareProfile) -> None:
+    """PyTorch draws other numbers in backward then: its gradients would be wrong."""
+    model = nn.Sequential(Drawing(after, inside), Drawing(after, inside))
+    own = tuple(UnitActivations(name, None, budget=0.5) for name in ("0", "1"))
+
+    def step(model: nn.Module, batch: dict[str, Any]) -> None:
+        model(batch["x"]).sum().backward()
+
+    batch = {"x": torch.randn(2, 4, 16)}
+    with pytest.raises(TraceError, match="draws random numbers"):
+        trace_step(model, batch, step, hardware=hardware, optimizer=None, compile=True, activations=own)
 
 
 @pytest.mark.sampled
