@@ -295,7 +295,7 @@ def test_groups_hold_every_chunk_once_and_the_greatest_effect_first(found: Expla
     for groups in (kinds(found), runs(found)):
         numbers = [n for group in groups for first, last in group.runs for n in range(first, last + 1)]
         assert sorted(numbers) == [chunk.chunk for chunk in found.chunks]
-        effects = [group.effect_s for group in groups]
+        effects = [round(group.effect_s, 9) for group in groups]
         assert effects == sorted(effects, reverse=True)
     assert len({group.spot for group in kinds(found)}) == len(kinds(found))
     assert all(len(group.runs) == 1 for group in runs(found))
