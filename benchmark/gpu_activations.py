@@ -5,11 +5,10 @@
 
 ``DIR`` is the folder of `benchmark/gpu_proof.py`, whose ``hardware.json`` plans are made for. The cases trace and plan
 side by side, each in its own process, and then have the device one after the other. All are of one model on one long
-sequence, in two budgets: states on the device, where moving pays little, and on the host. Of the same budget, cases
-that are not compiled train the same weights alike, so their first losses are equal to the bit: two steps run with
-PyTorch's deterministic kernels before any are timed. Case `t5` compares compiled with other layers: loss, gradients,
-and peaks with those predicted. Appends a row for each case to ``DIR/activations.jsonl``, a failed one with the reason;
-fails if one failed or losses differ.
+sequence, in two budgets: states on the device, where moving pays little, and on the host. Those of one budget train the
+same weights on the same tokens: see `unequal`. Case `t5` compares compiled with other layers: loss, gradients, and peaks
+with those predicted. Appends a row for each case to ``DIR/activations.jsonl``, a failed one with the reason; fails if one
+failed or losses differ.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,8 +51,9 @@ from elixir.tracer.trace import trace_step
 from elixir.units import GIB
 
 ROWS_FILE = "activations.jsonl"
-DETERMINISTIC_STEPS = 2
-"""The loss after them tells whether their updates were alike, too."""
+ALIKE_STEPS, ALIKE = 4, 0.01
+"""The number of losses of the cases of a budget that are near each other, and how near. Attention's backward on a GPU adds in any
+order, so that only the first are equal to the bit; without some gradients they soon differ by a tenth."""
 _TOY = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 224, "vocabulary": 512}
 _GROUPS = {"states on the device": {"placement": "cuda"}, "states on the host": {"placement": "cpu"}}
 _BUDGETS = {True: (38 * 10**9, 15 * 10**9), False: (5_600_000, 1_600_000)}
@@ -139,38 +138,18 @@ def timed(options: dict[str, Any], place: Place, ready: Callable[[], None]) -> R
     running = ours.run(options, place, place.folder / "plans" / options["name"], choice)
     row["building_s"] = round(time.perf_counter() - started, 2)
     started = time.perf_counter()
-    losses = []
-    if not row["compiled"]:  # whose kernels would be compiled again for the steps that are timed
-        with deterministic():
-            losses = [float(running.step()) for _ in range(DETERMINISTIC_STEPS)]
-    else:
-        losses = [float(running.step())]
+    first = float(running.step())
     row["first_steps_s"] = round(time.perf_counter() - started, 2)
-    if place.cuda:
-        torch.cuda.empty_cache()  # deterministic kernels take more
     place.limit_reserved(options["budget_bytes"])
     found = speed.timed(running, place, warm_up=speed.WARM_UP_STEPS, measure_s=options["measure_s"])
     running.keep()
-    found["losses"] = [*losses, *found["losses"]]
+    found["losses"] = [first, *found["losses"]]
     mean_s, measured = found["mean_s"], found.get("max_allocated_bytes")
     row |= {"budget_bytes": options["budget_bytes"], "seq": options["seq"], "tokens_per_s": options["seq"] / mean_s}
     row |= {**found, **running.facts, "simulated_percent": 100 * (simulated_s / mean_s - 1)}
     if measured:
         row["device_percent"] = 100 * (plan.predicted.device_peak_bytes / measured - 1)
     return row
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Has PyTorch take kernels that add in the same order each time, where it has any."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def compared(options: dict[str, Any], place: Place, ready: Callable[[], None]) -> Row:
@@ -204,7 +183,7 @@ def compared(options: dict[str, Any], place: Place, ready: Callable[[], None]) -
     gradients: dict[bool, dict[str, torch.Tensor]] = {}
     for compile in (False, True):
         started = time.perf_counter()
-        with layers_compiled(model, compile, keep=True), deterministic():
+        with layers_compiled(model, compile, keep=True):
             for _ in range(2):
                 model.zero_grad(set_to_none=True)
                 step()
@@ -305,16 +284,15 @@ def all_rows(names: list[str], place: Place, extra: list[str], until_s: float) -
 
 
 def unequal(rows: list[Row]) -> list[str]:
-    """The cases of one budget whose first losses differ, by group; those with compiled layers are left out."""
+    """The cases of one budget whose losses differ: the first to the bit, without compiled layers, or a later one by more
+    than `ALIKE`."""
     found = []
     for group in _GROUPS:
-        first = {
-            row["case"]: row["losses"][: DETERMINISTIC_STEPS + 1]
-            for row in rows
-            if row["status"] == "ok" and row.get("group") == group and not row["compiled"]
-        }
-        if len({tuple(losses) for losses in first.values()}) > 1:
-            found.append(f"{group}: {first}")
+        ok = [row for row in rows if row["status"] == "ok" and row.get("group") == group]
+        losses = {row["case"]: row["losses"][:ALIKE_STEPS] for row in ok}
+        apart = any(max(step) > min(step) * (1 + ALIKE) for step in zip(*losses.values(), strict=True))
+        if apart or len({row["losses"][0] for row in ok if not row["compiled"]}) > 1:
+            found.append(f"{group}: {losses}")
     return found
 
 
@@ -348,7 +326,7 @@ def main(given: list[str] | None = None) -> int:
     columns = ("case", "status", "mean_s", "simulated_percent", "device_percent", "activations")
     print_table("activations", columns, [[row.get(name) for name in columns] for row in rows])
     problems = unequal(rows)
-    print("\n".join(problems) or "first losses are equal")
+    print("\n".join(problems) or "losses are alike")
     return int(bool(problems) or any(row["status"] != "ok" for row in rows))
 
 
