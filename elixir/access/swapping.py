@@ -153,7 +153,7 @@ class _Call:
             weight = isinstance(tensor, nn.Parameter) or (
                 self._listener is not None and (self._listener.stays(tensor) or self._listener.pack(tensor) is not None)
             )
-        if not weight:
+        if not weight and tensor.numel():  # checkpoints of torch 2.11 save an empty tensor before the inputs
             self._count += 1
             if self._wanted(self._count - 1) and _can_move(tensor):
                 return MovedTensor(self._of(tensor), tensor)

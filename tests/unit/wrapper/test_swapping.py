@@ -170,3 +170,19 @@ def test_a_result_that_was_written_to_while_it_moved_is_refused() -> None:
     result.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation while it moved to the host; plan without"):
         moved.taken()
+
+
+def test_empty_tensors_are_no_inputs() -> None:
+    """Checkpoints of torch 2.11 save an empty tensor before a unit's inputs."""
+    sent: list[torch.Tensor] = []
+
+    class Sending:
+        def send(self, tensor: torch.Tensor) -> Any:
+            sent.append(tensor)
+
+    call = swapping._Call(Sending(), lambda number: number == 0, None, [])
+    empty, given, other = torch.empty(0), *(torch.ones(1024) for _ in range(2))
+    assert call.pack(empty) is empty
+    assert type(call.pack(given)) is swapping.MovedTensor
+    assert call.pack(other) is other
+    assert [tensor.data_ptr() for tensor in sent] == [given.data_ptr()]
