@@ -65,18 +65,20 @@ def total_host_bytes() -> int:
     return min([total, *(limit for limit, _ in _cgroup_memory())])
 
 
-def cache_bytes(device: torch.device | str, root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The largest cache of a CPU or a CUDA device, as the kernel or the driver tells; 0 where they do not."""
+def cache_bytes(device: torch.device | str, root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """The last-level caches of all CPUs together, or that of a CUDA device, as the kernel or the driver tells; 0 where
+    they do not."""
     target = _as_device(device)
     if target.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(target), "L2_cache_size", 0))
-    sizes = [0]
-    for path in root.glob("index*/size"):
+    levels: dict[int, dict[str, int]] = {0: {}}  # -> of each group of CPUs that share one
+    for folder in root.glob("cpu[0-9]*/cache/index*"):
         try:
-            sizes.append(parse_bytes(path.read_text().strip()))
-        except (OSError, InputError):
+            level, size, shared = ((folder / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+            levels.setdefault(int(level), {})[shared] = parse_bytes(size)
+        except (OSError, ValueError):
             continue
-    return max(sizes)
+    return sum(levels[max(levels)].values())
 
 
 def device_name_here(kind: str) -> str | None:

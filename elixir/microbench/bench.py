@@ -120,9 +120,10 @@ def median_seconds(
     if device.type != "cuda":
         (seconds,), repeats = repeat(lambda: (_clock_seconds(run),), plan, ranks)
         return seconds, repeats
-    # What ranks do together they do equally often.
-    queued = queued_runs(run, device) if ranks is None or ranks.size == 1 else 1
-    (seconds,), repeats = repeat(lambda: (_event_seconds(run, device, queued),), plan, ranks)
+    # What ranks do together they do equally often, and begin together, which held devices would not.
+    alone = ranks is None or ranks.size == 1
+    queued = queued_runs(run, device) if alone else 1
+    (seconds,), repeats = repeat(lambda: (_event_seconds(run, device, queued, held=alone),), plan, ranks)
     return seconds, repeats * queued
 
 
@@ -152,24 +153,24 @@ def _clock_seconds(run: Callable[[], object]) -> float:
 def queued_runs(run: Callable[[], object], device: torch.device) -> int:
     """How many runs are timed together: about `QUEUED_S` of them, as far as the host submits them while it may."""
     run()
-    one_s = _event_seconds(run, device, 1)
+    one_s = _event_seconds(run, device, 1, held=True)
     torch.cuda.synchronize(device)
     submitted_s = _clock_seconds(run)
     fitting = min(QUEUED_S / max(one_s, _MIN_S), SUBMITTED_S / max(submitted_s, _MIN_S))
     return max(1, min(int(fitting), MOST_QUEUED))
 
 
-def _event_seconds(run: Callable[[], object], device: torch.device, queued: int) -> float:
+def _event_seconds(run: Callable[[], object], device: torch.device, queued: int, *, held: bool) -> float:
     """Seconds of one of `queued` runs, by events on the current stream.
 
-    The device is held until the host has submitted them: in a step it has work in its queue, too, and an operator
-    starts when the one before it ends.
+    With `held` the device is held until the host has submitted them: in a step it has work in its queue, too, and an
+    operator starts when the one before it ends.
     """
     with torch.cuda.device(device):
         cuda: Any = torch.cuda  # its classes carry no annotations
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         hold = getattr(cuda, "_sleep", None)  # not a public name; without it, short operators seem to take longer
-        if hold is not None:
+        if hold is not None and held:
             hold(HELD_CYCLES)
         start.record()
         for _ in range(queued):

@@ -16,7 +16,7 @@ from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.bench import Bench, default_device, threads_text, today
-from elixir.microbench.brief import BLOCK_OPERATORS, LAUNCH_NUMEL, call_s
+from elixir.microbench.brief import CUDA_BLOCK_OPERATORS, LAUNCH_NUMEL, call_s
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
@@ -167,7 +167,9 @@ def _profile(bench: Bench, results: Sequence[Measured], disk_folders: Sequence[P
     fits = {key: result.fit for key, result in found.items() if result.fit is not None}
     if device.type == "cuda":
         values["launch_s"] = call_s(device)
-        sources["launch_s"] = f"measured: {BLOCK_OPERATORS} operators of {LAUNCH_NUMEL} elements, forward and backward"
+        sources["launch_s"] = (
+            f"measured: {CUDA_BLOCK_OPERATORS} operators of {LAUNCH_NUMEL} elements, forward and backward"
+        )
     facts, fact_sources = _facts(device, bench.ranks)
     return HardwareProfile(
         flops_per_s={name: result.per_s for name, result in squares.items()},

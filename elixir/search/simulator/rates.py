@@ -63,7 +63,8 @@ UNALIGNED_SHARE = 0.16
 
 Measured on an H200: logits of 16,384 tokens over 50,257 classes and their two slopes in bfloat16, of size 1,024 and
 3,072, at 119 and 123 TFLOP/s, where other products of the same steps reached 720 to 790. Not measured on other GPUs."""
-HOPPER = (9, 0)
+HOPPER = 9
+"""The major number of its compute capability."""
 HALVES = ("bfloat16", "float16")
 
 
@@ -128,7 +129,7 @@ class Rates:
         self.shards, self.replicas = world_size // replicas, replicas
         self._hardware = hardware
         self._ranks = ranks_per_host
-        self._on_hopper = (hardware.compute_capability or (0, 0)) >= HOPPER
+        self._on_hopper = (hardware.compute_capability or (0, 0))[0] == HOPPER
         host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
         self.host_threads: int | None = None
         """Threads of one rank's Adam, if the profile tells how many are enough."""

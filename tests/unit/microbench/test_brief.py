@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.microbench import brief, measure_briefly
+from elixir.microbench.brief import BLOCK_OPERATORS, CUDA_BLOCK_OPERATORS, between_products
 from elixir.tracer.trace import trace_step
 
 ROWS = (64, 128)
@@ -127,3 +128,14 @@ def test_operators_are_counted_as_a_trace_counts_them() -> None:
 def test_times_and_tokens_that_make_no_sense_are_refused(seconds: float, tokens: int) -> None:
     with pytest.raises(InputError, match="expected a positive time, one token or more"):
         measure_briefly(seconds, tokens=tokens)
+
+
+@pytest.mark.parametrize(("hardware", "operators"), [("cpu", BLOCK_OPERATORS), ("h200", CUDA_BLOCK_OPERATORS)])
+def test_calls_are_of_the_operators_that_a_trace_counts(hardware: str, operators: int) -> None:
+    def step(model: nn.Module, inp: object) -> None:
+        between_products(model.weight).backward(model.weight.detach())
+
+    with torch.device("meta"):
+        rows = nn.Embedding(1, 8)
+    trace = trace_step(rows, {"x": torch.ones(1)}, step, hardware=preset(hardware), optimizer=None)
+    assert sum(len(access.operations) for access in trace.accesses) == operators

@@ -180,12 +180,16 @@ def test_torch_can_hold_a_device() -> None:
 
 
 def test_a_server_s_cache_is_walked_through_several_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for index, size in enumerate(("48K", "2048K", "307200K")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
-    (tmp_path / "index3").mkdir()  # without a size
+    for cpu in range(4):  # of which two share the cache of the last level
+        for level, size, shared in ((1, "48K", f"{cpu}"), (2, "2048K", f"{cpu}"), (3, "153600K", f"{cpu // 2}-")):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{level}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu0" / "cache" / "index4").mkdir()  # without a size
     cache = cache_bytes("cpu", tmp_path)
     assert cache == 300 * 2**20
+    assert cache_bytes("cpu", tmp_path / "absent") == 0
     monkeypatch.setattr(bench_module, "cache_bytes", lambda device: cache)
     monkeypatch.setattr(bench_module, "free_device_bytes", lambda device: 64 * 2**30)
     plan = effort(CPU, quick=False)

@@ -68,3 +68,8 @@ def test_a_step_holds_the_sum_of_a_bias_while_it_runs() -> None:
     assert trace.peak_operator == "aten.sum.dim_IntList"
     expected = 2 * 2 * 12608 * 1024 + 103284736  # input, gradient, sums
     assert 0 < trace.activation_peak_bytes - trace.workspace_bytes - expected <= 2048  # the loss, the counters
+
+
+@pytest.mark.parametrize("dims", [(), (0,), (-1,)])
+def test_a_number_is_summed_without_a_buffer(dims: tuple[int, ...]) -> None:
+    assert held_by_sum(torch.empty((), device="meta"), dims, (9, 0)) == 0

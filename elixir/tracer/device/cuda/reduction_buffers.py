@@ -29,6 +29,8 @@ def held_by_sum(summed: torch.Tensor, dims: Iterable[int], capability: tuple[int
 
     Counted where the fastest dimension is kept; otherwise blocks share one number per result, which is little.
     """
+    if not summed.dim():
+        return 0
     every = set(range(summed.dim()))
     over = {dim % summed.dim() for dim in dims} or every
     kept, lost = _merged(summed, every - over), _merged(summed, over)
