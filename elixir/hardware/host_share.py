@@ -93,8 +93,8 @@ class HostShare:
     ranks: int
     on_machine: int = field(default=1, compare=False)
     """Ranks of the group on its machine, whichever cores they have."""
-    in_memory_group: int = field(default=1, compare=False)
-    """The ranks of the machine that are in its control group of memory."""
+    memory_ranks: tuple[int, ...] = field(default=(0,), compare=False)
+    """Those of the group that are on its machine and in its control group of memory, itself included."""
 
 
 def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
@@ -153,8 +153,8 @@ def host_share(views: Sequence[HostView], rank: int, environment: Mapping[str, s
     cores = mine.cores[first : max((place + 1) * count // sharing, first + 1)]
     # A quota is what all ranks of the machine have together, however their cores are divided.
     allowed = max(1, int(min(count, mine.quota_cores * sharing / ranks)))
-    in_group = sum(views[other].memory_group == mine.memory_group for other in here)
-    return HostShare(cores, allowed, sharing, len(here), in_group)
+    memory_ranks = tuple(other for other in here if views[other].memory_group == mine.memory_group)
+    return HostShare(cores, allowed, sharing, len(here), memory_ranks)
 
 
 def check_host_threads(value: object) -> int | None:

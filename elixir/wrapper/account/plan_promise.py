@@ -36,7 +36,7 @@ class PlanPromise:
         self, model: nn.Module, engine: Engine, *, reserve_bytes: int = 0, between_steps_bytes: int = 0
     ) -> None:
         self._engine, self._reserve_bytes, self._between_steps_bytes = engine, reserve_bytes, between_steps_bytes
-        self.ranks = engine.host_share.in_memory_group
+        self.ranks = len(engine.host_share.memory_ranks)
         self.device = str(engine.device)
         give_back_freed()  # such as what tracing and planning took
         self.held = resident()
@@ -113,17 +113,18 @@ class PlanPromise:
             HEAP.forget()
 
     def coming_bytes(self, plan: Plan) -> int:
-        """Bytes of the host that this process still takes under a plan; 0 where the operating system does not tell."""
+        """Bytes of the host that this process still takes under a plan, without full state dicts, which one rank holds;
+        0 if it holds more already, such as a data set, or where the operating system does not tell."""
         now, need = resident(), self.need_of(plan)
-        return 0 if now is None else need.own_bytes - need.parts.get(GIVEN_PART, 0) - now.own_bytes
+        return 0 if now is None else max(need.own_bytes - need.parts.get(GIVEN_PART, 0) - now.own_bytes, 0)
 
     def refuse_exceeded(self, plan: Plan, coming: Sequence[int] = ()) -> None:
         """Refuses a plan for which this machine has too little memory left, the limits of control groups included.
 
         Args:
             plan: comes to work.
-            coming: `coming_bytes` of all ranks, for ranks that share a machine hold different amounts once they have
-                run; without them, all of a machine's ranks take as much as this one.
+            coming: `coming_bytes` of all ranks of the group, in order, for those that share this machine's memory hold
+                different amounts once they have run; without them, each takes as much as this one.
 
         Raises:
             InputError: says what is needed, what is left, and what to do.
@@ -138,9 +139,9 @@ class PlanPromise:
             return
         on_device = math.inf if engine.device.type == "cpu" else free_device_bytes(engine.device)
         need = self.need_of(plan)
-        mine = need.parts.get(GIVEN_PART, 0)  # full state dicts, which one rank holds
-        alike = (need.own_bytes - mine - now.own_bytes) * self.ranks
-        later = (sum(coming) if len(coming) == self.ranks else alike) + mine
+        sharing = engine.host_share.memory_ranks
+        theirs = [coming[rank] if coming else self.coming_bytes(plan) for rank in sharing if rank != engine.group.rank]
+        later = max(need.own_bytes - now.own_bytes, 0) + sum(theirs)
         running = engine.arena.live_bytes("device") if engine.has_plan else self._replaced[engine.device.type]
         promises.refuse_exceeded(
             Memory(plan.predicted.device_peak_bytes - running, later),

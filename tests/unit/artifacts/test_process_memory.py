@@ -120,4 +120,9 @@ def test_ranks_that_share_a_machine_need_not_share_its_limits(tmp_path: Path) ->
     assert own_group("memory", tmp_path / "none") == ""
     views = [HostView(host, (0,), 1.0, group) for host, group in (("a", "x"), ("a", "y"), ("a", "x"), ("b", "x"))]
     shares = [host_share(views, rank, {}) for rank in range(4)]
-    assert [(share.on_machine, share.in_memory_group) for share in shares] == [(3, 2), (3, 1), (3, 2), (1, 1)]
+    assert [(share.on_machine, share.memory_ranks) for share in shares] == [
+        (3, (0, 2)),
+        (3, (1,)),
+        (3, (0, 2)),
+        (1, (3,)),
+    ]
