@@ -94,7 +94,7 @@ class HostShare:
     on_machine: int = field(default=1, compare=False)
     """Ranks of the group on its machine, whichever cores they have."""
     memory_ranks: tuple[int, ...] = field(default=(0,), compare=False)
-    """Those of the group that are on its machine and in its control group of memory, itself included."""
+    """Ranks of the group on its machine and in its control group of memory, itself included."""
 
 
 def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
