@@ -20,6 +20,8 @@ import torch._prims_common
 import torch.utils._python_dispatch
 import torch.utils._pytree
 
+from elixir.errors import InputError
+
 # --- Modes ------------------------------------------------------------------------------------------------------------
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -33,6 +35,24 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees every operator. Documented, but the module that holds it has a private name."""
+
+
+class Draws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers; attention without dropout draws none."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            names = [each.name for each in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.found = self.found or "dropout_p" not in names or bool(given.get("dropout_p"))
+        return func(*args, **(kwargs or {}))
+
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
@@ -107,6 +127,9 @@ def keep_cuda_guard() -> None:
 def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[..., Any] | None:
     """Compiles a function that `torch.compile` has returned once more, with another activation memory budget.
 
+    A budget below 1 is refused with an `InputError` when code with gradients that draws random numbers is compiled:
+    PyTorch draws others in backward then (https://github.com/pytorch/pytorch/issues/190758).
+
     The compiler keeps code by backend, and takes the budget from a setting while it splits forward from backward. So
     code under a budget has a backend for itself, which all modules with this budget share. None where PyTorch does not
     say how something was compiled.
@@ -129,8 +152,18 @@ def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[...
     under = _UnderMemoryBudget(backend, budget)
     compiling_under = _compiling_under(under, context.fullgraph, getattr(context, "_dynamic", None), unguarded, limit)
     compiled: Callable[..., Any] = compiling_under(function)
-    compiled.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
-    return compiled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            refused = getattr(error, "inner_exception", None)  # the compiler wraps what its backend raises
+            if isinstance(refused, InputError):
+                raise refused from None
+            raise
+
+    run.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
+    return run
 
 
 @functools.lru_cache(32)
@@ -159,12 +192,30 @@ class _UnderMemoryBudget:
     def __hash__(self) -> int:
         return hash(self._as[1])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
         import torch._functorch.config as settings
 
         backend, budget = self._as
+        if budget < 1 and _draws_for_gradients(graph):
+            raise InputError(
+                f"a compiled layer draws random numbers (dropout) under the memory budget {budget:g} of its plan, but "
+                "PyTorch would draw others in backward, with wrong gradients: expected none, or a budget of 1; set its "
+                "dropout to 0, or plan it as it trains (without activations= for a plan written by hand)"
+            )
         with settings.patch(activation_memory_budget=budget):
-            return backend(*args, **kwargs)
+            return backend(graph, inputs, **kwargs)
+
+
+def _draws_for_gradients(graph: Any) -> bool:
+    """Whether a graph that Dynamo gives to a backend has gradients and draws random numbers, found without values."""
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
+        return False
+    mode: Any = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    with mode, torch.no_grad(), Draws() as draws:
+        graph(*(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs))
+    return bool(draws.found)
 
 
 _transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from elixir.torch_private import TorchDispatchMode, tree_flatten, tree_leaves
+from elixir.torch_private import Draws, tree_flatten, tree_leaves
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
@@ -63,7 +63,7 @@ class JointGraph:
             ]
         for tensor, (_, _, _, trained) in zip(self._fakes, self.layouts, strict=True):
             tensor.requires_grad_(trained)
-        with mode, _FirstUses(self._fakes[: self.weights]) as uses, _Draws() as draws:
+        with mode, _FirstUses(self._fakes[: self.weights]) as uses, Draws() as draws:
             self._results = len(self._flat(*self._fakes))
         self.draws = draws.found
         places = range(len(self._fakes))
@@ -121,21 +121,6 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
     copied.meta.update(module.meta)
     return copied
-
-
-class _Draws(TorchDispatchMode):
-    """Notes whether an operator draws random numbers; attention without dropout draws none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            without = any(each.name == "dropout_p" for each in func._schema.arguments) and not given.get("dropout_p")
-            self.found = self.found or not without
-        return func(*args, **(kwargs or {}))
 
 
 class _FirstUses(TorchFunctionMode):

@@ -95,6 +95,34 @@ def test_layers_that_draw_have_no_budget(after: float, inside: float, hardware: 
         trace_step(model, batch, step, hardware=hardware, optimizer=None, compile=True, activations=own)
 
 
+@pytest.mark.parametrize(("after", "inside"), [(0.5, 0.0), (0.0, 0.5)])
+def test_a_run_refuses_a_budget_only_where_gradients_go_through_drawn_numbers(after: float, inside: float) -> None:
+    """Also under a plan that was made with the dropout off, or by hand."""
+    layer = nn.Sequential(Drawing(after, inside), nn.BatchNorm1d(4))
+    model, x = nn.Sequential(layer), torch.randn(2, 4, 16)
+    layer.compile(backend="aot_eager")
+    own, quiet, counted_once = layer[0], Drawing(0.0, 0.0), layer[1].num_batches_tracked
+    applied = Recomputation(model, [UnitActivations("0", None, budget=0.25)])
+    for _ in range(2):  # nothing of a refused one is kept
+        with pytest.raises(InputError, match=r"draws random numbers.*budget 0\.25.*set its dropout to 0"):
+            model(x)
+    assert counted_once == 0
+    with torch.no_grad():
+        model(x)
+    assert counted_once == 1
+    layer[0] = quiet
+    model(x).sum().backward()
+    assert quiet.product.weight.grad is not None
+    assert counted_once == 2
+    if after:  # what is in attention has no mode
+        layer[0] = own
+        torch.testing.assert_close(model.eval()(x), nn.Sequential(*layer).eval()(x))
+    applied.remove()
+    layer[0] = own
+    model.train()(x).sum().backward()
+    assert own.product.weight.grad is not None
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_with_two_budgets_give_the_bits_of_plain_ones(mode: str) -> None:
