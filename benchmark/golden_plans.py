@@ -47,6 +47,7 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "quantised": lambda form: {} if form is None else {"quantised": form},
     "moved_to_host_bytes": lambda amount: {"moved_to_host_bytes": amount} if amount else {},
     "kept_bytes": lambda _: {},
+    "arriving_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
     "activation_bytes": lambda _: {},
     "fetch_wanted": lambda way: {} if way is None else {"fetch_wanted": way},

@@ -103,6 +103,8 @@ class Access:
     it, the same when that unit begins, or ends."""
     parts: tuple[int, ...] = ()
     """Numbers of operators of the accesses that it stands for, in a pass of several micro-batches; else empty."""
+    arriving_bytes: int | None = None
+    """How much higher `live_bytes` is with the gradients that autograd has and has not handed over; None: unknown."""
 
 
 Direction = Literal["device_to_host", "host_to_device"]
@@ -390,7 +392,7 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 12
+    schema_version: ClassVar[int] = 13
     earlier: ClassVar[dict[int, dict[str, Any]]] = {version: {} for version in range(4, 12)}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
@@ -467,14 +469,15 @@ class StepTrace(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of 5 only training, of 6 no units but compiled ones, of 7
         no passes of several micro-batches, and not what is kept when an access begins: at most what is live; of 8 no
-        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, and of
-        11 no memory budgets."""
+        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, of 11
+        no memory budgets, and of 12 not when gradients are with autograd."""
         data = {"pass_size": 1, "forwards": [], "transfers": [], "host_peak_bytes": 0} | data
         if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
             data["curve"] = [{"host": 0} | sample for sample in curve]
         accesses = data.get("accesses")
         if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):
-            data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0), "parts": []} | each for each in accesses]
+            added: dict[str, Any] = {"parts": [], "arriving_bytes": None}
+            data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0)} | added | each for each in accesses]
         return data | {"step": renewed_step(data["step"])} if "step" in data else data
 
     def __post_init__(self) -> None:

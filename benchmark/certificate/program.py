@@ -219,7 +219,7 @@ class Program:
                 row[self.gathered] = self.bytes * (1 - 1 / world)
             row[[self.blocks, self.grad_blocks]] = 1.0
             if facts.first_backward_stretch <= stretch < facts.stretches - 1:
-                row[self.in_flight] = facts.largest_grad_bytes
+                row[self.in_flight] = facts.arriving_bytes[stretch]
         ranks = self.setting.ranks_per_host
         row = self._row("host memory", float(budgets.host_bytes))
         self._on_host(row, ranks * self.bytes / world)
@@ -251,14 +251,17 @@ class Program:
         included."""
         facts = self.space.facts
         last = facts.stretches - 1
-        found, highest, highest_in_backward = [last], int(facts.live_bytes[last]), -1
-        for stretch in range(last - 1, -1, -1):
-            height, in_backward = int(facts.live_bytes[stretch]), stretch >= facts.first_backward_stretch
-            if height > (highest_in_backward if in_backward else highest):
-                found.append(stretch)
-            highest = max(highest, height)
-            highest_in_backward = max(highest_in_backward, height if in_backward else -1)
-        return found
+        with_them = facts.live_bytes + facts.arriving_bytes
+        found = {last}
+        for heights in (facts.live_bytes.tolist(), with_them.tolist()):
+            highest, highest_in_backward = heights[last], -1
+            for stretch in range(last - 1, -1, -1):
+                height, in_backward = heights[stretch], stretch >= facts.first_backward_stretch
+                if height > (highest_in_backward if in_backward else highest):
+                    found.add(stretch)
+                highest = max(highest, height)
+                highest_in_backward = max(highest_in_backward, height if in_backward else -1)
+        return sorted(found, reverse=True)
 
     def _forward(self) -> None:
         """The part until backward begins, including the optimizer step before it."""

@@ -33,7 +33,8 @@ class StorageRecord:
     """One allocation."""
 
     __slots__ = (
-        "complete_at", "index", "kind", "module", "nbytes", "node", "on_host", "operator", "shadow", "stands_for",
+        "arrived_at", "complete_at", "index", "kind", "module", "nbytes", "node", "on_host", "operator", "shadow",
+        "stands_for",
     )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
@@ -52,6 +53,8 @@ class StorageRecord:
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
         """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
+        self.arrived_at = 0
+        """Length of the log when a gradient is taken from autograd; 0 for all else."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -224,6 +227,18 @@ class Ledger:
                 change[record.complete_at] -= record.nbytes
         incomplete: Int64Array = np.cumsum(change[:-1])
         return incomplete
+
+    def arriving_gradients(self) -> Int64Array:
+        """Bytes of gradients that are complete, or about to be, and with autograd, after every entry of the log."""
+        change = np.zeros(len(self.log) + 1, dtype=np.int64)
+        born_at = np.flatnonzero(np.asarray(self.log) >= 0)
+        for record in self.records:
+            begins = max(born_at[record.index], record.complete_at)  # before that it is incomplete
+            if record.arrived_at > begins:
+                change[begins] += record.nbytes
+                change[record.arrived_at] -= record.nbytes
+        arriving: Int64Array = np.cumsum(change[:-1])
+        return arriving
 
     def alive_at(self, position: int) -> list[StorageRecord]:
         """Records of any bytes that are alive just after log entry `position`."""

@@ -39,6 +39,9 @@ class Observed:
     unverified: Mapping[str, Iterable[Any]]
     """Unconfirmed assumption of the numbers -> the operators for which it was taken."""
     step: StepShape
+    hears_gradients: bool
+    """Whether the device's memory has room again as soon as autograd has handed a gradient over, and it is known
+    when that is."""
 
 
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
@@ -52,7 +55,8 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     peaks = find_peaks(ledger, curve, end, state_bytes)
     twin = observed.twin
     operations, numbers = _distinct(order)
-    accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], numbers)
+    arriving = ledger.arriving_gradients()[:end] if observed.hears_gradients else None
+    accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], arriving, numbers)
     in_order = order.in_order()
     return StepTrace(
         model_name=observed.model_name,
@@ -143,14 +147,20 @@ def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains:
     )
 
 
-def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) -> tuple[Access, ...]:
+def _accesses(
+    order: UseOrder, other: Int64Array, arriving: Int64Array | None, numbers: Mapping[int, int]
+) -> tuple[Access, ...]:
     starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
     starts[0] = 0  # work before the first use belongs to it
     # A use begins with what the one before left alive, hence one entry earlier.
     begins = np.maximum(starts - 1, 0)
     ends = np.append(starts[1:], len(other))
     # The highest from every first to every second position of a pair; one entry more, as a position must lie inside.
-    highest = np.maximum.reduceat(np.append(other, 0), np.stack((begins, ends), axis=1).ravel())[::2].tolist()
+    between = np.stack((begins, ends), axis=1).ravel()
+    highest, with_arriving = (
+        np.maximum.reduceat(np.append(live, 0), between)[::2].tolist()
+        for live in (other, other if arriving is None else other + arriving)
+    )
     kept = np.maximum(np.minimum([use.kept_position for use in order.uses], len(other) - 1) - 1, 0)
     number = numbers.__getitem__
     return tuple(
@@ -163,8 +173,9 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
             operations=tuple(map(number, map(id, use.operations))),
             live_bytes=live,
             kept_bytes=kept_bytes,
+            arriving_bytes=None if arriving is None else most - live,
         )
-        for use, live, kept_bytes in zip(order.uses, highest, other[kept].tolist(), strict=True)
+        for use, live, most, kept_bytes in zip(order.uses, highest, with_arriving, other[kept].tolist(), strict=True)
     )
 
 
@@ -173,7 +184,8 @@ def _in_order(accesses: tuple[Access, ...], positions: list[int]) -> tuple[Acces
     if len(positions) == len(accesses):
         return accesses
     kept = set(positions)
-    most = max(access.live_bytes for at, access in enumerate(accesses) if at not in kept)
+    left_out = (access for at, access in enumerate(accesses) if at not in kept)
+    most = max(access.live_bytes + (access.arriving_bytes or 0) for access in left_out)
     found = [
         replace(accesses[at], pin_until=max(number, bisect_right(positions, accesses[at].pin_until) - 1))
         for number, at in enumerate(positions)

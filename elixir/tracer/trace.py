@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -193,6 +194,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 operators=operators,
                 assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
                 unverified=target.unverified,
+                # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
+                hears_gradients=target.kind != "cpu" and not compiled,
                 step=_shape_of(
                     inp,
                     generate,
@@ -250,6 +253,7 @@ def _run_step(
     trains = trains and any(parameter.requires_grad for parameter in twin.parameters)
     if trains and order.backward_position > len(ledger):
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
+    of_matrices = sorted(at for index, at in order.grad_position.items() if twin.parameters[index].dim() > 1)
     for index, parameter in enumerate(twin.parameters):
         record = None if parameter.grad is None else ledger.find(parameter.grad)
         if record is not None:
@@ -257,6 +261,10 @@ def _run_step(
                 order.gradient_ready(parameter)  # set by step_fn itself, as with torch.autograd.grad
             record.kind = "gradients"
             record.complete_at = order.uses[order.grad_use[index]].log_position
+            record.arrived_at = order.grad_position[index]
+            if parameter.dim() < 2:  # it may wait for a matrix, see `Arrivals`
+                after = bisect_right(of_matrices, record.arrived_at)
+                record.arrived_at = of_matrices[after] if after < len(of_matrices) else len(ledger)
 
 
 def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callable[[], None]:

@@ -124,6 +124,8 @@ class UseOrder:
         """Copies of activations over the link; accesses are positions of uses."""
         self.grad_use: dict[int, int] = {}
         self.grad_arrivals: dict[int, int] = {}
+        self.grad_position: dict[int, int] = {}
+        """Length of the ledger's log when autograd had accumulated a gradient."""
         self.backward_position = sys.maxsize
         """Length of the ledger's log when backward began; larger than any if it never did."""
 
@@ -357,7 +359,7 @@ class UseOrder:
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""
         index = self._index[parameter]
-        self.grad_use[index] = len(self.uses) - 1
+        self.grad_use[index], self.grad_position[index] = len(self.uses) - 1, len(self._log)
         self.grad_arrivals[index] = self.grad_arrivals.get(index, 0) + 1
 
     def finish(self) -> None:

@@ -163,11 +163,18 @@ class Recounter:
                 constant += self.state_bytes(numel, chunk.dtype) + numel * FP32_BYTES * low
                 fp32_grad = max(fp32_grad, self.temporary_bytes(numel, low=low))
         totals = [
-            event.live_bytes + self.waiting_bytes(at) + (in_flight if at >= self.first_backward() else 0)
+            event.live_bytes + self.waiting_bytes(at) + self.with_autograd(at, in_flight)
             for at, event in enumerate(trace.accesses)
         ]
         step = trace.input_bytes + trace.workspace_bytes + self.waiting_bytes(len(trace.accesses)) + fp32_grad
         return constant + max(*totals, step)
+
+    def with_autograd(self, at: int, largest: int) -> int:
+        """Bytes of gradients that are not handed over; the largest in all of backward if the trace does not know."""
+        known = self.trace.accesses[at].arriving_bytes
+        if known is not None:
+            return known if largest else 0
+        return largest if at >= self.first_backward() else 0
 
     def temporary_bytes(self, numel: int, *, low: bool) -> int:
         """Bytes that the step of a shard takes: its gradient in fp32; with moments in fewer bits, those of a piece."""

@@ -85,6 +85,7 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> Step
                 access.live_bytes - freed[index],
                 access.kept_bytes - freed[index],
                 access.parts,
+                access.arriving_bytes,
             )
         )
     names = {each.unit for each in activations if each.keep is not None}

@@ -134,15 +134,13 @@ class MemoryModel:
         self.work, self.setting = work, setting
         facts, chunks, ranks = work.facts, work.chunks, setting.shards
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
-        self.transient: Ints = np.zeros(facts.stretches, dtype=np.int64)
+        self.transient = facts.arriving_bytes
         self.matrix_room_bytes = room_bytes([(chunk.matrices, chunk.numel // ranks) for chunk in chunks], ranks)
         """Device bytes in which matrices are made orthogonal."""
         self.base = self.base + self.matrix_room_bytes
         staged = [stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in chunks]
         self.staged_numel: Ints = np.array(staged, dtype=np.int64)
         """Elements of matrices of each chunk that are at once on the way to be made orthogonal."""
-        # The step begins when the last gradient has been taken over.
-        self.transient[facts.first_backward_stretch : -1] = facts.largest_grad_bytes
         self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
         self.outsized: Bools = np.array([chunk.outsized for chunk in chunks], dtype=bool)
         self._any_outsized = bool(self.outsized.any())
@@ -453,11 +451,12 @@ class MemoryModel:
     @cached_property
     def telling_stretches(self) -> _Stretches:
         """Gradients only get more until the step: a stretch counts if nothing later in forward, or in backward, is as
-        high."""
-        facts = self.work.facts
+        high, with gradients in flight or without."""
+        facts, with_them = self.work.facts, self.base + self.transient
         backward = facts.first_backward_stretch
         parts = [np.arange(backward), np.arange(backward, facts.stretches - 1), np.array([facts.stretches - 1])]
-        return self._over(np.concatenate([part[_above_all_later(self.base[part])] for part in parts]))
+        telling = [_above_all_later(self.base[part]) | _above_all_later(with_them[part]) for part in parts]
+        return self._over(np.concatenate([part[told] for part, told in zip(parts, telling, strict=True)]))
 
     @cached_property
     def filling(self) -> npt.NDArray[np.float32]:

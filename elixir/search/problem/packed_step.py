@@ -54,8 +54,8 @@ class StepFacts:
             dtype=np.int64,
         ).reshape(-1, 3)
         """A row for each parameter that gets one: its index, the stretch in which the gradient arrives, its bytes."""
-        self.largest_grad_bytes = _largest_arrival(trace)
-        """Bytes of gradients that autograd holds at once: one parameter's, or those of a compiled module."""
+        self.arriving_bytes = self._arriving(live)
+        """By stretch, how much higher `live_bytes` is with the gradients that autograd holds."""
 
         # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
         sets: dict[tuple[int, ...], int] = {}
@@ -78,6 +78,17 @@ class StepFacts:
             parameter: index for index, access in enumerate(accesses) for parameter in access.parameters
         }
         """Parameter -> the last access that reads it."""
+
+    def _arriving(self, live: Ints) -> Ints:
+        found: Ints = np.zeros(self.stretches, dtype=np.int64)
+        known = [access.arriving_bytes for access in self.trace.accesses]
+        if None in known:
+            # The step begins when the last gradient has been taken over.
+            found[self.first_backward_stretch : -1] = _largest_arrival(self.trace)
+        else:
+            with_them = np.maximum.reduceat(live + np.array(known, dtype=np.int64), self.edges)
+            found[:-1] = with_them - self.live_bytes[:-1]
+        return found
 
     def stretch(self, access: int) -> int:
         """The stretch of an access in which a gradient arrives."""

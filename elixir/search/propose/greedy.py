@@ -147,7 +147,7 @@ class PlacementBuilder:
             freed += block if self._grad_chunks and self._may_close() else 0
             freed += self._outsized_bytes
             if self._grad_chunks + len(self._outsized) == 1:
-                freed += self.model.work.facts.largest_grad_bytes
+                freed += int(self.model.transient.max())
         return freed
 
     def _may_close(self) -> bool:

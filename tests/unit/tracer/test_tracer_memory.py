@@ -387,3 +387,16 @@ def test_a_step_that_leaves_the_model_out_is_refused() -> None:
 
     with pytest.raises(TraceError, match="step_fn used no parameter of the model it was given; it must run the model"):
         trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
+
+
+def test_gradients_count_while_autograd_has_them() -> None:
+    """On CUDA only from when it is made to when it is handed over, one after the other; on a CPU it is unknown."""
+    model = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.Linear(4096, 64, bias=False))
+    inp = {"x": torch.zeros(4096, 64)}
+    on_cuda, on_cpu = (
+        [access.arriving_bytes for access in trace.accesses]
+        for trace in (trace_step(model, inp, sum_step, hardware=H200), cpu_trace(model, inp, sum_step))
+    )
+    # Both gradients come in the last access, one when the other has been handed over.
+    assert on_cuda == [0, 0, 64 * 4096 * 4]
+    assert set(on_cpu) == {None}
