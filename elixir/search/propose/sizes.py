@@ -76,6 +76,7 @@ class SearchSpace:
         self.setting = setting
         self.compute_scale = compute_scale
         self.cost = SimulatedCost(trace, hardware, setting, compute_scale=compute_scale)
+        self._costs = {Scenario(): self.cost}
         self.table = ParamTable(trace, setting.shards, setting.moments, setting.matrices)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}
@@ -94,19 +95,22 @@ class SearchSpace:
         return found
 
     def on(self, scenario: Scenario) -> SearchSpace:
-        """The same in another scenario; packings and their memory are shared."""
-        if scenario == Scenario():
-            return self
+        """The same in another scenario; packings, their memory, and what is known of other scenarios are shared."""
         other = copy.copy(self)
-        other.cost = SimulatedCost(
-            self.trace,
-            scenario.machine(self.hardware),
-            self.setting,
-            compute_scale=self.compute_scale,
-            like=self.cost,
-            clipped=scenario.clipped,
-        )
+        other.cost = self._cost(scenario)
         return other
+
+    def _cost(self, scenario: Scenario) -> SimulatedCost:
+        if scenario not in self._costs:
+            if scenario.clipped:  # at the same rates, so that all but what is discarded takes as long
+                self._costs[scenario] = copy.copy(self._cost(replace(scenario, clipped=False)))
+                self._costs[scenario].clipped = True
+            else:
+                machine, like = scenario.machine(self.hardware), self._costs[Scenario()]
+                self._costs[scenario] = SimulatedCost(
+                    self.trace, machine, self.setting, compute_scale=self.compute_scale, like=like
+                )
+        return self._costs[scenario]
 
     @cached_property
     def waste_size(self) -> int:

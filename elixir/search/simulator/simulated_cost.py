@@ -94,10 +94,9 @@ class SimulatedCost:
         Without `overlap` a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
         compute does, and without prefetch there is little for them to do ahead of it.
         """
-        if schedule.blocks:
-            return self._simulated(work, placement, schedule, overlap=overlap)
-        # Without blocks nothing is fetched, so that all depths of prefetch are the same.
-        known, key = self.known(work).without_blocks, (placement, overlap)
+        # Without blocks all depths of prefetch are the same. Clipping discards nothing but early states.
+        depth, clipped = schedule.blocks and schedule.prefetch_depth, self.clipped and bool(placement.early)
+        known, key = self.known(work).seconds, (placement, schedule.blocks, depth, overlap, clipped)
         if key not in known:
             known[key] = self._simulated(work, placement, schedule, overlap=overlap)
         return known[key]
@@ -275,8 +274,8 @@ class Known:
         self, model: MemoryModel, rates: Rates, accesses_s: Floats, ahead: bool, like: Known | None = None
     ) -> None:
         self.model, self._rates, self._accesses_s, self._ahead, self._like = model, rates, accesses_s, ahead, like
-        self.without_blocks: dict[tuple[Placement, bool], dict[str, float]] = {}
-        """Seconds of steps that stream nothing, by placement and overlap."""
+        self.seconds: dict[tuple[Placement, int, int, bool, bool], dict[str, float]] = {}
+        """Seconds of steps by placement, blocks, depth of prefetch, overlap, and whether early states are discarded."""
 
     @cached_property
     def times(self) -> WorkTimes:
