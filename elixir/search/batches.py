@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import HardwareProfile
@@ -127,6 +128,18 @@ def search_batches(
     return trials.choice()
 
 
+class _Way(NamedTuple):
+    """A way that may win."""
+
+    least_s: float
+    """Rounded seconds of its step; without a plan, those of its compute alone."""
+    place: int
+    """Among those that were tried."""
+    option: BatchOption
+    question: Question
+    plan: Plan | None = None
+
+
 class _Trials:
     """Ways that were tried."""
 
@@ -141,7 +154,9 @@ class _Trials:
         self._trace_of, self._hardware, self._request, self._samples = trace_of, hardware, request, samples
         self._before = before
         self._tried: dict[tuple[int, str], BatchOption] = {}
-        self._best: tuple[float, Answer, BatchOption] | None = None
+        self._fastest_s = math.inf
+        self._ways: list[_Way] = []
+        """A heap, the fastest first."""
         self._missed: list[tuple[PlanError, Question]] = []
 
     def step_s(self, batch: int, checkpoint: str) -> float:
@@ -179,30 +194,52 @@ class _Trials:
             here = best
 
     def choice(self) -> BatchChoice:
-        """The fastest."""
-        if self._best is None:
+        """The fastest once it is known which inputs of layers move: then it may be slower than another, or not fit."""
+        found, fastest_s = None, math.inf
+        while self._ways and self._ways[0].least_s < fastest_s:
+            way = heapq.heappop(self._ways)
+            option = way.option
+            if way.plan is None:
+                self._tried[option.batch, option.checkpoint] = self._planned(way)
+                continue
+            try:
+                answer = with_exact_moves(Answer(way.plan, way.question), StepQuestion(model=way.question.trace))
+            except PlanError as error:
+                option = self._not_fitting(option, error, way.question)
+            else:
+                option, step_s = _measured(option, answer.plan), round(answer.plan.predicted.step_s, DECIMALS)
+                if step_s < fastest_s:
+                    found, fastest_s = (answer, option), step_s
+            self._tried[option.batch, option.checkpoint] = option
+        if found is None:
             raise with_levers(*min(self._missed, key=lambda missed: _lacking(missed[0])))
-        _, answer, option = self._best
-        answer = with_exact_moves(answer, StepQuestion(model=answer.question.trace))
-        option = self._tried[option.batch, option.checkpoint] = _measured(option, answer.plan)
-        return BatchChoice(answer, option, tuple(self._tried.values()))
+        return BatchChoice(*found, tuple(self._tried.values()))
 
     def _try(self, option: BatchOption) -> BatchOption:
         trace = self._trace_of(option.batch, option.checkpoint)
         least_s = option.accumulation * _compute_s(trace, self._hardware, self._request.world_size)
-        if self._best is not None and least_s > self._best[0]:
-            return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
         question = Question(trace, self._hardware, replace(self._request, accumulation=option.accumulation))
+        way = _Way(round(least_s, DECIMALS), len(self._tried), option, question)
+        if least_s <= self._fastest_s:
+            return self._planned(way)
+        heapq.heappush(self._ways, way)
+        return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
+
+    def _planned(self, way: _Way) -> BatchOption:
         try:
-            plan = plan_or_shortage(*question)
+            plan = plan_or_shortage(*way.question)
         except PlanError as error:
-            self._missed.append((error, question))
-            return replace(option, reason=str(error).splitlines()[0])
-        step_s, option = plan.predicted.seconds["total"], _measured(option, plan)
+            return self._not_fitting(way.option, error, way.question)
+        step_s, option = plan.predicted.step_s, _measured(way.option, plan)
         logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
-        if self._best is None or round(step_s, DECIMALS) < round(self._best[0], DECIMALS):
-            self._best = (step_s, Answer(plan, question), option)
+        self._fastest_s = min(self._fastest_s, step_s)
+        heapq.heappush(self._ways, way._replace(least_s=round(step_s, DECIMALS), option=option, plan=plan))
         return option
+
+    def _not_fitting(self, option: BatchOption, error: PlanError, question: Question) -> BatchOption:
+        self._missed.append((error, question))
+        reason = str(error).splitlines()[0]
+        return BatchOption(option.batch, option.accumulation, option.checkpoint, reason)
 
 
 def _measured(option: BatchOption, plan: Plan) -> BatchOption:

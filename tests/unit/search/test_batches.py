@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,8 @@ from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search, plan_from_trace, search_batches
+from elixir.search import batches, optimal_search, plan_from_trace, search_batches
+from elixir.search.advise.answer import Answer
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
@@ -29,6 +31,7 @@ from elixir.search.propose.candidate import weigh
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
+from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -145,6 +148,59 @@ def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
             # What was left out because of its compute alone is no faster either.
             assert choice.option.step_s is not None
             assert plan.predicted.seconds["total"] >= choice.option.step_s * (1 - 1e-9)
+
+
+def exact_moves(exactly: list[float | None], seen: list[Answer]) -> Callable[..., Answer]:
+    """Gives answers, in the order asked, so many times their predicted seconds; None: too large."""
+
+    def exact(answer: Answer, step: StepQuestion) -> Answer:
+        assert step.model is answer.question.trace
+        seen.append(answer)
+        times = exactly[len(seen) - 1]
+        if times is None:
+            raise PlanError("too large", needed_bytes=1 + PLENTY, available_bytes=PLENTY)
+        predicted = answer.plan.predicted
+        seconds = {phase: each * times for phase, each in predicted.seconds.items()}
+        return replace(answer, plan=replace(answer.plan, predicted=replace(predicted, seconds=seconds)))
+
+    return exact
+
+
+@pytest.mark.parametrize(
+    ("exactly", "wins"),
+    [([1.0], 0), ([None, 1.0], 1), ([9.0, 1.0], 1), ([2.0, None, *[9.0] * 4], 0), ([None] * 6, None)],
+)
+def test_ways_are_compared_again_once_it_is_known_what_moves(
+    exactly: list[float | None], wins: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Answer] = []
+    monkeypatch.setattr(batches, "with_exact_moves", exact_moves(exactly, seen))
+    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_memory": PLENTY, "search": "minimum_waste"}
+    options |= {"samples": 4, "checkpoints": ["none", "non-reentrant"], "assume": "nominal"}
+    if wins is None:
+        with pytest.raises(PlanError, match="too large"):
+            search_batches(trace_of, HARDWARE, 1, **options)
+    else:
+        choice = search_batches(trace_of, HARDWARE, 1, **options)
+        assert choice.option in choice.options
+        assert choice.answer.question is seen[wins].question
+        assert choice.option.accumulation == choice.plan.accumulation == seen[wins].plan.accumulation
+        assert choice.option.step_s == choice.plan.predicted.step_s
+        assert sum(option.reason.startswith("too large") for option in choice.options) == exactly.count(None)
+    steps = [answer.plan.predicted.step_s for answer in seen]
+    assert (steps, len(seen)) == (sorted(steps), len(exactly))
+
+
+def test_what_was_left_out_is_planned_if_what_seemed_faster_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Answer] = []
+    monkeypatch.setattr(batches, "with_exact_moves", exact_moves([None, 1.0], seen))
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "search": "minimum_waste"}
+    options |= {"samples": 1, "checkpoints": ["none", "non-reentrant"], "assume": "nominal"}
+    choice = search_batches(trace_of, HARDWARE, 1, **options)
+    first, second = choice.options
+    assert first.reason.startswith("too large")
+    assert (choice.option, second.checkpoint, second.reason) == (second, "non-reentrant", "")
+    assert second.step_s == choice.plan.predicted.step_s > seen[0].plan.predicted.step_s
 
 
 def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
