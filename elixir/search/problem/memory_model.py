@@ -134,7 +134,9 @@ class MemoryModel:
         self.work, self.setting = work, setting
         facts, chunks, ranks = work.facts, work.chunks, setting.shards
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
-        self.transient = facts.arriving_bytes
+        # An outsized gradient that cannot be taken over as it is has a copy, for which nothing else counts then.
+        copied = any(chunk.outsized for chunk in chunks) and not setting.overlap and setting.world_size == 1
+        self.transient = facts.largest_arriving_bytes if copied else facts.arriving_bytes
         self.matrix_room_bytes = room_bytes([(chunk.matrices, chunk.numel // ranks) for chunk in chunks], ranks)
         """Device bytes in which matrices are made orthogonal."""
         self.base = self.base + self.matrix_room_bytes

@@ -80,14 +80,19 @@ class StepFacts:
         """Parameter -> the last access that reads it."""
 
     def _arriving(self, live: Ints) -> Ints:
-        found: Ints = np.zeros(self.stretches, dtype=np.int64)
         known = [access.arriving_bytes for access in self.trace.accesses]
         if None in known:
-            # The step begins when the last gradient has been taken over.
-            found[self.first_backward_stretch : -1] = _largest_arrival(self.trace)
-        else:
-            with_them = np.maximum.reduceat(live + np.array(known, dtype=np.int64), self.edges)
-            found[:-1] = with_them - self.live_bytes[:-1]
+            return self.largest_arriving_bytes
+        found: Ints = np.zeros(self.stretches, dtype=np.int64)
+        with_them = np.maximum.reduceat(live + np.array(known, dtype=np.int64), self.edges)
+        found[:-1] = with_them - self.live_bytes[:-1]
+        return found
+
+    @property
+    def largest_arriving_bytes(self) -> Ints:
+        """By stretch, the largest gradient as if autograd had it through all of backward."""
+        found: Ints = np.zeros(self.stretches, dtype=np.int64)
+        found[self.first_backward_stretch : -1] = _largest_arrival(self.trace)  # the step begins without
         return found
 
     def stretch(self, access: int) -> int:
