@@ -227,6 +227,7 @@ def test_process_stays_lean_and_works_without_transformers() -> None:
 import sys
 from elixir.errors import InputError
 from elixir.models.loading import build
+from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe, model_names
 assert len(model_names()) > 20 and describe("opt-175b").parameters > 174e9
 assert "transformers" not in sys.modules
