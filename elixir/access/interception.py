@@ -193,7 +193,7 @@ class Interception:
         scripts: bool = True,
         units: Collection[nn.Module] = (),
     ) -> None:
-        self._listener = listener
+        self._listener, self._removed = listener, False
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
         self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
@@ -265,6 +265,7 @@ class Interception:
 
     def remove(self) -> None:
         """Restores the classes of parameters and removes all hooks."""
+        self._removed = True
         self.leave_all()
         if self._scripts is not None:
             self._scripts()
@@ -297,6 +298,8 @@ class Interception:
             opened.end()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._removed:  # by a hook before this one, which corrected a plan: nothing would leave the module
+            return
         outer, hooks = innermost_saved_tensors_hooks(), None
         # Hooks of a module around this one serve this one, too.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
