@@ -25,7 +25,7 @@ QUEUED_S = 5e-3
 """Time of the runs on a CUDA device that follow each other without a wait, as the operators of a step do."""
 MOST_QUEUED = 50
 CACHES = 4
-"""Times the largest cache that is walked through: a server's may hold hundreds of MiB."""
+"""Times the caches of the last level that are walked through: a server's hold hundreds of MiB."""
 _MIN_S = 1e-9
 """A clock too coarse for the work would otherwise give zero, and an infinite rate."""
 

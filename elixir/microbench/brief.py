@@ -194,12 +194,10 @@ def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _R
 
 
 def call_s(device: torch.device) -> float:
-    """Seconds that the host takes to call an operator on `device`, of forward and backward."""
-    devices = [device] if device.type == "cuda" else []
-    operators = CUDA_BLOCK_OPERATORS if device.type == "cuda" else BLOCK_OPERATORS
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    """Seconds that the host takes to call an operator on a CUDA device, of forward and backward."""
+    with torch.random.fork_rng(devices=[device]), torch.enable_grad():
         few = torch.ones(1, LAUNCH_NUMEL, device=device, requires_grad=True)
-        calls = _Rate(lambda: _memory_bound(few), float(operators))
+        calls = _Rate(lambda: _memory_bound(few), float(CUDA_BLOCK_OPERATORS))
         calls.run()  # loads kernels
         for _ in range(CALL_TURNS):
             calls.turn(TURN_S)

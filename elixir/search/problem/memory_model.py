@@ -457,8 +457,8 @@ class MemoryModel:
         facts, with_them = self.work.facts, self.base + self.transient
         backward = facts.first_backward_stretch
         parts = [np.arange(backward), np.arange(backward, facts.stretches - 1), np.array([facts.stretches - 1])]
-        telling = [_above_all_later(self.base[part]) | _above_all_later(with_them[part]) for part in parts]
-        return self._over(np.concatenate([part[told] for part, told in zip(parts, telling, strict=True)]))
+        matters = [_above_all_later(self.base[part]) | _above_all_later(with_them[part]) for part in parts]
+        return self._over(np.concatenate([part[mask] for part, mask in zip(parts, matters, strict=True)]))
 
     @cached_property
     def filling(self) -> npt.NDArray[np.float32]:
