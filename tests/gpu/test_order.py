@@ -30,6 +30,7 @@ from tests.common.parity import MODES, Case, case, hf_loss, make_plan, mixed
 from tests.cuda_emulator import install
 from tests.cuda_emulator.races import HostAccesses, Races, watching
 from tests.unit.wrapper import test_swapping
+from tests.unit.wrapper.step.test_muon import optimizers as optimizers_with_muon
 from tests.unit.wrapper.step.test_overlap import states_on_host
 
 pytestmark = needs_pretended_gpu
@@ -123,6 +124,24 @@ def test_new_states_in_backward(homes: str, max_norm: float, monkeypatch: pytest
     it = on_cuda("opt")
     with watching(monkeypatch) as races:
         train(it, updating_early(it, homes, unified_dtype="bfloat16"), steps=4, max_norm=max_norm)
+    assert not races.found
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_matrices_share_a_room(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the host and compute both make matrices orthogonal in it."""
+    it = on_cuda("llama")
+    plan = plan_of(it, mode, optimizer_type="Muon")
+    with watching(monkeypatch) as races:
+        module = ElixirModule(it.model, plan, device="cuda")
+        optimizers = [ElixirOptimizer(module, each) for each in optimizers_with_muon(it.model, plan.matrices)]
+        for _ in range(2):
+            optimizers[0].backward(it.loss(module, it.inp))
+            for each in optimizers:
+                each.step()
+            for each in optimizers:
+                each.zero_grad()
+        module.close()
     assert not races.found
 
 

@@ -14,10 +14,10 @@ Several ranks exchange directions in between: each matrix has an owner, which ma
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -96,30 +96,22 @@ class MatrixRoom:
             options: of its group.
             weights: flat; they are changed.
         """
-        with self._lock:
-            if self._last is not None:
-                torch.cuda.current_stream().wait_event(self._last)  # the stream below may still use the room
+        with self._alone(None):
             direction = self._memory[: segment.slot.numel]
             rule.direction(*inputs, options, direction)
             rule.change(weights, self.turned(rule, segment.slot, options), segment.slot.shape, options)
-            if self._stream is not None:
-                self._last = torch.cuda.current_stream().record_event()
 
     def turn_staged(
         self, rule: type[MuonRule], segment: Segment, stage: torch.Tensor, options: Mapping[str, Any]
     ) -> torch.cuda.Event | None:
         """Makes the direction in a staging buffer orthogonal, in place; returns what to wait for, if anything."""
-        with self._lock, self._on_stream():
-            if self._stream is not None and self._last is not None:
-                self._stream.wait_event(self._last)  # compute may still use the room
+        with self._alone(self._stream):
             began = time.perf_counter()
             self._memory[: stage.numel()].copy_(stage, non_blocking=True)
             stage.copy_(self.turned(rule, segment.slot, options), non_blocking=True)
             if self._bytes_per_s is not None:
                 time.sleep(max(2 * stage.nbytes / self._bytes_per_s - (time.perf_counter() - began), 0))
-            if self._stream is not None:
-                self._last = self._stream.record_event()
-            return self._last
+        return self._last
 
     def turned(self, rule: type[MuonRule], slot: Slot, options: Mapping[str, Any]) -> torch.Tensor:
         """The direction in the first elements of the room made orthogonal, flat in the order of the chunk."""
@@ -137,8 +129,15 @@ class MatrixRoom:
         self._memory[: slot.numel].copy_(whole)
         whole.copy_(self.turned(rule, slot, options))
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)  # of None it is that of compute
+    @contextlib.contextmanager
+    def _alone(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Has the room alone, among threads and streams; without a stream, that of compute is meant."""
+        with self._lock, torch.cuda.stream(stream):
+            if self._last is not None:
+                torch.cuda.current_stream().wait_event(self._last)  # the other stream may still use the room
+            yield
+            if self._stream is not None:
+                self._last = torch.cuda.current_stream().record_event()
 
 
 class Exchange:

@@ -110,19 +110,17 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         after += settled(stage.uses.to_write())
     # The current hook: a checkpoint that begins later waits for this step and saves its result.
     step: Work = partial(_reporting, chunk, partial(shard.step, shard.states, inputs, staged), chunk.before_write)
+    begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
     read: Ticket | None = None
     if chunk.stored is not None:
         makes_states = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
         buffer, read = engine.window.begin_step(chunk.stored, makes_states=makes_states)
-        step = partial(chunk.stored.step, buffer, read, step)
+        step, begin = (partial(chunk.stored.step, buffer, read, work) for work in (step, begin))
         after.append(Settled(read))  # the read fills the buffer in which the step works
     if inputs.arrived or shard.states.turn is not None:
         engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
     if shard.states.turn is not None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
-        begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
-        if read is not None and chunk.stored is not None:
-            begin = partial(chunk.stored.step, buffer, read, begin)
         begun = lanes.host_adam.submit(begin, after=after)
         after = [lanes.network.submit(shard.states.turn, after=[begun])]  # which reads what `begin` writes
     stepped = lanes.host_adam.submit(step, after=after)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import elixir
 from benchmark.observe import observe
@@ -68,6 +69,12 @@ def actor_critic(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss * value.detach() + value
 
 
+def recomputed(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The whole policy runs again in backward, where its call is no pass."""
+    loss: torch.Tensor = checkpoint(lambda ids: models.policy(ids, labels=ids).loss, inp["labels"], use_reentrant=False)
+    return loss
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
 
@@ -98,7 +105,7 @@ def wrapped(step: Step, memory: str, accumulation: int = 1, **options: Any) -> t
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("step", [preference, distillation, pairs, actor_critic])
+@pytest.mark.parametrize("step", [preference, distillation, pairs, actor_critic, recomputed])
 def test_several_models_train_as_in_plain_pytorch(step: Step, memory: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = models(critic=step is actor_critic)
     expected = trained(plain, optimizer_of(plain), step, accumulation=2)
