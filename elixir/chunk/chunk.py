@@ -362,11 +362,6 @@ class Chunk:
         for ticket in (*self.home_uses.to_read(), *gathered):
             ticket.synchronize()  # this thread reads what the step writes
 
-    def follow(self, weights: torch.Tensor) -> None:
-        """Copies a shard of weights into the masters where they do not round to it; the masters must be in memory."""
-        if self.masters is not None:
-            _follow(self.masters, weights)
-
     def follow_writes(self) -> None:
         """Lets masters take the weights that were written to, which are no longer what their masters round to."""
         if self.masters is None:

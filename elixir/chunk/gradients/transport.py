@@ -141,14 +141,9 @@ class Transport:
         moved_bytes = home.nbytes if chunk.plan.update_home == "host" else 0
         self.moved.returned += moved_bytes
         self.moved.offloaded += moved_bytes
-        stale = gradient.parts_of(gradient.dropped)
-        gradient.dropped.clear()
-
         over_replicas = self._over_replicas(home.nbytes, what)
 
         def add_up() -> None:
-            for part in stale:
-                part.zero_()
             here = home.to(self._device, dtype)
             over_replicas(here, here)
             if here.data_ptr() != home.data_ptr():

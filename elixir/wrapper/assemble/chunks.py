@@ -168,7 +168,6 @@ def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
     if chunk.masters is not None and not has_masters:
         with old.at_hand(), chunk.at_hand(write=True):
             chunk.masters.copy_(shard if old.masters is None else old.masters)
-            chunk.follow(shard)
     if chunk.shard is not None:
         chunk.shard.copy_(shard)
     elif chunk.whole is not None and old.whole is not None:

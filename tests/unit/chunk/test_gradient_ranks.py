@@ -46,6 +46,10 @@ class Meeting:
         assert {name for name, _ in brought} == {what}
         return [each for _, each in brought]
 
+    def leave(self) -> None:
+        """Ends the meeting for all, since a rank has failed: nobody waits for it."""
+        self._barrier.abort()
+
 
 class RankOf(Group):
     """One rank of a meeting."""
@@ -263,6 +267,9 @@ class Training:
         self.flow.forget_counts()
         self.flow.clear()
         assert not self.flow.any_held()
+        for home in ("device", "host"):  # what was kept is counted no more
+            there = [each.memory for each in self.flow.by_chunk.values() if each.chunk.plan.update_home == home]
+            assert self.arena.parts(home).get("gradients", 0) == sum(memory.nbytes for memory in there)
 
     def check_bytes(self, backwards: Backwards) -> None:
         """Compares the bytes that were moved with those that a plan predicts."""
@@ -313,12 +320,35 @@ def test_ranks_send_a_complete_chunk_while_backward_goes_on() -> None:
         flow.settle()
         assert flow.extra_blocks == 0
 
-    on_ranks(2, train)
+    on_ranks(2, train, meeting)
     for training in trainings:
         training.lanes.close()
 
 
-def on_ranks(count: int, work: Callable[[int], None]) -> None:
+def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() -> None:
+    """Its copy leaves while backward goes on, rather than when somebody needs the block."""
+    case = Case(2, 1, 1, [HOMES[2]] * 2, [True] * 2, [], False, False, True)
+    training = Training(case, Meeting(2), 0)
+    flow, chunk = training.flow, training.chunks[0]
+    flow.reducing = False
+    flow.begin()
+    for number, slot in enumerate(chunk.slots):
+        flow.take(chunk, slot, torch.full(slot.shape, 1.0 + number))
+        flow.enter(0)
+        flow.enter(1)
+        gradient = flow.by_chunk[0]
+        is_last = slot is chunk.slots[-1]
+        assert (gradient.opened is None, gradient.kept is not None) == (is_last, is_last)
+    kept = flow.by_chunk[0].kept
+    assert kept is not None
+    for ticket in kept.uses.to_read():
+        ticket.synchronize()
+    assert [slot.part_of(kept.memory).tolist() for slot in chunk.slots] == [[1.0] * 5, [2.0] * 2, [3.0] * 4]
+    assert not training.completed, "nothing was sent"
+    training.lanes.close()
+
+
+def on_ranks(count: int, work: Callable[[int], None], meeting: Meeting) -> None:
     """Runs `work` on a thread for each rank; raises the first error."""
     errors: list[BaseException] = []
 
@@ -327,6 +357,7 @@ def on_ranks(count: int, work: Callable[[int], None]) -> None:
             work(rank)
         except BaseException as error:
             errors.append(error)
+            meeting.leave()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -349,7 +380,7 @@ def test_every_rank_ends_with_the_mean(first: int) -> None:
             for step in case.steps:
                 trainings[rank].step(step)
 
-        on_ranks(case.ranks, train)
+        on_ranks(case.ranks, train, meeting)
         assert len({tuple(training.group.issued) for training in trainings}) == 1
         measured += sum(training.measured for training in trainings)
         for training in trainings:

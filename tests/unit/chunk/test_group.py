@@ -206,6 +206,32 @@ def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results(3, work) == [[0.0, 1.0, 2.0]] * 3
 
 
+def test_ranks_find_out_while_those_between_them_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 part; what 1 and 3, each next to one of them, published before says nothing of it."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+    parted = {rank: threading.Event() for rank in range(4)}
+
+    def rank_of(rank: int) -> str:
+        group = Group()
+        if rank % 2 == 0:
+            time.sleep(0.2)  # the others wait, and publish where they are
+        group.exchange("begin", None)
+        if rank % 2:  # these are slow: they come when the others know
+            assert parted[0].wait(TIMEOUT_S)
+            assert parted[2].wait(TIMEOUT_S)
+        elif rank:
+            group.note("gather chunk 3")
+        with pytest.raises(RankError) as caught:
+            try:
+                group.exchange("step", None)
+            finally:
+                parted[rank].set()
+        return str(caught.value)
+
+    for text in results(4, rank_of):
+        assert "no longer do the same" in text
+
+
 def test_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     there = threading.Event()
