@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane, make_lanes
+from elixir.chunk.lanes import Emulation, Settled, StreamLane, ThreadLane, failure, is_reported, make_lanes
 from elixir.errors import InputError
 
 
@@ -72,6 +72,40 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
     assert ran == [2]
     lane.close()
     other.close()
+
+
+def test_an_error_counts_as_reported_once_it_is_raised_to_another_thread_than_a_lane(lane: ThreadLane) -> None:
+    error = RuntimeError("the work failed")
+
+    def fail() -> None:
+        raise error
+
+    other = ThreadLane("other")
+    ticket = other.submit(lambda: None, after=[lane.submit(fail)])
+    assert failure(ticket) is error
+    settled = Settled(ticket)
+    settled.wait()
+    settled.synchronize()
+    assert settled.failed
+    assert not is_reported(error)
+    with pytest.raises(RuntimeError, match="the work failed"):
+        ticket.wait()
+    assert is_reported(error)
+    lane.close()
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["wait", "synchronize", "failed"])
+def test_settled_work_is_waited_for(lane: ThreadLane, how: str) -> None:
+    gate, ran = threading.Event(), list[int]()
+    ticket = Settled(lane.submit(lambda: (gate.wait(), ran.append(1))))
+    assert not ticket.done()
+    threading.Timer(0.02, gate.set).start()
+    found = getattr(ticket, how)
+    assert not (found if how == "failed" else found())
+    assert ran == [1]
+    assert ticket.done()
+    lane.close()
 
 
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
@@ -268,6 +302,32 @@ def test_work_of_a_stream_is_done_when_its_event_is_over(cuda: FakeStream, monke
         assert ticket.done() is over
     lane.close()
     host.close()
+
+
+def test_a_stream_lane_ends_with_what_still_waits_for_the_host(cuda: FakeStream) -> None:
+    """Its thread issues that, and stops; the caller then frees the blocks that the stream has used."""
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    told, gate = lane._stream.told, threading.Event()
+    before = set(threading.enumerate())
+    lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
+    (issuer,) = set(threading.enumerate()) - before
+    threading.Timer(0.05, gate.set).start()
+    lane.close()
+    assert told[-2:] == ["after the host", "synchronize"]
+    assert not issuer.is_alive()
+    host.close()
+
+
+def test_the_host_waits_for_an_event_of_a_stream(cuda: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`synchronize` is for the thread that calls it, `wait` for compute."""
+    lane, waited = StreamLane(torch.device("cuda", 0)), list[str]()
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda self: waited.append(self.what), raising=False)
+    ticket = lane.submit(lambda: lane._stream.told.append("copy"))
+    assert not waited
+    ticket.synchronize()
+    assert waited == ["copy"]
+    assert cuda.told == []
+    lane.close()
 
 
 def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
