@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import mmap
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros
+from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros
+from elixir.errors import StateError
 from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -31,6 +36,42 @@ def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
         if part.chunk.plan.state_home != "host":
             continue
         yield from (tensor for _, tensor, _ in part.states.memory())
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that refuses has its error taken, which the next kernel would raise otherwise."""
+    told: list[tuple[Any, ...]] = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *args: told.append(("pin", *args)) or status,
+        cudaHostUnregister=lambda address: told.append(("unpin", address)),
+    )
+    ordinary = torch.zeros
+
+    def zeros(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        if device == "cuda":
+            told.append(("kernel",))
+            raise RuntimeError("CUDA error: out of memory")
+        return ordinary(*args, device=device, **options)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(told.append(("on", device))))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    device = torch.device("cuda", 1)
+    if status:
+        with pytest.raises(StateError, match=r"pinning 1000 bytes of host memory failed with CUDA error 2: .*ulimit"):
+            pinned_zeros(1000, device)
+        assert [what for what, *_ in told] == ["on", "pin", "kernel"]
+        return
+    part = pinned_zeros(1000, device)[10:20]
+    assert not part.any()
+    first = part.data_ptr() - 10
+    assert told == [("on", device), ("pin", first, 1000, PORTABLE)]
+    del part
+    gc.collect()
+    assert told[2:] == [("unpin", first)]
 
 
 @linux
