@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -348,6 +348,39 @@ def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() 
     training.lanes.close()
 
 
+@pytest.mark.parametrize(
+    ("ordered", "sent"), [((True, True, False), ()), ((True, False, False), ()), ((True, True, True), (0,))]
+)
+def test_if_all_blocks_are_taken_what_comes_late_leaves_its_own(
+    ordered: tuple[bool, ...], sent: tuple[int, ...]
+) -> None:
+    """Of two blocks; what other ranks wait for stays, and no further block is made."""
+    case = Case(2, 1, 1, [HOMES[2]] * 3, list(ordered), [], False, False, False)
+    meeting = Meeting(2)
+    trainings = [Training(case, meeting, rank) for rank in range(2)]
+
+    def train(rank: int) -> None:
+        flow, chunks = trainings[rank].flow, trainings[rank].chunks
+        flow.begin()
+        for number in sent:  # complete, and gone; then more comes
+            for slot in chunks[number].slots:
+                flow.take(chunks[number], slot, torch.ones(slot.shape))
+            flow.enter(0)
+        late = [*sent, *(number for number, there in enumerate(ordered) if not there)]
+        waiting = [number for number in range(3) if number not in late]
+        for number in (*waiting[:1], *late, *waiting[1:]):
+            flow.take(chunks[number], chunks[number].slots[0], torch.ones(chunks[number].slots[0].shape))
+        kept = [number for number in range(3) if flow.by_chunk[number].kept is not None]
+        assert kept == late[:1]
+        assert flow.extra_blocks == 0
+        flow.flush()
+        flow.settle()
+
+    on_ranks(2, train, meeting)
+    for training in trainings:
+        training.lanes.close()
+
+
 def on_ranks(count: int, work: Callable[[int], None], meeting: Meeting) -> None:
     """Runs `work` on a thread for each rank; raises the first error."""
     errors: list[BaseException] = []
@@ -368,10 +401,9 @@ def on_ranks(count: int, work: Callable[[int], None], meeting: Meeting) -> None:
         raise error
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_every_rank_ends_with_the_mean(first: int) -> None:
+def check_means(seeds: Sequence[int]) -> None:
     measured = 0
-    for seed in range(first, first + 10):
+    for seed in seeds:
         case = drawn(seed)
         meeting = Meeting(case.ranks)
         trainings = [Training(case, meeting, rank) for rank in range(case.ranks)]
@@ -386,3 +418,18 @@ def test_every_rank_ends_with_the_mean(first: int) -> None:
         for training in trainings:
             training.lanes.close()
     assert measured
+
+
+_SEEDS = range(60)
+_OF_REPLICAS = [seed for seed in _SEEDS if drawn(seed).replicas > 1]
+_OTHERS = [seed for seed in _SEEDS if seed not in _OF_REPLICAS]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_replica_ends_with_the_mean(part: int) -> None:
+    check_means(_OF_REPLICAS[part::2])
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_every_rank_ends_with_the_mean(part: int) -> None:
+    check_means(_OTHERS[part::5])

@@ -73,9 +73,9 @@ def test_memory_is_free_once_the_copy_to_the_host_is_over(moving: Moving) -> Non
     held: list[SentTensor] = []
     assert waits_for(moving.lanes.offload, lambda: held.append(moving.sent()), lambda: held[0].arrived())
     held.clear()
-    assert waits_for(
-        moving.lanes.offload, lambda: held.append(moving.sent()), lambda: moving.buffers.drop(SWAPPED)
-    ), "the buffer is still written to"
+    assert waits_for(moving.lanes.offload, lambda: held.append(moving.sent()), lambda: moving.buffers.drop(SWAPPED)), (
+        "the buffer is still written to"
+    )
 
 
 @pytest.mark.parametrize("how", ["used", "forgotten", "let go of", "buffer dropped"])
