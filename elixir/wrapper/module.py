@@ -514,6 +514,7 @@ class ElixirModule(nn.Module):
             return
         if engine.has_plan:
             engine.refuse_inside("close()")
+            engine.refuse_in_pass("close()")
             if engine.uses.gathered:
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()

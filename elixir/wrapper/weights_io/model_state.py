@@ -207,9 +207,17 @@ class ModelState:
         return self._gathered[1]
 
     def _take(
-        self, module: nn.Module, original: Callable[..., None], state: dict[str, Any], prefix: str, *rest: Any
+        self,
+        module: nn.Module,
+        original: Callable[..., None],
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         """Loads one module: gives its parameters separate memory, then copies what was loaded home."""
+        if metadata.get("assign_to_params_buffers"):
+            raise InputError("assign=True would give the parameters other memory; leave it out")
         own = [
             self._places[parameter]
             for parameter in dict.fromkeys(module._parameters.values())
@@ -217,11 +225,9 @@ class ModelState:
         ]
         self._refuse_shown(module, state, prefix)
         if not own:
-            original(state, prefix, *rest)
+            original(state, prefix, metadata, *rest)
             return
         self._engine.refuse_inside("load_state_dict()")
-        if rest and isinstance(rest[0], dict) and rest[0].get("assign_to_params_buffers"):
-            raise InputError("assign=True would give the parameters other memory; leave it out")
         self._engine.settle_quietly()
         self._engine.take_back((chunk, chunk.slots) for chunk in {chunk.index: chunk for chunk, _ in own}.values())
         memory: list[torch.Tensor] = []
@@ -234,7 +240,7 @@ class ModelState:
         before = [slot.parameter._version for _, slot in own]
         self._uses.loading = True
         try:
-            original(state, prefix, *rest)
+            original(state, prefix, metadata, *rest)
         finally:
             self._uses.loading = False
             given = list(zip(own, before, memory, strict=True))
