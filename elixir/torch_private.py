@@ -101,6 +101,23 @@ def while_nothing_compiles() -> Any:
     return getattr(loaded, "compile_lock", None) or nullcontext()
 
 
+@contextmanager
+def as_compiling() -> Iterator[None]:
+    """`torch.compiler.is_compiling` says here that something compiles, as it does in what Dynamo records.
+
+    Under `while_nothing_compiles`. A PyTorch without the flag goes on saying what it does.
+    """
+    was = getattr(torch.compiler, "_is_compiling_flag", None)
+    if was is None:
+        yield
+        return
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was
+
+
 @functools.cache
 def keep_cuda_guard() -> None:
     """Gives a build with CUDA, on a machine without a device, a guard for tensors said to lie on one, which stays.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from elixir.torch_private import Draws, tree_flatten, tree_leaves
+from elixir.torch_private import Draws, as_compiling, tree_flatten, tree_leaves
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Size, strides and dtype of a tensor, and whether it requires a gradient."""
@@ -49,7 +49,8 @@ class JointGraph:
     _recorded: tuple[torch.fx.GraphModule, list[Any]] | None = None
 
     def _flat(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        found, self.form = tree_flatten(self.call(tensors))
+        with as_compiling():
+            found, self.form = tree_flatten(self.call(tensors))
         return tuple(found)
 
     def _look(self) -> None:

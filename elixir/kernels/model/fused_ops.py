@@ -136,11 +136,15 @@ def outline_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """PyTorch's own, which on CUDA is one kernel forward and one or two backward.
 
-    Elsewhere, meta included, PyTorch composes it of operators that keep as much as the plain form does.
+    Elsewhere, meta included, PyTorch composes it of operators that keep as much as the plain form does. On meta this is
+    the outline of the kernel; in a graph for a compiler, its operator.
     """
-    if x.is_meta:
+    if not x.is_meta:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if not torch.compiler.is_compiling():
         return outline_rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    output: torch.Tensor = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)[0]
+    return output
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
+from elixir.kernels.model.fused_ops import torch_rms_norm
 from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer import generated_code
@@ -177,8 +178,15 @@ class Composed(Layer):
         return super().forward(x)
 
 
+class FusedNorm(Normed):
+    """The norm as the planner has it run: by a kernel for a CUDA device, of which tracing has an outline."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        return Layer.forward(self, torch_rms_norm(x, self.norm.weight, 1e-6))
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("layer", [Composed, Normed])
+@pytest.mark.parametrize("layer", [FusedNorm, Composed, Normed])
 def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_same(layer: type[Layer]) -> None:
     def kept(hardware: str) -> list[int]:
         found = traced(made_of(layer), hardware=hardware, rows=256)
