@@ -6,14 +6,15 @@
 ``DIR`` is the folder of `benchmark/gpu_proof.py`, whose ``hardware.json`` plans are made for. The cases trace and plan
 side by side, each in its own process, and then have the device one after the other. All are of one model on one long
 sequence, in two budgets: states on the device, where moving pays little, and on the host. Those of one budget train the
-same weights on the same tokens: see `unequal`. Case `t5` compares compiled with other layers: loss, gradients, and peaks
-with those predicted. Appends a row for each case to ``DIR/activations.jsonl``, a failed one with the reason; fails if one
-failed or losses differ.
+same weights on the same tokens: see `unequal`. Case `t5` compares compiled with other layers: gradients with those in
+float64, and peaks with those predicted. Appends a row for each case to ``DIR/activations.jsonl``, a failed one with the
+reason; fails if one failed or losses differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -67,7 +68,8 @@ _WAYS: dict[str, dict[str, Any]] = {
 """Every layer runs again; what is kept is chosen; what is kept or moved is chosen; the same of compiled layers."""
 _CASES = (("again", 0), ("kept", 0), ("auto", 1), ("compiled", 0), ("kept", 1), ("again", 1))
 TOLERANCE = 1e-3
-"""The part of its norm by which a gradient of compiled layers in float32 may differ."""
+"""The part of its norm by which a gradient of compiled layers in float32 may differ from that in float64; or twice as
+much as without compiled layers."""
 
 
 def cases(place: Place) -> dict[str, dict[str, Any]]:
@@ -175,40 +177,34 @@ def compared(options: dict[str, Any], place: Place, ready: Callable[[], None]) -
     Filling(model, place.device, torch.float32).fill(model, place.device)
     batch = {key: value.to(place.device) for key, value in batch.items()}
 
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
-        loss.backward()
-        return loss.detach()
-
-    gradients: dict[bool, dict[str, torch.Tensor]] = {}
+    exact = _gradients(copy.deepcopy(model).double(), batch)
+    off: dict[bool, dict[str, float]] = {}
     for compile in (False, True):
         started = time.perf_counter()
         with layers_compiled(model, compile, keep=True):
             for _ in range(2):
-                model.zero_grad(set_to_none=True)
-                step()
+                _gradients(model, batch)
         row[f"{names[compile]}_first_steps_s"] = round(time.perf_counter() - started, 2)
-        model.zero_grad(set_to_none=True)
         place.reset_peaks()
-        row[f"{names[compile]}_loss"] = float(step())
+        found = _gradients(model, batch)
         measured = place.peaks().get("max_allocated_bytes")
         if measured:
             row[f"{names[compile]}_measured_bytes"] = measured
             predicted = row.get(f"{names[compile]}_predicted_bytes", 0)
             row[f"{names[compile]}_percent"] = 100 * (predicted / measured - 1)
-        gradients[compile] = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    off = {
-        name: float((gradients[True][name] - plain).norm() / plain.norm())
-        for name, plain in gradients[False].items()
-        if name in gradients[True]
-    }
-    row["lacking_gradients"] = sorted(gradients[False].keys() ^ gradients[True].keys())
-    worst = max(off, key=lambda name: off[name])
-    row |= {"worst_gradient": worst, "worst_gradient_off": off[worst]}
-    if row["lacking_gradients"] or not off[worst] <= TOLERANCE:
-        far = {name: value for name, value in off.items() if not value <= TOLERANCE}
-        return {**row, "status": "differs", "why": f"gradients differ: {far}, lacking: {row['lacking_gradients']}"}
-    return row
+        off[compile] = {name: float((found[name].double() - each).norm() / each.norm()) for name, each in exact.items()}
+    worst = max(exact, key=lambda name: off[True][name])
+    row |= {"worst_gradient": worst, "worst_gradient_off": off[True][worst], "plain_gradient_off": off[False][worst]}
+    far = {name: each for name, each in off[True].items() if not each <= max(TOLERANCE, 2 * off[False][name])}
+    return {**row, "status": "differs", "why": f"gradients are far from those in float64: {far}"} if far else row
+
+
+def _gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of one step, on the host; the model has none afterwards."""
+    default_step(model, batch)
+    found = {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def run_case(name: str, place: Place, ready: Callable[[], None]) -> Row:
@@ -308,6 +304,7 @@ def main(given: list[str] | None = None) -> int:
     until_s = time.monotonic() + args.seconds
     if args.rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("ELIXIR_COMPILE", "0")  # compiling takes longer than all toys
     if not args.rehearse and not args.case and not torch.cuda.is_available():
         print("no CUDA device here; --rehearse runs toys on the CPU", file=sys.stderr)
         return 2

@@ -54,7 +54,7 @@ done
 
 # A machine that is lent may have no network, and must not look for one. The kernel of CPU Adam is kept with the results;
 # where DeepSpeed is installed, it compiles once.
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo ELIXIR_COMPILE=0
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/out/extensions}
 if [ "$toy" = emulated ]; then  # which takes a minute to compile
     mkdir -p "$work/cache" && ln -sfn "${XDG_CACHE_HOME:-$HOME/.cache}/elixir-tests" "$work/cache/elixir-tests"

@@ -135,6 +135,7 @@ def main(given: list[str] | None = None) -> int:
         return _probed(args) if args.probe else prove(args, args.out or Path("out/gpu_proof"), deadline_s)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("ELIXIR_COMPILE", "0")  # compiling takes longer than all toys
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores cost seconds a step
     if args.probe:
         return _probed(args)

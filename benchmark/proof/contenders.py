@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,7 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
         raise NotRun("DeepSpeed is not rehearsed: it wants a CUDA device")
     import deepspeed as ds
 
+    os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for, next to the group that there is
     model = on_meta(options)
     _needs_host(model, place, pins_each=False)
     _join_group(place)

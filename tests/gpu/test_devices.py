@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Make] = {
     "default": lambda p: torch.optim.AdamW(p),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
     "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-    "rate on the host": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "rate on the host": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
     "rate on the device": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), foreach=False),
 }
 
