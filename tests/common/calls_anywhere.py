@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -20,7 +21,17 @@ from tests.common.made_up_runs import Program, ids_of, loss_of, norm_of
 from tests.common.recording import plain
 
 Calls = dict[str, Callable[[], Any]]
-WRITES = ("written", "gathered to write", "load", "load inside", "nothing to load", "load states", "rehome", "save")
+WRITES = (
+    "written",
+    "clear states",
+    "gathered to write",
+    "load",
+    "load inside",
+    "nothing to load",
+    "load states",
+    "rehome",
+    "save",
+)
 """They change weights, which a backward to come has saved."""
 
 
@@ -54,6 +65,9 @@ class CallsAnywhere:
             "as it is": lambda: module.to(self.program.run.dtype),
             "more parameters": lambda: first.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
             "a state": lambda: first.state[net.head.weight],
+            "a state set": lambda: first.state.update({net.head.weight: {}}),
+            "a state gone": lambda: first.state.pop(net.head.weight),
+            "a state there": lambda: net.head.weight in first.state,
             "states there": lambda: len(first.state),
             "assigned": lambda: module.load_state_dict(self.weights, assign=True),
             "assigned inside": lambda: net.load_state_dict(self.weights, assign=True),
@@ -79,6 +93,8 @@ class CallsAnywhere:
             "save": lambda: save_checkpoint(folder, {"model": module, "first": first}, wait=True),
             "no_sync": self.silent,
             "rehome": lambda: module.rehome(self.program.run.other),
+            "clear states": first.state.clear,
+            "clip all strictly": lambda: module.clip_grad_norm_(1.0, error_if_nonfinite=True),
             "clip all": lambda: module.clip_grad_norm_(1.0),
             "clip": lambda: first.clip_grad_norm_(2.0),
             "zeros": lambda: first.zero_grad(set_to_none=False),
@@ -121,7 +137,7 @@ class CallsAnywhere:
     def moments(self) -> Iterator[str]:
         """Gets to one moment after the other, tries all there, and trains on."""
         module, net, first = self.module, self.net, self.first
-        clips = ("clip", "clip all") if len(self.program.optimizers) > 1 else ()
+        clips = ("clip", "clip all", "clip all strictly") if len(self.program.optimizers) > 1 else ()
         inside: Calls = {"zero": module.zero_grad, "close": module.close}
         self.tried("before the first step")
         yield "before the first step"
@@ -198,7 +214,9 @@ class CallsAnywhere:
         yield "after a load in part"
 
     def after_the_end(self) -> None:
-        """Closes the model, and tries all once more."""
+        """Closes the model, on several ranks after an error, and tries all once more."""
+        with contextlib.suppress(ArithmeticError):
+            self.loss(fails=self.program.run.ranks > 1)
         self.module.close()
         ends = {"step": self.first.step, "settle": self.module.settle, "close": self.module.close}
         self.tried("after close", more=ends)

@@ -34,7 +34,7 @@ from tests.common.in_files import HARDWARE
 from tests.common.one_pass import plan_for
 from tests.common.recording import Recorder, plain
 
-WORDS, WIDTH, ROWS = 24, 8, 3
+WORDS, WIDTH, RANKS_WIDTH, ROWS = 24, 8, 24, 3
 HOMES = (
     (True, "device", "device"), (False, "host", "host"), (True, "device", "host"), (False, "device", "device"),
     (False, "device", "host"), (False, "host", "disk"), (True, "device", "disk"), (False, "device", "disk"),
@@ -70,12 +70,12 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Words to words; a head that may be tied, a layer that may be frozen, one that a step may leave out."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, width: int = WIDTH) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(WIDTH, draw.random() < 0.3) for _ in range(draw.choice((2, 3))))
-        self.expert = Layer(WIDTH, checkpointed=False)
-        self.head = nn.Linear(WIDTH, WORDS, bias=draw.random() < 0.5)
+        self.words = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Layer(width, draw.random() < 0.3) for _ in range(draw.choice((2, 3))))
+        self.expert = Layer(width, checkpointed=False)
+        self.head = nn.Linear(width, WORDS, bias=draw.random() < 0.5)
         if draw.random() < 0.4:
             self.head.weight = self.words.weight
         if draw.random() < 0.4:
@@ -124,16 +124,17 @@ class Run:
 
     @classmethod
     def of(cls, name: str) -> Run:
-        draw = random.Random(name)
+        draw, together = random.Random(name), name.startswith("ranks")  # these have parts of each parameter
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = Net(draw)
+            model = Net(draw, RANKS_WIDTH if together else WIDTH)
         ranks, kind = draw.choice((1, 1, 1, 2)), draw.choice(("AdamW", "AdamW", "AdamW", "SGD", "Adagrad", "Muon"))
+        ranks = 2 if together else ranks
         dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
         moments = draw.choice(("float32", "float32", "bfloat16", "8bit")) if kind == "AdamW" else "float32"
         optimizers = draw.choice((1, 1, 1, 2)) if kind != "Muon" else 2
         options: dict[str, Any] = {"unified_dtype": dtype, "moments": moments, "optimizer_type": kind}
-        if draw.random() < 0.2:
+        if draw.random() < 0.2 and not together:
             return cls.in_passes(draw, model, moments=moments, optimizer_type=kind)
         plan = simple_search(
             model,
@@ -156,6 +157,7 @@ class Run:
             predicted=replace(plan.predicted, range_s=None),  # no step is said to be slow
         )
         actions = [tuple(draw.sample(sorted(ACTIONS), draw.choice((0, 1, 2, 3)))) for _ in range(4)]
+        actions = WITH_STATES if together else actions
         options = {"prefetch": draw.random() < 0.8, "output_fp32": draw.random() < 0.3}
         options |= {"use_fused_kernels": draw.random() < 0.2, "reduce_always_fp32": draw.random() < 0.5}
         return cls(
@@ -444,6 +446,12 @@ ACTIONS: dict[str, Callable[[Program], Any]] = {
     "clip": lambda program: None,
     "zeros": lambda program: None,
 }
+
+
+WITH_STATES: list[tuple[str, ...]] = [
+    ("after: read states", "after: rehome"), ("after: save", "no expert"), ("after: load states", "between: show"),
+    ("before: save", "after: rehome", "clip"), ("after: load", "after: rehome again", "after: save"),
+]  # fmt: skip
 
 
 class FreeBytes(threading.local):

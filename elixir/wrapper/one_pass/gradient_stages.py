@@ -153,9 +153,7 @@ class GradientStages:
         before = self._before.pop(parameter, None)
         return [] if before is None else [before]
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if not isinstance(parameter, nn.Parameter) or parameter.grad is None:
-            return
+    def _arrived(self, parameter: Any) -> None:
         if self.keeps(parameter, parameter.grad):
             parameter.grad = None
         elif parameter in self._before:

@@ -9,8 +9,6 @@ from torch import nn
 
 from elixir.errors import InputError
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
-
 
 class ModuleState:
     """The tensors that modules hold next to their parameters, as they are when this is made.
@@ -46,8 +44,7 @@ def refuse_statistics(layers: Mapping[str, nn.Module]) -> None:
     """
     for name, layer in layers.items():
         for inner, module in layer.named_modules(prefix=name):
-            tracks = isinstance(module, _NORMS) and getattr(module, "track_running_stats", False)
-            if tracks and module.training:
+            if module.training and getattr(module, "track_running_stats", False):
                 raise InputError(
                     f"{inner} updates running statistics in forward, which several micro-batches in one pass do in "
                     "another order than a loop; call eval() on that module, or plan with pass_size=1"

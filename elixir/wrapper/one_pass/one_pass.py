@@ -163,10 +163,10 @@ class OnePass:
 
     def _called(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a layer, on the thread of a micro-batch once it is its turn; elsewhere at once."""
-        here = MicroBatch.here()
-        course = next((course for course in self._courses if course.call is here), None)
-        if here is None or course is None or not torch.is_grad_enabled():
+        course = next((course for course in self._courses if course.call is MicroBatch.here()), None)
+        if course is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        here = course.call
         args, kwargs = with_own_caches(args, kwargs)
         times = course.times[number] = course.times.get(number, 0) + 1
         here.has_left_layer = False

@@ -98,13 +98,13 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device, self._other, cuda = device, None, device.type == "cuda"
         if seed is None:
             self._cpu = torch.get_rng_state()
-            self._other = None if self._device is None else torch.cuda.get_rng_state(self._device)
+            self._other = torch.cuda.get_rng_state(device) if cuda else None
         else:
             self._cpu = torch.Generator("cpu").manual_seed(seed).get_state()
-            self._other = None if self._device is None else torch.Generator(device).manual_seed(seed).get_state()
+            self._other = torch.Generator(device).manual_seed(seed).get_state() if cuda else None
 
     @classmethod
     def drawn(cls, device: torch.device) -> RandomState:
@@ -114,5 +114,5 @@ class RandomState:
     def restore(self) -> None:
         """Makes these the present states."""
         torch.set_rng_state(self._cpu)
-        if self._device is not None and self._other is not None:
+        if self._other is not None:
             torch.cuda.set_rng_state(self._other, self._device)

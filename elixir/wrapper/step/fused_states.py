@@ -142,17 +142,14 @@ class FusedStates(States):
             return {COPIED}
         if self._kind != "float32" or gradients is None:
             return {self._step_run([segment], gradient, factor, weight_out, into) for segment, gradient in arrived}
-        forms = set()
         here = {id(segment) for segment, _ in arrived}
-        run: list[Segment] = []
-        for segment in [*self.segments, None]:
-            joins = segment is not None and id(segment) in here
-            if run and not (joins and segment is not None and self._joins(run[-1], segment)):
-                forms.add(self._step_run(run, gradients[_part(run)], factor, weight_out, into))
-                run = []
-            if joins and segment is not None:
-                run.append(segment)
-        return forms
+        runs: list[list[Segment]] = []
+        for segment in (segment for segment in self.segments if id(segment) in here):
+            if runs and self._joins(runs[-1][-1], segment):
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        return {self._step_run(run, gradients[_part(run)], factor, weight_out, into) for run in runs}
 
     def _joins(self, one: Segment, other: Segment) -> bool:
         adjacent = other.place == one.place + 1

@@ -1,0 +1,207 @@
+"""Values that few programs have: outputs without numbers, options that are tensors, states that are None."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.chunk.lanes import Emulation
+from elixir.errors import InputError
+from elixir.optimizer_states import DIRECTION_BYTES
+from elixir.search import simple_search
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.assemble.chunks import compute_device
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.elementwise import same_options
+from tests.common.failing import rehoming_for_good
+from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
+from tests.common.parity import Case, case, make_plan
+from tests.common.rank_threads import on_ranks
+from tests.unit.wrapper.step.test_muon import optimizers as with_muon
+from tests.unit.wrapper.test_one_pass_traps import Layer, seeded
+
+
+class Talking(nn.Module):
+    """Gives numbers of several kinds, and words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.inner(x)
+        return {"loss": y.square().mean(), "places": y.argmax(-1), "said": "words", "nothing": None, "count": 3}
+
+
+def test_only_floating_outputs_are_widened() -> None:
+    model, x = Talking(), torch.randn(2, 4)
+    plan = simple_search(
+        model, 1, inp={"x": x}, step_fn=lambda m, inp: m(**inp)["loss"].backward(), unified_dtype=torch.bfloat16
+    ).plan
+    module = ElixirModule(model, plan, device="cpu", output_fp32=True)
+    found = module(x)
+    assert found["loss"].dtype == torch.float32
+    assert found["places"].dtype == torch.int64
+    assert (found["said"], found["nothing"], found["count"]) == ("words", None, 3)
+    module.close()
+
+
+def test_a_device_is_the_one_that_was_named_or_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for given, found in ((None, 1), ("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)):
+        assert compute_device(given) == torch.device("cuda", found)
+    assert compute_device("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="'cuda:2' was asked for, but there are 2, from 'cuda:0' on"):
+        compute_device("cuda:2")
+
+
+def test_options_are_the_same_if_all_their_values_are() -> None:
+    lr = torch.tensor(0.5)
+    for one, other, same in (
+        ({"lr": lr}, {"lr": torch.tensor(0.5)}, True),
+        ({"lr": lr}, {"lr": torch.tensor(0.25)}, False),
+        ({"lr": lr}, {"lr": 0.5}, True),
+        ({"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": 0.5, "betas": (0.9, 0.95)}, False),
+        ({"lr": 0.5}, {"lr": 0.5, "eps": 0.1}, False),
+    ):
+        assert same_options(one, other) is same
+
+
+def test_no_update_is_kept_whose_factor_nobody_has_read() -> None:
+    """A factor on a device is compared with none: the thread that steps would wait for it."""
+    read, unread = Inputs([], None, 1.0, [], 0, 0), Inputs([], None, torch.tensor(1.0), [], 0, 0)
+    assert read.equal(Inputs([], None, 1.0, [], 0, 0))
+    assert not read.equal(Inputs([], None, 1.0, [], 0, 1))
+    assert not read.equal(Inputs([], None, 1.0, [{"lr": 1.0}], 0, 0))
+    assert not read.equal(unread)
+    assert not unread.equal(read)
+
+
+def linear() -> Case:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Case(nn.Linear(8, 8), {"input": torch.ones(2, 8)}, lambda model, inp: model(**inp).square().mean())
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_zeros_before_the_first_step_are_no_states(mode: str) -> None:
+    it = linear()
+    module = ElixirModule(it.model, make_plan(it, mode), device="cpu", use_fused_kernels=True)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), init_step=True)
+    assert optimizer.state_dict()["state"] == {}
+    assert len(optimizer.state) == 0
+    optimizer.backward(it.loss(module, it.inp))
+    optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1.0}
+    module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_states_that_are_none_are_loaded_as_none(mode: str) -> None:
+    """So torch's SGD saves a momentum that no step has made."""
+    it, momentum = linear(), torch.full((8,), 0.5)
+    plain = copy.deepcopy(it.model)
+    module = ElixirModule(it.model, make_plan(it, mode, optimizer_type="SGD"), device="cpu")
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    mine = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    state = theirs.state_dict() | {"state": {0: {"momentum_buffer": None}, 1: {"momentum_buffer": momentum}}}
+    heard: list[Any] = []
+    mine.register_state_dict_pre_hook(heard.append)
+    for optimizer, model in ((theirs, plain), (mine, module)):
+        optimizer.load_state_dict(copy.deepcopy(state))
+        it.loss(model, it.inp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in plain.state_dict().items())
+    found, expected = (
+        {at: state["momentum_buffer"] for at, state in each.state_dict()["state"].items()} for each in (mine, theirs)
+    )
+    assert all(torch.equal(value, found[at]) for at, value in expected.items())
+    assert heard == [mine]
+    module.close()
+
+
+class Unbiased(Layer):
+    """Normalises by what it gets, and keeps nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_norms_without_statistics_take_several_micro_batches() -> None:
+    steps, make = vectors(2, steps=1), seeded(lambda: Stack([Unbiased(), Unbiased()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+
+
+def test_as_many_threads_as_cores_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    it = linear()
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    cores = engine_of(module).host_share.all_cores
+    with caplog.at_level(logging.WARNING):
+        assert ElixirOptimizer(module, torch.optim.SGD(module.parameters()), host_threads=cores).host_threads == cores
+    assert "host_threads=" not in caplog.text
+    module.close()
+
+
+def test_matrices_of_the_host_cross_an_emulated_link_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    it, speed = case("llama"), 1e9
+    plan = make_plan(it, "streamed", optimizer_type="Muon")
+    module = ElixirModule(it.model, plan, device="cpu", debug=Debug(emulation=Emulation(bytes_per_s=speed)))
+    optimizers = [ElixirOptimizer(module, each) for each in with_muon(it.model, plan.matrices)]
+    it.loss(module, it.inp).backward()
+    module.settle()
+    slept.clear()
+    for each in optimizers:
+        each.step()
+    module.settle()
+    shapes = [value.numel() for name, value in it.model.named_parameters() if name in set(plan.matrices)]
+    assert {2 * numel * DIRECTION_BYTES / speed for numel in shapes} <= set(slept)
+    module.close()
+
+
+def test_a_model_that_can_move_neither_way_is_given_back(tmp_path: Path) -> None:
+    rehoming_for_good(tmp_path, 0, 1, "zeros", ("disk", "memory"))
+
+
+def test_ranks_with_different_options_step_nothing() -> None:
+    def work(rank: int) -> list[str]:
+        it = linear()
+        plan = simple_search(it.model, 2, inp=it.inp, step_fn=lambda m, inp: it.loss(m, inp).backward()).plan
+        module = ElixirModule(it.model, plan, device="cpu")
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+        said = []
+        for lr in (0.1 + rank * 1e-12, 0.1 + rank * 1e-6):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.backward(it.loss(module, it.inp))
+            before = module.state_dict()
+            try:
+                optimizer.step()
+            except InputError as error:
+                said.append(str(error))
+            said.append(str(all(torch.equal(each, before[name]) for name, each in module.state_dict().items())))
+            module.zero_grad()
+        module.close()
+        return said
+
+    for found in on_ranks(2, work):
+        stepped, message, same = found
+        assert (stepped, same) == ("False", "True")
+        assert "lr of group 0 is 0.1 on rank 0, 0.100001 on rank 1; nothing was stepped" in message, message
