@@ -96,6 +96,8 @@ def test_any_range_is_read_across_spans_and_files(tmp_path: Path, world_size: in
             reader.read("weight/v")
         with pytest.raises(InputError, match="float32"):
             reader.read_into("weight/w", 0, torch.empty(3))
+        with pytest.raises(InputError, match=r"contiguous tensor in host memory is needed, found cpu, strides \(2,\)"):
+            reader.read_into("weight/w", 0, torch.empty(6, dtype=tensor.dtype)[::2])
 
 
 def test_a_flipped_bit_is_found_by_whoever_reads_its_span_and_by_no_other(tmp_path: Path) -> None:

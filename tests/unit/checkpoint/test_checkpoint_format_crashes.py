@@ -15,6 +15,7 @@ import torch
 
 from elixir.checkpoint_format.commit import abandon, commit, read_index, remove_checkpoint, remove_stale, settle
 from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.run_folders import newest_checkpoints
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.checkpoint_format.slice_reader import verify
@@ -279,10 +280,12 @@ def test_a_disk_that_cannot_be_read_is_no_damaged_checkpoint(tmp_path: Path) -> 
 
     class Broken(Files):
         def call(self, operation, path, function, *args):  # type: ignore[no-untyped-def]
-            if operation == "read" and path.endswith(".safetensors"):
+            if operation == "list" or (operation == "read" and path.endswith(".safetensors")):
                 raise FileError(errno.EIO, "Input/output error", path, operation)
             return super().call(operation, path, function, *args)
 
+    with pytest.raises(FileError, match="Input/output error"):
+        list(newest_checkpoints(tmp_path, [], files=Broken()))
     with open_checkpoint(tmp_path, files=Broken()) as saved:
         with pytest.raises(CheckpointError, match="Input/output error") as caught:
             saved.read("weight/a")

@@ -361,6 +361,20 @@ def test_an_update_that_cannot_copy_goes_on_and_the_writer_ends(reading: bool) -
     snapshot.wait_for_live()
 
 
+def test_an_interrupt_of_an_update_ends_it_and_the_save() -> None:
+    class Interrupted(Flat):
+        def values(self, first: int, stop: int) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    chunk = Chunk(0, 10)
+    chunk.read = lambda: {"a/0": Interrupted(torch.ones(10))}  # type: ignore[method-assign]
+    snapshot = Snapshot([chunk], pool_of(1 << 12), CPU)
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.release(0)
+    with pytest.raises(CheckpointError):
+        snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
+
+
 def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:
     chunks, pool = [Chunk(0, SPAN), Chunk(1, SPAN)], pool_of(1 << 12)
     snapshot, said, threads = Snapshot(chunks, pool, CPU), list[str](), list[threading.Thread]()

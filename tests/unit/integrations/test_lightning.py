@@ -32,6 +32,11 @@ class Asking(Module):
         return super().training_step(batch, index) * self.trainer.world_size
 
 
+class Failing(Module):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        raise RuntimeError("an error of the model")
+
+
 class Adafactor(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters())
@@ -301,6 +306,8 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         fitted(ElixirStrategy(**ON_HOST), tmp_path, sync_batchnorm=True)
     with pytest.raises((InputError, TraceError), match=r"self\.trainer; give ElixirStrategy\(step_fn"):
         ElixirStrategy(**ON_HOST)._elixir_traced(Asking(), next(iter(data())))
+    with pytest.raises(RuntimeError, match="of the model"):
+        ElixirStrategy(**ON_HOST)._elixir_traced(Failing(), next(iter(data())))
     with pytest.raises((InputError, TraceError), match="step_fn"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
 
