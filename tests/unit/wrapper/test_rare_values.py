@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.errors import InputError
+from elixir.errors import ArtifactError, InputError
 from elixir.optimizer_states import DIRECTION_BYTES
-from elixir.search import simple_search
+from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.elementwise import same_options
-from tests.common.failing import rehoming_for_good
+from elixir.wrapper.step.user_optimizer import shard_options
+from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
-from tests.common.parity import Case, case, make_plan
+from tests.common.parity import Case, make_plan
 from tests.common.rank_threads import on_ranks
 from tests.unit.wrapper.step.test_muon import optimizers as with_muon
 from tests.unit.wrapper.test_one_pass_traps import Layer, seeded
@@ -162,7 +163,7 @@ def test_matrices_of_the_host_cross_an_emulated_link_twice(monkeypatch: pytest.M
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
-    it, speed = case("llama"), 1e9
+    it, speed = linear(), 1e9
     plan = make_plan(it, "streamed", optimizer_type="Muon")
     module = ElixirModule(it.model, plan, device="cpu", debug=Debug(emulation=Emulation(bytes_per_s=speed)))
     optimizers = [ElixirOptimizer(module, each) for each in with_muon(it.model, plan.matrices)]
@@ -172,8 +173,8 @@ def test_matrices_of_the_host_cross_an_emulated_link_twice(monkeypatch: pytest.M
     for each in optimizers:
         each.step()
     module.settle()
-    shapes = [value.numel() for name, value in it.model.named_parameters() if name in set(plan.matrices)]
-    assert {2 * numel * DIRECTION_BYTES / speed for numel in shapes} <= set(slept)
+    assert plan.matrices == ("weight",)
+    assert slept.count(2 * 8 * 8 * DIRECTION_BYTES / speed) == 1, slept
     module.close()
 
 
@@ -205,3 +206,118 @@ def test_ranks_with_different_options_step_nothing() -> None:
         stepped, message, same = found
         assert (stepped, same) == ("False", "True")
         assert "lr of group 0 is 0.1 on rank 0, 0.100001 on rank 1; nothing was stepped" in message, message
+
+
+def test_a_model_that_only_runs_forward_is_frozen_meanwhile() -> None:
+    model = linear().model
+    step = {"inp": {"input": torch.ones(2, 8)}, "step_fn": lambda m, inp: m(**inp), "hardware": "cpu"}
+    module = ElixirModule(model, optimal_search(model, 1, optimizer_type=None, **step), device="cpu")  # type: ignore[arg-type]
+    assert not any(each.requires_grad for each in model.parameters())
+    assert module(torch.ones(2, 8)).grad_fn is None
+    module.close()
+    assert all(each.requires_grad for each in model.parameters())
+
+
+def test_a_plan_of_one_process_says_what_differs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArtifactError, match="only in the plan") as refused:
+        ElixirModule(nn.Linear(8, 8, bias=False), make_plan(linear(), "streamed"), device="cpu")
+    assert "processes were started" not in str(refused.value)
+
+
+def test_options_on_a_device_are_numbers_for_shards() -> None:
+    lr = torch.tensor(0.5)
+    assert shard_options({"lr": lr, "capturable": True, "params": [1]}) == {"lr": 0.5, "capturable": False}
+    found = shard_options({"lr": lr})["lr"]
+    assert torch.equal(found, lr)
+    assert found is not lr
+
+
+def test_a_loaded_learning_rate_reaches_the_tensor_that_a_scheduler_holds() -> None:
+    it, lr = linear(), torch.tensor(0.5)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=lr, foreach=False))
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= {"lr": torch.tensor(0.25), "weight_decay": 0.75}
+    optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    assert (group["lr"] is lr, lr.item(), group["weight_decay"]) == (True, 0.25, 0.75)
+    module.close()
+
+
+def test_masters_that_cannot_be_read_are_given_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, fault = net(), Fault("read")
+    files = Debug(files=fault)
+    module = ElixirModule(model, plan_of(1, "disk", "bfloat16"), device="cpu", disk_folder=tmp_path, debug=files)
+    before = module.state_dict()
+    with fault.armed(1, forever=True), caplog.at_level(logging.ERROR):
+        after = module.state_dict()
+    assert "weights are given as they are in memory, in bfloat16" in caplog.text
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert changed
+    assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in changed)
+    module.close()
+
+
+def test_parts_of_a_gradient_of_two_backwards_are_added_up_in_a_pass() -> None:
+    steps, make = vectors(2, steps=1), seeded(lambda: Stack([Layer(), Layer()]))
+
+    def twice(model: nn.Module, backward: Any, batch: dict[str, Any]) -> None:
+        out = model(batch["x"])
+        backward(out.square().mean(), retain_graph=True)
+        backward(out.mean() / 4)
+
+    plain, model = make(), make()
+    for batch in steps[0]:
+        twice(plain, lambda loss, **options: loss.backward(**options), batch)
+    plan = plan_for(model, steps[0][0], square_loss, accumulation=2)
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer.accumulate(lambda model, batch: twice(model, optimizer.backward, batch), steps[0])
+    optimizer.step()
+    found = module.state_dict()
+    for name, each in plain.named_parameters():
+        torch.testing.assert_close(found[name], each.detach() - each.grad)
+    module.close()
+
+
+class Buffered(nn.Module):
+    """Has buffers of all kinds, which some forward may register anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        for name in ("grown", "cache", "kind", "wide"):
+            self.register_buffer(name, torch.zeros(2), persistent=name != "cache")
+        self.wide = torch.zeros(1).expand(2)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(input)
+        return found
+
+
+def test_ranks_take_the_buffers_of_rank_0_whatever_has_become_of_them() -> None:
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model, inp = Buffered(), {"input": torch.ones(2, 8)}
+        plan = simple_search(model, 2, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
+        module = ElixirModule(model, plan, device="cpu")
+        if rank == 0:
+            model.grown, model.cache, model.kind = torch.ones(5), torch.ones(5), torch.ones(2, dtype=torch.float64)
+            model.wide = torch.ones(1).expand(2)
+            model.register_buffer("late", torch.ones(3))
+        for _ in range(2):
+            module(**inp).sum().backward()
+        module.zero_grad()
+        found = dict(model.named_buffers())
+        module.close()
+        return found
+
+    first, other = on_ranks(2, work)
+    assert isinstance(first, dict)
+    assert isinstance(other, dict), other
+    assert torch.equal(other.pop("cache"), torch.zeros(2))
+    assert torch.equal(first.pop("cache"), torch.ones(5))
+    assert {name: (value.dtype, value.tolist()) for name, value in other.items()} == {
+        name: (value.dtype, value.tolist()) for name, value in first.items()
+    }
+    assert (other["late"].tolist(), other["grown"].numel(), other["kind"].dtype) == ([1.0] * 3, 5, torch.float64)

@@ -25,7 +25,7 @@ from tests.common.recording import recording
 from tests.unit.wrapper.test_recorded_runs import TIMEOUT_S, in_short
 
 RECORDED = Path(__file__).with_suffix(".json")
-NAMES = tuple(f"calls {number}" for number in range(9))
+NAMES = tuple(f"calls {number}" for number in (0, 1, 3, 4, 5, 6, 8))
 
 
 def outcome(name: str, *, whole: bool = False) -> list[list[dict[str, Any]]]:

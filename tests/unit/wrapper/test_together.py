@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,29 @@ def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     resting = arena.live_bytes("device") + arena.live_bytes("host")
     seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
     assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes
+
+
+def test_calls_are_passes_after_a_move_too() -> None:
+    plain = models()
+    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=3)
+    model, optimizer = wrapped(preference, "streamed", replan=False)
+    losses = trained(model, optimizer, preference, accumulation=1, steps=1)
+    moved = [
+        replace(chunk, weight_home="device") if chunk.trainable and not chunk.resident else chunk
+        for chunk in model.plan.chunks
+    ]
+    model.rehome(replace(model.plan, chunks=tuple(moved)))
+    batches = [batch(number) for number in (1, 2)]
+    for each in batches:
+        loss = preference(model, each)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        assert (report.not_compared, report.demand_loads, report.deviations) == ("", 0, 0)
+    assert losses == expected
+    model.close()
 
 
 def test_a_frozen_model_keeps_its_mode_and_the_first_is_called_by_the_whole() -> None:
