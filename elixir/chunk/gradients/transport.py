@@ -163,8 +163,7 @@ class Transport:
         """Returns the work that adds what is at home to a shard that was just reduced; parts that were dropped count
         as zero."""
         home, stale = gradient.memory[: gradient.chunk.shard_numel], gradient.parts_of(gradient.dropped)
-        numel, shards = gradient.chunk.shard_numel, self._group.shards
-        neighbour = (self._group.shard + 1) % shards
+        other = 0 if self._group.shard else 1
 
         def join(reduced: torch.Tensor, whole: torch.Tensor) -> None:
             for part in stale:
@@ -172,7 +171,7 @@ class Transport:
             here = home
             if home.device != reduced.device:
                 # Other ranks have their parts of the block by now, so it has room.
-                here = whole[neighbour * numel : (neighbour + 1) * numel]
+                here = whole.view(-1, home.numel())[other]
                 here.copy_(home, non_blocking=True)
             reduced.add_(here)
 

@@ -164,6 +164,15 @@ def test_parts_that_the_checkpoint_lacks_are_refused(
     assert differing(before, run.bits()) == []
 
 
+def test_an_optimizer_that_the_checkpoint_lacks_begins_anew_if_it_need_not_be_strict(
+    run: Run, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    edited(saved[0], lambda body: rename_optimizer(body, "one", "two"))
+    notes = load_checkpoint(saved[0], run.state(), strict=False, files=FILES).notes
+    assert "optimizer 'optimizer' is not in the checkpoint and begins anew" in notes
+    assert "optimizers that are not in the state are skipped: one, two" in notes
+
+
 def test_optimizers_that_are_only_in_the_checkpoint_are_noted(
     run: Run, saved: tuple[Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

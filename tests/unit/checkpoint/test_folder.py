@@ -323,6 +323,31 @@ def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in run.case.model.parameters())  # and gives the model back
 
 
+def test_an_error_of_the_program_is_not_replaced_by_that_of_a_save(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, files, says in ((1, FailingFiles(3), True), (2, FILES, False), (None, FILES, False)):
+        caplog.clear()
+        with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, files=files) as checkpoints:  # noqa: PT012
+            if step is not None:
+                checkpoints.save(step, run.state())
+            _ = 1 / 0
+        assert ("the last checkpoint was not saved" in caplog.text) == says
+        assert Checkpoints(tmp_path).steps() == ([] if says else [2]), "it has ended"
+
+
+def test_memory_for_copies_of_another_size_takes_the_place_of_the_old(run: Run, tmp_path: Path) -> None:
+    user, parts = UserState.of(run.state()), engine_of(run.module).arena.parts
+    saves = Saves.of(user.states)
+    for nbytes in (4096, 4096, 8192, 0, 4096):
+        saves.start(user, SaveOptions(tmp_path, files=FILES, pool_bytes=nbytes + 1)).wait()
+        assert saves._pool is not None
+        area = saves._pool.take(64)
+        assert parts("host").get("checkpoint", 0) == nbytes
+        if area is not None:
+            saves._pool.give_back(area)
+
+
 def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

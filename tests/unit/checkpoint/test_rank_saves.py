@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint import loading as module
+from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format import saved_tensor, slice_reader, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
@@ -212,6 +214,66 @@ def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, state_of(run, own=PerRank(0)), files=FILES)
     load_checkpoint(tmp_path, state_of(run), files=FILES)
     run.module.close()
+
+
+def test_of_replicas_the_first_writes_their_shard_and_counts_its_bytes(tmp_path: Path) -> None:
+    """The others let go of their states while it writes. Rank 0's values are written once for all."""
+    go = threading.Event()
+    free = threading.Barrier(2, go.set)
+
+    class Held(UnsyncedFiles):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            if operation == "write":
+                assert go.wait(20)
+            return super().call(operation, path, function, *args)
+
+    def work(rank: int) -> tuple[int, bool]:
+        run = Rank(Situation(size=4, replicas=2, homes="host"), rank)
+        run.step(0)
+        before = run.weights()
+        saving = save_checkpoint(tmp_path, state_of(run, t=torch.ones(3)), files=FILES if rank > 1 else Held())
+        if rank > 1:
+            saving.snapshot.wait_for_live()
+            free.wait(20)
+        saving.wait()
+        run.step(1)
+        load_checkpoint(tmp_path, state_of(run, t=torch.zeros(3)), files=FILES)
+        same = all(torch.equal(before[name], each) for name, each in run.weights().items())
+        run.module.close()
+        return saving.nbytes, same
+
+    found = results(4, work)
+    assert all(same for _, same in found)
+    files = sorted(path.name.partition("-")[2] for path in tmp_path.glob("*.safetensors"))
+    with open_checkpoint(tmp_path) as saved:
+        assert saved.index.world_size == 4
+        sizes = {key: saved.tensor(key).nbytes for key in saved.keys()}  # noqa: SIM118
+    states = sum(nbytes for key, nbytes in sizes.items() if key[:6] in ("weight", "exp_av"))
+    own = [sum(nbytes for key, nbytes in sizes.items() if f"rng[{rank}]" in key) for rank in range(4)]
+    assert sum("shard" in name for name in files) == 2, files
+    assert sum("shared" in name for name in files) == 1, files
+    assert sum(nbytes for nbytes, _ in found) == states + sum(own)
+    assert [nbytes == own[rank] for rank, (nbytes, _) in enumerate(found)] == [False, False, True, True]
+
+
+def test_each_file_system_gets_the_values_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on machines with separate disks, where the same path is another folder."""
+    here = threading.local()
+    monkeypatch.setattr(saving_of, "absolute", lambda folder: tmp_path / f"machine {here.rank}" / folder)
+
+    def work(rank: int) -> None:
+        here.rank = rank
+        run = Rank(Situation(), rank)
+        save_checkpoint("run", state_of(run, t=torch.full((3,), float(rank))), wait=True, files=FILES)
+        run.module.close()
+
+    results(2, work)
+    for rank in range(2):
+        folder = tmp_path / f"machine {rank}" / "run"
+        assert len(list(folder.glob("*-rank-*"))) == 1
+        (shared,) = folder.glob("*-shared*")
+        (values,) = (each for key, each in load_file(shared).items() if key.endswith("/t"))
+        assert values.tolist() == [0.0] * 3
 
 
 # --- reading into memory of any kind ---------------------------------------------------------------------------------

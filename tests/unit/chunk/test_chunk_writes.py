@@ -3,8 +3,11 @@ without."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +112,27 @@ def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: 
         count = len(it.announced)
         chunk.follow_writes()
         assert len(it.announced) == count, "nothing was written since"
+
+
+def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
+    asked: list[bool] = []
+
+    @contextlib.contextmanager
+    def at_hand(write: bool, *, makes_states: bool) -> Iterator[None]:
+        asked.append(write)
+        yield
+
+    chunk = made(resident=False).chunk
+    chunk.write(chunk.slots[2], torch.full((5,), FINE))
+    chunk.stored = SimpleNamespace(at_hand=at_hand)  # type: ignore[assignment]
+    chunk.follow_writes()
+    assert asked == [False]
+    assert chunk.shard is not None
+    assert chunk.masters is not None
+    chunk.shard[8] = 4.0
+    chunk.follow_writes()
+    assert asked == [False, False, True]
+    assert chunk.masters[8:13].tolist() == [4.0, *[FINE] * 4]
 
 
 @pytest.mark.parametrize("masters", [True, False])
