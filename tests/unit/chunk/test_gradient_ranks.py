@@ -348,6 +348,42 @@ def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() 
     training.lanes.close()
 
 
+@pytest.mark.parametrize("how", ["kept", "on the device", "zeros"])
+def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> None:
+    """Whoever forgets a gradient, or puts zeros in its place, waits for the copy under way."""
+    ranks = 2 if how == "kept" else 1
+    case = Case(ranks, 1, 1, [HOMES[0 if how == "on the device" else 2]], [True], [], False, False, False)
+    training = Training(case, Meeting(ranks), 0)
+    flow, chunk = training.flow, training.chunks[0]
+    flow.reducing = how != "kept"
+    gate, ended = threading.Event(), threading.Event()
+    training.lanes.offload.submit(gate.wait)
+    flow.begin()
+    for slot in chunk.slots:
+        flow.take(chunk, slot, torch.ones(slot.shape))
+    flow.enter(0)
+
+    def forget() -> None:
+        if how == "kept":
+            for slot in chunk.slots:
+                flow.drop(chunk, slot.name)
+        else:
+            flow.clear(to_none=how != "zeros")
+        ended.set()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    assert not ended.wait(0.05)
+    gate.set()
+    thread.join()
+    assert ended.is_set()
+    gradient = flow.by_chunk[0]
+    assert gradient.kept is None
+    assert gradient.holds == (how == "zeros")
+    assert not gradient.memory.any()
+    training.lanes.close()
+
+
 @pytest.mark.parametrize(
     ("ordered", "sent"), [((True, True, False), ()), ((True, False, False), ()), ((True, True, True), (0,))]
 )

@@ -93,6 +93,14 @@ class Rank:
                     self.use(*chunks)
             self.cache.end_backward()
 
+    def call(self, *uses: tuple[int, ...], skipped: Sequence[int] = ()) -> None:
+        """A call of a model with these uses, without those with these numbers."""
+        self.cache.begin_call(frozenset(chunk for chunks in uses for chunk in chunks))
+        for number, chunks in enumerate(uses):
+            if number not in skipped:
+                self.use(*chunks)
+        self.cache.end_call()
+
     def close(self) -> None:
         self.cache.invalidate()
         self.lanes.close()
@@ -190,3 +198,68 @@ def test_the_first_forward_after_an_error_is_agreed_on() -> None:
     rank.close()
     issued = ["forward", "chunk 0", "the first forward after an error", "forward", "chunk 1", "backward"]
     assert rank.group.issued == issued
+
+
+MODELS: dict[str, tuple[tuple[int, ...], ...]] = {"first": ((0,), (1,)), "second": ((2,), (3, 4), (2,))}
+
+
+@pytest.mark.parametrize(
+    ("calls", "gathered"),
+    [
+        ([("first", ()), ("second", ())], [[0, 1], [2, 3, 4]]),
+        ([("second", ()), ("second", ())], [[2, 3, 4], []]),  # its chunks are there still
+        ([("second", ()), ("first", ()), ("second", ())], [[2, 3, 4], [0, 1], [4]]),  # 0 was needed no more
+        ([("first", (1,)), ("second", (0, 2))], [[0, 1], [2, 3, 4]]),  # other ranks do not skip it
+        ([("second", (1, 2)), ("first", (0,))], [[2, 3, 4], [0, 1]]),
+    ],
+)
+def test_ranks_gather_what_a_call_needs_whatever_their_data_skips(
+    calls: list[tuple[str, tuple[int, ...]]], gathered: list[list[int]]
+) -> None:
+    rank = Rank([use for uses in MODELS.values() for use in uses], 5, 3)
+    for number, (model, skipped) in enumerate(calls):
+        rank.group.issued.clear()
+        rank.call(*MODELS[model], skipped=skipped)
+        rank.lanes.network.ask(lambda: None)  # what it was given has been issued
+        assert rank.group.issued == ["a call", *(f"chunk {chunk}" for chunk in gathered[number])]
+        assert set(rank.cache.held) >= set(MODELS[model][-1])
+    counts = rank.cache.take_counts()
+    assert (counts.calls, counts.demand_loads, counts.deviations) == (len(calls), 0, 0)
+    rank.cache.disturbed()
+    rank.group.issued.clear()
+    rank.call(*MODELS["first"])
+    rank.lanes.network.ask(lambda: None)
+    assert rank.group.issued[:2] == ["the first call after an error", "a call"]
+    assert not rank.cache.is_disturbed
+    rank.close()
+
+
+def test_a_call_begins_to_gather_before_its_first_use() -> None:
+    rank = Rank([use for uses in MODELS.values() for use in uses], 5, 3)
+    for model in ("second", "first"):  # after another was left out, and anew
+        rank.group.issued.clear()
+        rank.cache.begin_call(frozenset(chunk for use in MODELS[model] for chunk in use))
+        rank.lanes.network.ask(lambda: None)
+        assert rank.group.issued == ["a call", f"chunk {MODELS[model][0][0]}"]
+        for chunks in MODELS[model]:
+            rank.use(*chunks)
+        rank.cache.end_call()
+    rank.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_transfer_that_cannot_begin_leaves_its_block_to_the_next(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank([(0,), (1,)], 2, 1, size=size)
+    rank.cache.begin()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no more threads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.lanes.fetch, "submit", refused)
+        with pytest.raises(RuntimeError, match="no more threads"):
+            rank.use(0)
+    assert rank.cache.held == ()
+    rank.cache.disturbed()
+    rank.step()
+    rank.close()

@@ -188,6 +188,38 @@ def test_an_extent_has_room_for_states_if_it_is_larger_than_masters(
     it.close()
 
 
+def test_extents_are_counted_in_the_arena_of_the_day(tmp_path: Path) -> None:
+    it, later = Window(tmp_path, UnsyncedFiles()), Arena(CPU)
+    assert it.arena.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
+    it.window.count_in(later)
+    assert later.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
+    it.chunks.pop(0).give_back()
+    assert later.parts("disk") == {"optimizer_states": 2 * 2 * BLOCK}
+    assert it.arena.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
+    it.close()
+
+
+def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: Path) -> None:
+    """The extent grows, and with it the buffer that holds it; masters and states stay what they are."""
+    it = Window(tmp_path, UnsyncedFiles())
+    chunk, more = it.chunks[1], list[torch.Tensor]()
+    with chunk.at_hand(write=True):
+        more.append(chunk.region("max_exp_avg_sq", NUMEL, torch.float32))
+        chunk.show(it, more[0], "max_exp_avg_sq")
+        more[0].fill_(7.0)
+        assert (it.masters[1] == 1.0).all()
+        assert (it.states[1] == 1.0).all()
+    assert chunk.used_bytes > 2 * BLOCK
+    assert it.arena.parts("disk") == {"optimizer_states": 2 * 2 * BLOCK + 3 * BLOCK}
+    with it.chunks[0].at_hand():
+        assert (it.masters[0] == 0.0).all()
+    with chunk.at_hand():
+        assert (more[0] == 7.0).all()
+        assert (it.masters[1] == 1.0).all()
+        assert (it.states[1] == 1.0).all()
+    it.close()
+
+
 def test_lanes_count_how_long_they_work_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only sleeping moves: a link of 100 bytes per second takes 10 s for 1000 bytes."""
     now = [50.0]
