@@ -235,8 +235,12 @@ class Training:
     def step(self, step: list[Backward]) -> None:
         for backward in step:
             self.backward(backward)
-        self.flow.reducing = True
-        self.flow.settle()
+        asked = self.group.issued.count
+        before = asked("late gradients")
+        for reducing, times in ((False, 0), (True, 1), (True, 1)):  # ranks that keep gradients ask nobody
+            self.flow.reducing = reducing
+            self.flow.settle()
+            assert asked("late gradients") - before == (times if self.case.ranks > 1 else 0)
         for chunk, mean in zip(self.chunks, expected(self.case, step), strict=True):
             gradient = self.flow.by_chunk[chunk.index]
             whole = torch.zeros(self.numel)
