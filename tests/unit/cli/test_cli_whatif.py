@@ -11,9 +11,7 @@ import pytest
 
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
-from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
-from elixir.search.whatif.prices import Prices
 from elixir.search.whatif.sweep_row import SweepRow
 from tests.common.command_line import fails, run
 
@@ -124,41 +122,16 @@ def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.Capt
     assert [cost and cost["per_hour"] for cost in json.loads(out)["costs"]] == [1.0, 1.2, None, None]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("", "expected the columns"),
-        ("machine,devices\nt4,1\n", "expected the columns"),
-        ("HEAD\nt4,0,1,EUR,a,2026-11-09\n", "line 2: devices and per_hour must be positive"),
-        ("HEAD\nt4,1,nan,EUR,a,2026-11-09\n", "line 2: devices and per_hour must be positive"),
-        ("HEAD\n\nt4,one,1,EUR,a,2026-11-09\n", "line 3: devices and per_hour must be numbers"),
-        ("HEAD\nt4,1,1,EUR,a,yesterday\n", "line 2: Invalid isoformat"),
-        ("HEAD\nt4,1,1,EUR,a\n", "line 2: expected 6 values"),
-        ("HEAD\nt4,1,1,EUR,a,2026-11-09,more\n", "line 2: expected 6 values"),
-        ("HEAD\nt4,1,1, ,a,2026-11-09\n", "line 2: currency is empty"),
-        ("HEAD\n\xff", "not a text file in UTF-8"),
-        ("HEAD\nt4,1,1,EUR,a,2026-11-09\nl4,1,1,USD,a,2026-11-09\n", "one currency, found EUR, USD"),
-        ("HEAD\n", "found no price"),
-    ],
-)
-def test_a_price_file_that_makes_no_sense_is_refused_by_line(
-    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_price_file_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "prices.csv"
-    table.write_bytes(content.replace("HEAD", "machine,devices,per_hour,currency,source,read_on").encode("latin-1"))
-    assert says in fails(capsys, "fit", "opt-125m", "--prices", str(table))
+    table.write_text("machine,devices\nt4,1\n")
+    assert "expected the columns" in fails(capsys, "fit", "opt-125m", "--prices", str(table))
 
 
 def test_the_length_of_a_run_needs_prices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tokens needs --prices" in fails(capsys, "fit", "opt-125m", "--tokens", "1e9")
     for tokens in ("-1", "inf", "many"):
         assert "a positive number such as 1e9" in fails(capsys, "fit", "opt-125m", f"--tokens={tokens}")
-
-
-def test_the_example_of_prices_names_presets() -> None:
-    prices = Prices.read(Path(__file__).parents[3] / "example" / "prices.csv")
-    assert {offer.machine for offer in prices.offers} <= set(preset_names())
-    assert all(offer.source for offer in prices.offers)
 
 
 def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.CaptureFixture[str]) -> None:

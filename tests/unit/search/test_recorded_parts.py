@@ -151,7 +151,7 @@ def kept_of(draw: random.Random) -> list[Any]:
     with pytest.raises(InputError, match="does not say what 'x' makes"):
         kept_trace(plain, [UnitActivations("x", ())])
     compiled = layered_step(some_layers(draw, "compiled"))
-    under = {budget: _with_less(compiled, budget) for budget in (0.5, 0.0)}
+    under = {budget: with_less(compiled, budget) for budget in (0.5, 0.0)}
     traces, units = BudgetedTraces(compiled, under), list(budgeted_units(compiled))
     for _ in range(6):
         chosen = [UnitActivations(unit, None, budget=draw.choice((None, 0.5, 0.0))) for unit in units]
@@ -196,7 +196,7 @@ def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:
     return replace(trace, accesses=accesses, forwards=forwards)
 
 
-def _with_less(trace: StepTrace, budget: float) -> StepTrace:
+def with_less(trace: StepTrace, budget: float) -> StepTrace:
     """The trace as if compiled units kept a part of their bytes, by other operators."""
     runs = [run for pair in budgeted_units(trace).values() for run in pair]
     count = len(trace.operations)
