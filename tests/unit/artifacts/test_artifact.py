@@ -354,44 +354,6 @@ def test_another_version_is_refused(version: Any) -> None:
         Plan.from_dict(data, source="plan.json")
 
 
-def test_a_plan_that_stepped_in_place_during_backward_is_made_anew() -> None:
-    """Plans had two fields for that until version 15."""
-    plan = make_plan(3)
-    data = plan.to_dict() | {"schema_version": 15, "may_step_in_backward": True}
-    data["chunks"] = [chunk | {"steps_in_backward": False} for chunk in data["chunks"]]
-    assert Plan.from_dict(data) == plan
-    data["chunks"][1]["steps_in_backward"] = True
-    with pytest.raises(ArtifactError, match="'steps_in_backward' is true, .* plan it anew"):
-        Plan.from_dict(data)
-
-
-def test_an_earlier_version_is_read_without_the_fields_that_it_lacks() -> None:
-    for version, lacking in Plan.earlier.items():
-        data = make_plan(3).to_dict() | {"schema_version": version}
-        assert Plan.from_dict({key: data[key] for key in data if key not in lacking}) == make_plan(3)
-        with pytest.raises(ArtifactError, match="'block_numel' is missing"):
-            Plan.from_dict({key: data[key] for key in data if key != "block_numel"})
-
-
-def test_early_updates_had_other_names_until_version_19() -> None:
-    plan = make_plan(3)
-    parts = {"new_states": plan.predicted.host_peak_bytes}
-    predicted = dataclasses.replace(plan.predicted, host_parts=parts)
-    plan = dataclasses.replace(plan, may_update_early=None, predicted=predicted)
-    data = plan.to_dict() | {"schema_version": 19}
-    data["may_speculate"] = data.pop("may_update_early")
-    data["predicted"]["host_parts"] = {"undo": plan.predicted.host_peak_bytes}
-    assert Plan.from_dict(data) == plan
-
-
-def test_there_was_one_replica_until_version_24() -> None:
-    plan = make_plan(3)
-    data = plan.to_dict() | {"schema_version": 24}
-    assert data.pop("replicas") == 1
-    assert data["predicted"]["moved_bytes"].pop("replicas") == 0
-    assert Plan.from_dict(data) == plan
-
-
 def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:
     with pytest.raises(ArtifactError, match=r"'schema_version' is 1, .* reads \d+; trace it anew"):
         StepTrace.from_dict(make_trace(layers=1).to_dict() | {"schema_version": 1})

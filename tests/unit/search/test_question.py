@@ -19,7 +19,7 @@ NAMED = "Facebook/OPT-125m"
 
 
 class Traced(list[dict[str, Any]]):
-    """What the tracer was given, instead of traces; models by name are tiny ones."""
+    """All that the tracer was given, instead of traces; models by name are tiny ones."""
 
     def of(self, **asked: Any) -> dict[str, Any]:
         StepQuestion(**asked).trace(HARDWARE)

@@ -119,7 +119,7 @@ def by_hand(draw: random.Random, name: str) -> dict[str, Any]:
 
 
 def asked_again(draw: random.Random, name: str) -> dict[str, Any]:
-    """What a search is asked before and after: needs, first looks, and the question that a plan answers."""
+    """Questions around a search: needs, first looks, and the question that a plan answers."""
     trace, machine, options = situation(name)
     ranks, found = options.pop("asked"), list[Any]()
     options["activations"] = None
