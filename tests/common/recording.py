@@ -8,7 +8,8 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import _THREAD, ThreadLane, _ThreadTicket
+from elixir.hardware import process_memory
+from elixir.hardware.process_memory import HeapLimit
+from elixir.wrapper.phase import StepPhase
+from elixir.wrapper.weight_uses import WeightUses
 
 _MARK = "elixir_test_rank"
 SECONDS = re.compile(r"[-+\d.e]+ (?:m|u|n)?s\b|[\d.]+ times|load \d+ on \d+ cores")
@@ -51,6 +56,13 @@ class Recorder(logging.Handler):
         rank = getattr(of, _MARK, None)
         if rank is not None:
             self.events[rank][kind].append(event)
+
+    def say(self, event: str) -> None:
+        """Records what the thread of a rank does that this machine need not show: waits for streams, and for the heap,
+        and for checkpoints that still read."""
+        rank = getattr(self._here, "rank", None)
+        if rank is not None:
+            self.events[rank]["thread"].append(event)
 
     def emit(self, record: logging.LogRecord) -> None:
         rank = getattr(self._here, "rank", None)
@@ -116,6 +128,19 @@ def recording() -> Iterator[Recorder]:
         with issuing(self, what):
             yield
 
+    def trimmed(pad: int) -> None:
+        seen.say("give back")
+
+    def follow(kind: type, name: str, said: Callable[..., str]) -> None:
+        """Notes the calls of a method that the thread of a rank makes."""
+        method = getattr(kind, name)
+
+        def called(self: Any, *args: Any, **options: Any) -> Any:
+            seen.say(f"{name} {said(self, *args)}")
+            return method(self, *args, **options)
+
+        patch.setattr(kind, name, called)
+
     wait = _ThreadTicket.synchronize
     logger = logging.getLogger("elixir")
     with pytest.MonkeyPatch.context() as patch:
@@ -128,6 +153,14 @@ def recording() -> Iterator[Recorder]:
         patch.setattr(Arena, "count", counted)
         patch.setattr(Group, "_issuing", issued)
         patch.setattr(ChunkGradient, "to", turned)
+        for name in ("about_to_write", "synchronize_weights", "follow_writes", "watch_writes", "check_unwritten"):
+            follow(Chunk, name, lambda chunk: str(chunk.index))
+        follow(WeightUses, "order_compute", lambda uses: "")
+        follow(StepPhase, "to", lambda phase, now: now.value)
+        # What the heap holds differs from run to run, and so would what is given back.
+        patch.setattr(HeapLimit, "look", lambda heap, coming_bytes=0: seen.say(f"look {coming_bytes}"))
+        patch.setattr(HeapLimit, "set", lambda heap, expected_bytes: seen.say("limit"))
+        patch.setattr(process_memory, "ctypes", SimpleNamespace(CDLL=lambda name: SimpleNamespace(malloc_trim=trimmed)))
         before = logger.level
         logger.setLevel(logging.INFO)
         logger.addHandler(seen)
