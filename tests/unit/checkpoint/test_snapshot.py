@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -410,3 +411,115 @@ def test_a_step_says_how_long_it_waited_for_a_save() -> None:
     snapshot.write(write, lambda: None)
     threads[0].join(20)
     assert 0.05 <= snapshot.stall_s < 10
+
+
+class OnDevice(torch.Tensor):
+    """Values that say that they lie on a CUDA device."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+
+
+class DeviceTensor(Flat):
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        return super().values(first, stop).as_subclass(OnDevice)
+
+
+class DeviceChunk(Chunk):
+    def wait(self) -> None:
+        pass
+
+    def read(self) -> dict[str, LiveTensor]:
+        return {key: DeviceTensor(tensor) for key, tensor in self.tensors.items()}
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError("the layout has changed")
+
+
+class FakeCuda:
+    """Notes what streams and events are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        fake, numbers = self, itertools.count(1)
+
+        class Event:
+            def __init__(self) -> None:
+                self.number = next(numbers)
+
+            def record(self, stream: Stream) -> None:
+                fake.told.append(f"{stream.name} records {self.number}")
+
+            def synchronize(self) -> None:
+                fake.told.append(f"host waits for {self.number}")
+
+        class Stream:
+            def __init__(self, device: torch.device, name: str = "writer") -> None:
+                self.name = name
+
+            def wait_event(self, event: Event) -> None:
+                fake.told.append(f"{self.name} waits for {event.number}")
+
+            def synchronize(self) -> None:
+                fake.told.append(f"host waits for {self.name}")
+
+        compute = Stream(OnDevice.device, "compute")
+        for name, value in (("Event", Event), ("Stream", Stream), ("current_stream", lambda device: compute)):
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+        self.pieces = 0
+
+        def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+            self.pieces += 1
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
+        monkeypatch.setattr(module, "pinned_zeros", pinned)
+
+    def sink(self) -> tuple[Sink, module.WriteSpan]:
+        found = Sink(random.Random(0), 0)
+        return found, lambda key, number, data: (self.told.append("write"), found.write(key, number, data))[1]
+
+
+def test_a_device_is_read_after_the_step_before_and_each_piece_is_there_when_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, pool = FakeCuda(monkeypatch), pool_of(0)
+    for number in (1, 2):
+        chunk = DeviceChunk(0, 100)
+        chunk.tensors["a/0"].copy_(torch.arange(100.0))
+        snapshot, (sink, write) = Snapshot([chunk], pool, OnDevice.device), cuda.sink()
+        snapshot.write(write, lambda: None)
+        assert cuda.told == [
+            f"compute records {number}",
+            f"writer waits for {number}",
+            *["host waits for writer", "write"] * 3,  # two spans and one
+        ]
+        assert torch.equal(sink.tensor("a/0", torch.float32), torch.arange(100.0))
+        snapshot.end()
+        cuda.told.clear()
+    assert cuda.pieces == 1, "the next save uses it again"
+
+
+def test_copies_that_a_device_makes_are_there_before_they_are_written_or_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, pool = FakeCuda(monkeypatch), pool_of(1 << 12)
+    chunk = DeviceChunk(0, 100)
+    snapshot, (sink, write) = Snapshot([chunk], pool, OnDevice.device), cuda.sink()
+    snapshot.release(0)
+    chunk.tensors["a/0"].fill_(9.0)
+    snapshot.write(write, lambda: None)
+    told = ["compute records 1", "compute records 2", "host waits for 2", *["write"] * 3, "host waits for 2"]
+    assert cuda.told == told
+    assert not sink.tensor("a/0", torch.float32).any()
+    assert pool.free_bytes == pool.limit_bytes
+    chunk.broken = True
+    cuda.told.clear()
+    snapshot = Snapshot([chunk], pool, OnDevice.device)
+    snapshot.release(0)
+    assert cuda.told == ["compute records 3", "host waits for compute"], "what was queued still fills the area"
+    assert pool.free_bytes == pool.limit_bytes
+    with pytest.raises(CheckpointError, match="the layout has changed"):
+        snapshot.write(write, lambda: None)
