@@ -7,12 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
+from elixir.checkpoint.user_state import restore_rng, rng_state
 from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
@@ -234,6 +236,29 @@ def test_random_numbers_of_a_device_that_is_not_here_are_noted(run: Run, saved: 
     loaded = load_checkpoint(saved[0], run.state(), files=FILES)
     assert not loaded.exact
     assert "random numbers of a CUDA device" in loaded.notes[0]
+
+
+def test_the_generator_of_a_device_is_saved_tried_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, numbers, told = torch.device("cuda", 1), torch.arange(4, dtype=torch.uint8), list[tuple[Any, ...]]()
+    ordinary = torch.Generator
+
+    def generator(of: Any) -> Any:
+        return ordinary(of) if of != device else SimpleNamespace(set_state=lambda state: told.append(("try", state)))
+
+    monkeypatch.setattr(torch, "Generator", generator)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda of: {device: numbers}[of])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, of: told.append((of, state)))
+    state = rng_state(device)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    assert restore_rng(state, device, try_only=True) == set()
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert told == [("try", numbers)]
+    assert restore_rng(state, device) == set()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert told[1:] == [(device, numbers)]
+    (note,) = restore_rng(state, torch.device("cpu"))
+    assert restore_rng(rng_state(torch.device("cpu")), device) == {note}
 
 
 READS = ("open", "size", "list", "read")

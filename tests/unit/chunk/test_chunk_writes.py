@@ -256,6 +256,27 @@ def test_a_gradient_larger_than_a_block_is_used_where_autograd_made_it() -> None
     assert as_block(chunk_of((4, 5), (3,)), gradient) is None
 
 
+def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: str) -> None:
+            told.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    arena, chunk = Arena(CPU), chunk_of((4, 5))
+    blocks = GradientBlocks(arena, 1, 64)
+    opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=True)
+    assert opened is not None
+    blocks.give_back(opened.memory)
+    assert told == ["compute"]
+    assert arena.parts("device") == {"gradient_blocks": 64}
+
+
 def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
     chunk = make_chunk(0)
     blocks = GradientBlocks(Arena(CPU), 2, chunk.weight_bytes)

@@ -54,6 +54,12 @@ def same_norm(pair: Pair) -> None:
     assert torch.equal(mine, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05))
 
 
+@pytest.mark.parametrize("dtypes", [("float64",), ("float64", "float32")])
+def test_norms_on_a_device_are_as_wide_as_their_gradients(dtypes: tuple[str, ...]) -> None:
+    gradients = [torch.empty(3, dtype=getattr(torch, dtype), device="meta") for dtype in dtypes]
+    assert [str(norm.dtype) for norm in norms_of(gradients)] == [f"torch.{dtype}" for dtype in dtypes]
+
+
 def test_a_step_reads_no_gradient_for_its_norm(pair: Pair, reads: Reads) -> None:
     pair.train(3)
     assert reads.take() == 0

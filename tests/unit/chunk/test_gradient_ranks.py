@@ -352,6 +352,60 @@ def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() 
     training.lanes.close()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_chunk_of_several_passes_leaves_once_its_last_gradient_has_come(ranks: int) -> None:
+    case = Case(ranks, 1, 1, [HOMES[2]] * 2, [True] * 2, [], False, False, True)
+    meeting = Meeting(ranks)
+    trainings = [Training(case, meeting, rank) for rank in range(ranks)]
+
+    def train(rank: int) -> None:
+        training = trainings[rank]
+        flow, (chunk, other) = training.flow, training.chunks
+        done: set[nn.Parameter] = set()
+        flow.hold_until(done.__contains__)
+        flow.begin()
+        for times in range(2):
+            for slot in chunk.slots:
+                flow.take(chunk, slot, torch.ones(slot.shape))
+            for position in range(2):
+                flow.enter(position)
+            if times:
+                done |= {slot.parameter for slot in chunk.slots}
+            flow.release()
+            assert training.completed == [0] * times
+        assert flow.by_chunk[other.index].opened is None
+        flow.flush()
+        flow.settle()
+        gradient = flow.by_chunk[0]
+        for held in chunk.held.values():
+            assert gradient.memory[held.part].tolist() == [2.0] * held.numel
+
+    on_ranks(ranks, train, meeting)
+    for training in trainings:
+        training.lanes.close()
+
+
+def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
+    case = Case(1, 1, 1, [HOMES[2]] * 3, [True] * 3, [], False, False, False)
+    training = Training(case, Meeting(1), 0)
+    flow = training.flow
+    flow.begin()
+    for chunk in training.chunks:
+        for slot in chunk.slots[:2]:
+            flow.take(chunk, slot, torch.ones(slot.shape))
+        flow.drop(chunk, chunk.slots[0].name)
+        opened = flow.by_chunk[chunk.index].opened
+        assert opened is not None
+        assert opened.arrived == {chunk.slots[1].name}
+        flow.drop(chunk, chunk.slots[1].name)
+        assert flow.by_chunk[chunk.index].opened is None
+    assert flow.extra_blocks == 0, "there are two"
+    flow.flush()
+    flow.settle()
+    assert not flow.any_held()
+    training.lanes.close()
+
+
 @pytest.mark.parametrize("how", ["kept", "on the device", "zeros"])
 def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> None:
     """Whoever forgets a gradient, or puts zeros in its place, waits for the copy under way."""

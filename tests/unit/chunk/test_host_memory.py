@@ -38,6 +38,14 @@ def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
         yield from (tensor for _, tensor, _ in part.states.memory())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_host_memory_next_to_a_device_has_the_size_that_was_asked_for(dtype: torch.dtype) -> None:
+    arena = Arena(torch.device("cuda", 0))
+    buffer = arena.make(1001, dtype, "host", "weights", pin=False)
+    assert (buffer.shape, buffer.dtype, buffer.any().item()) == ((1001,), dtype, False)
+    assert arena.parts("host") == {"weights": 1001 * dtype.itemsize}
+
+
 @pytest.mark.parametrize("status", [0, 2])
 def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
     status: int, monkeypatch: pytest.MonkeyPatch
