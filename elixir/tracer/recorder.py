@@ -100,9 +100,9 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._autocast.close()  # its guards put back the dispatcher's state, of which this mode is a part
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._autocast.close()
 
     @property
     def signatures(self) -> int:
@@ -349,7 +349,7 @@ class Recorder(TorchDispatchMode):
         if not args or not isinstance(args[0], torch.Tensor) or not backward_is_running():
             return False
         record = self._ledger.find(args[0])
-        if record is None or record.node < 0 or record.node != current_node_number():
+        if record is None or record.node != current_node_number():
             return False
         if not writes_in_place(func, record.operator, depth=3):
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elixir.tracer.device.common.autocast import warnings_heard
 from tests.common.tracing import H200, Seen, cpu_trace, trace_step
 
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -95,3 +98,35 @@ def test_on_cuda_operators_give_the_dtypes_of_the_table(low: torch.dtype) -> Non
     assert found == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}
     kinds["widest"] = torch.float32
     assert mixed == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}
+
+
+def test_a_trace_hides_two_warnings_from_its_thread_alone() -> None:
+    hidden, shown = "a previously registered kernel", ["another", "CUDA is not available", "autocast"]
+    given = [hidden, *shown, "CUDA is not available, which torch.autocast would say from another place"]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with warnings_heard():
+            copied = list(warnings.filters)
+            for text in given:
+                warnings.warn(text, stacklevel=1)
+            other = threading.Thread(target=warnings.warn, args=(hidden,))
+            other.start()
+            other.join()
+            warnings.filters = copied  # as another thread does that leaves `catch_warnings` meanwhile
+        assert warnings.filters == before
+        warnings.warn(hidden, stacklevel=1)
+    assert [str(each.message) for each in seen] == [*given[1:], hidden, hidden]
+
+
+def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        torch.autocast(inp["x"].device.type, torch.bfloat16).__enter__()
+        model(inp["x"]).sum().backward()
+
+    kept = torch._C._dispatch_tls_local_include_set().raw_repr()
+    for _ in range(2):
+        cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
+        assert torch._C._dispatch_tls_local_include_set().raw_repr() == kept
+        x = torch.ones(2, 2, device="meta")
+        assert (x @ x).dtype is torch.float32
