@@ -93,7 +93,7 @@ follow."""
 def _formulas_take_groups() -> bool:
     """Whether this PyTorch counts attention whose heads share keys and values; 2.11 refuses to."""
     try:
-        return int(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))) > 0
+        return bool(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1)))
     except AssertionError:
         return False
 

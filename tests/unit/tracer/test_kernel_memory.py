@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.tracer.device.cpu import kernel_memory
+from elixir.tracer.device.cpu import kernel_memory, recurrent
+from elixir.tracer.device.cpu.kernel_memory import KernelMemory
 from tests.common.tracing import cpu_trace, predicted_bytes
 
 SCALARS_BYTES = 64
@@ -202,3 +203,31 @@ def test_a_trace_under_a_profiler_goes_without_observations() -> None:
         (said,) = cpu_trace(model, inp, step).assumptions
     assert "is not counted" in said
     assert cpu_trace(model, inp, step).assumptions == ()
+
+
+def test_limits_of_what_is_run_are_inclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a convolution may run: of a batch of 8 two smaller ones do, of 2 at least both samples."""
+    weight = torch.empty(4, 3, 3, 3, device="meta")
+    found = []
+    for batch in (8, 2):
+        images = torch.empty(batch, 3, 8, 8, device="meta")
+        call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        flops = 2 * batch * 4 * 8 * 8 * 3 * 3 * 3
+        monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", flops / 4)
+        for most in (2 * flops / batch, 2 * flops / batch - 1):
+            monkeypatch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", most)
+            memory = KernelMemory().of(torch.ops.aten.convolution.default, call, {})
+            found.append(None if memory is None else (memory.result_bytes, memory.continued))
+    assert found == [((8 * 4 * 8 * 8 * 4,), True), None, ((2 * 4 * 8 * 8 * 4,), False), None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_processor_says_in_which_form_an_lstm_of_half_precision_runs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inp = nn.LSTM(8, 8).to(dtype), {"x": torch.ones(5, 2, 8, dtype=dtype)}
+    operators = []
+    for takes in (True, False):
+        monkeypatch.setattr(recurrent, "onednn_takes_bfloat16", lambda takes=takes: takes)
+        operators.append(cpu_trace(model, inp, lambda m, b: m(b["x"])[0].sum().backward()).operators)
+    assert (operators[0] < operators[1]) is (dtype is torch.bfloat16)

@@ -44,6 +44,8 @@ class CpuTarget(Target):
         `LossCTC.cpp`, `Normalization.cpp` and `SoftMax.cpp`; operators for which there is none are run and observed
         (`kernel_memory`).
         """
+        if func in _COPIES:
+            return _transposed_tile(source=args[_COPIES[func]], copy=outputs[0])
         if torch.Tag.pointwise in func.tags:
             return _promoted_bytes(func, args)
         if not is_plain(func, args):
@@ -62,8 +64,6 @@ class CpuTarget(Target):
         if func is aten.native_layer_norm_backward.default:
             sums: int = 2 * self._threads * math.prod(args[2]) * args[0].itemsize
             return _contiguous_copy(args[0]) + sums
-        if func in _COPIES:
-            return _transposed_tile(source=args[_COPIES[func]], copy=outputs[0])
         if func in _CONTIGUOUS_INPUTS:
             return sum(_contiguous_copy(item) for item in args[: _CONTIGUOUS_INPUTS[func]])
         if func is aten._ctc_loss_backward.default:

@@ -134,9 +134,11 @@ def _observe_or_continue(func: Any, leaves: list[Any], structure: Any) -> Alloca
     if more >= batch:
         return _observe(func, leaves, structure)
     less = more // 2
-    small, large = (_observe(func, _with_batch(leaves, positions, size), structure) for size in (less, more))
-    if small is None or large is None:
+    observed = [_observe(func, _with_batch(leaves, positions, size), structure) for size in (less, more)]
+    found = [each for each in observed if each]
+    if len(found) < 2:
         return None
+    small, large = found
 
     def continued(first: int, second: int) -> int:
         return first + (second - first) * (batch - less) // (more - less)

@@ -65,7 +65,7 @@ def _no_wide_heads(call: Attention, capability: tuple[int, int]) -> bool:
     if capability not in ((8, 6), (8, 9), (12, 0), (12, 1)):
         return False
     head_dim = call.query_shape[-1]
-    return 192 < head_dim <= 224 or (head_dim > 224 and call.dropout > 0)
+    return head_dim > 192 and (head_dim <= 224 or call.dropout > 0)
 
 
 def _cudnn_takes(call: Attention) -> bool:

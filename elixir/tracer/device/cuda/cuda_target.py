@@ -80,7 +80,7 @@ class CudaTarget(Target):
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
         if func in (aten.sum.dim_IntList, aten.mean.dim):
-            return held_by_sum(args[0], (args[1] if len(args) > 1 else kwargs.get("dim")) or (), self.capability)
+            return held_by_sum(args[0], args[1] or (), self.capability)
         return super().transient_bytes(func, args, kwargs, outputs)
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
