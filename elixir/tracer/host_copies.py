@@ -69,7 +69,7 @@ class HostCopies:
         result = op.func(*args, **kwargs)
         if op.category is not Category.MUTATES:
             for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and self._ledger.find(tensor) is None:
+                if isinstance(tensor, torch.Tensor):
                     self._add(tensor, pinned=False)
         return result
 
@@ -114,8 +114,9 @@ class HostCopies:
         if known is not None:
             with DisableTorchDispatch():
                 target.copy_(known.value())
-            if self._target.kind != "cpu" and self._ledger.find(target) is None:
-                self._add(target, pinned=_would_pin())
+            if self._target.kind != "cpu":
+                if self._ledger.find(target) is None:
+                    self._add(target, pinned=_would_pin())
                 self._crosses(source, target)
             return True
         if target._is_view():

@@ -222,9 +222,9 @@ class Ledger:
         change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
         for record in self.records:
-            if record.complete_at and record.complete_at > born_at[record.index]:
+            if record.complete_at:
                 change[born_at[record.index]] += record.nbytes
-                change[record.complete_at] -= record.nbytes
+                change[max(born_at[record.index], record.complete_at)] -= record.nbytes
         incomplete: Int64Array = np.cumsum(change[:-1])
         return incomplete
 
@@ -233,10 +233,10 @@ class Ledger:
         change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
         for record in self.records:
-            begins = max(born_at[record.index], record.complete_at)  # before that it is incomplete
-            if record.arrived_at > begins:
+            if record.arrived_at:
+                begins = max(born_at[record.index], record.complete_at)  # before that it is incomplete
                 change[begins] += record.nbytes
-                change[record.arrived_at] -= record.nbytes
+                change[max(begins, record.arrived_at)] -= record.nbytes
         arriving: Int64Array = np.cumsum(change[:-1])
         return arriving
 

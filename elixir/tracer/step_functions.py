@@ -196,9 +196,8 @@ def _on_host(item: Any, unknown: list[torch.Tensor]) -> Any:
 
 def _make_like(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     like, *rest = args
-    if kwargs.get("device") is not None or not like.is_meta:
-        return _make(mode, func, args, kwargs) if not like.is_meta else func(*args, **kwargs)
-    return _make(mode, torch.tensor, tuple(rest), {"dtype": like.dtype} | kwargs | {"device": like.device})
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return _make(mode, torch.tensor, tuple(rest), {"dtype": like.dtype, "device": like.device} | given)
 
 
 @functools.lru_cache(maxsize=4096)

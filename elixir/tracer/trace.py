@@ -251,7 +251,7 @@ def _run_step(
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
     trains = trains and any(parameter.requires_grad for parameter in twin.parameters)
-    if trains and order.backward_position > len(ledger):
+    if trains and order.backward_position == sys.maxsize:
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
     of_matrices = sorted(at for index, at in order.grad_position.items() if twin.parameters[index].dim() > 1)
     for index, parameter in enumerate(twin.parameters):
@@ -352,10 +352,10 @@ def _explained(error: Exception) -> TraceError:
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
     elif "does not require grad" in text:
         hint = "; no trained weight takes part: set requires_grad, or leave backward out of step_fn to evaluate"
-    elif ".cpu()" in text or "meta tensor" in text.lower() or "unallocated storage" in text:
-        hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
-    elif isinstance(error, NotImplementedError):
+    elif "fake impl" in text:
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
+    elif any(said in text.lower() for said in (".cpu()", "meta tensor", "unallocated storage", "'meta' device")):
+        hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
     if refused is not None:
         return TraceError(f"{location}: {text}")
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")

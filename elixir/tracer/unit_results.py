@@ -114,7 +114,7 @@ class UnitResults:
             maker = self._makers.get(record.index)
             if maker is not None:
                 maker.written = True
-            if self.run is not None and (maker is None or maker not in self.run.made):
+            if self.run is not None and maker not in self.run.made:
                 self.run.writes = True
 
     def packed(self, uses: int) -> None:

@@ -113,7 +113,7 @@ class UseOrder:
         self._finished = False
         self.results = UnitResults({}, Ledger(int))
         """Watches what units make in forward."""
-        self._unit_position = -1  # length of the log when a unit began or ended, until the next use
+        self._unit_position: int | None = None  # length of the log when a unit began or ended, until the next use
         self._unit_ended = False  # whether it ended, and no module has begun since
         self.uses: list[Use] = []
         self.calls: list[int] = []
@@ -259,8 +259,7 @@ class UseOrder:
 
     def moved(self, tensor: torch.Tensor) -> None:
         """An operator has given a tensor other memory."""
-        if isinstance(tensor, nn.Parameter) and tensor in self._index:
-            self.wrote([tensor])
+        self.wrote([parameter for parameter in self._parameters if parameter is tensor])
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Records nothing: no weight is read for it."""
@@ -472,8 +471,8 @@ class UseOrder:
         position = len(self.uses)
         alone = _MEMORY_ALONE.get()
         here = len(self._log)
-        kept = here if self._unit_position < 0 else self._unit_position
-        self._unit_position, self._unit_ended = -1, False
+        kept = here if self._unit_position is None else self._unit_position
+        self._unit_position, self._unit_ended = None, False
         self.uses.append(Use(phase, parameters, module, operator, here, position, [], alone, kept))
         return position
 
@@ -493,8 +492,7 @@ def _creates_graph() -> bool:
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name == "_engine_run_backward":  # (outputs, *(gradients, retain_graph, create_graph, ...))
-            arguments = frame.f_locals.get("args", ())
-            return len(arguments) > 2 and arguments[2] is True
+            return bool(frame.f_locals["args"][2])
     return torch.is_grad_enabled()
 
 

@@ -268,7 +268,7 @@ class UserObjects:
 
         self._restores.append(restore)
         self._all(before.values() if is_dict else before, len(before) + 1)
-        if getattr(held, "__dict__", None):
+        if hasattr(held, "__dict__"):
             self.push(vars(held))
 
     def _function(self, function: types.FunctionType) -> None:

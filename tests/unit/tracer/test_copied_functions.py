@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,7 +77,26 @@ def held_as_weight(model: Tail) -> None:
     through(model, lambda x: nn.functional.linear(x, weight, bias))
 
 
+class Pair(NamedTuple):
+    """Two layers."""
+
+    first: Any
+    second: Any
+
+
+def held_in(model: Tail, held: Any, take: Callable[[Any], Any]) -> None:
+    """Has a closure hold something in which there is the second layer."""
+    through(model, lambda x: take(held)(x))
+
+
 HOLDS: dict[str, Callable[[Tail], Any]] = {
+    "dict in a closure": lambda model: held_in(model, {1: model.head}, lambda held: held[1]),
+    "list in a closure": lambda model: held_in(model, [[0, model.head]], lambda held: held[0][1]),
+    "deque in a closure": lambda model: held_in(model, collections.deque([model.head]), lambda held: held[0]),
+    "pair in a closure": lambda model: held_in(model, Pair(1, model.head), lambda held: held.second),
+    "partial in a closure": lambda model: held_in(
+        model, functools.partial(lambda layer, x: layer(x), layer=model.head), lambda held: lambda x: held(x=x)),
+    "built-in in a closure": lambda model: held_in(model, {1: model.head}.get, lambda held: held(1)),
     "lambda": lambda model: through(model, lambda x: model.head(x)),
     "default": lambda model: through(model, lambda x, layer=model.head: layer(x)),
     "itself": lambda model: through(model, calls_itself(model.head)),
@@ -86,7 +106,7 @@ HOLDS: dict[str, Callable[[Tail], Any]] = {
     "helper": held_by_helper,
     "weak reference": held_weakly,
     "weight": held_as_weight,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOLDS)

@@ -71,19 +71,23 @@ def test_the_cache_changes_nothing(family: str, optimizer: str, kind: str) -> No
 
 @pytest.mark.parametrize("kernel", ["foreach", "fused", "for-loop"])
 @pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
-def test_parameters_of_one_shape_stand_for_each_other_in_every_optimizer_kernel(kernel: Any, hardware: Any) -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_parameters_of_one_shape_stand_for_each_other_in_every_optimizer_kernel(
+    kernel: Any, hardware: Any, alike: bool
+) -> None:
     """Also where shapes agree but dtypes, strides or the need of a gradient do not."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     model[1].requires_grad_(False)
-    model[2].weight = nn.Parameter(torch.randn(16, 16).t())
-    model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    model.append(nn.Linear(16, 16).double())
+    model.register_parameter("scale", nn.Parameter(torch.ones(1) if alike else torch.ones(())))
+    if not alike:
+        model[2].weight = nn.Parameter(torch.randn(16, 16).t())
+        model[5].double()
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         x = inp["x"]
         for layer in list(model)[:5]:  # type: ignore[arg-type]
             x = layer(x)
-        (model[5](x.double()) * model.scale).sum().backward()  # type: ignore[index]
+        (model[5](x if alike else x.double()) * model.scale).sum().backward()  # type: ignore[index]
 
     inp = {"x": torch.randn(4, 16)}
     options: dict[str, Any] = {"hardware": hardware, "optimizer": "AdamW", "optimizer_kernel": kernel}

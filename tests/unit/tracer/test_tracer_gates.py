@@ -137,8 +137,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "uncopyable": (lambda: cpu_trace(with_history(), INP, sum_step), TraceError, "cannot be copied"),
     "raises": (calls(lambda m, i: m(i["y"])), TraceError, "KeyError"),
     "wrong shape": (calls(lambda m, i: m(i["x"][:, :3]).sum().backward()), TraceError, "step_fn raised"),
-    "no meta kernel": (calls(no_meta_kernel), TraceError, "step_fn raised"),
-    "names cuda": (calls(lambda m, i: m(i["x"].cuda()).sum().backward()), TraceError, "step_fn raised"),
+    "no meta kernel": (calls(no_meta_kernel), TraceError, "torch.library.register_fake"),
+    "no meta kernel of PyTorch's": (
+        calls(lambda m, i: torch.histogram(m(i["x"]).detach(), 4)), TraceError, "torch.library.register_fake"),
+    "names cuda": (calls(lambda m, i: m(i["x"].cuda()).sum().backward()), TraceError, "take the device from a tensor"),
+    "reads an array": (calls(lambda m, i: m(i["x"]).detach().numpy()), TraceError, "nothing can be read out of it here"),
+    "reads a storage": (
+        calls(lambda m, i: m(i["x"]).untyped_storage()[0]), TraceError, "nothing can be read out of it here"),
+    "reads a list": (calls(lambda m, i: m(i["x"]).tolist()), TraceError, "nothing can be read out of it here"),
+    "decides by any": (
+        calls(lambda m, i: m(i["x"]).sum().backward() if torch._is_any_true(m(i["x"]) > 0).item() else None),
+        TraceError, "decides by a number"),
     "sparse gradient": (
         lambda: cpu_trace(
             nn.Embedding(8, 4, sparse=True), {"x": torch.zeros(2, dtype=torch.int64)}, sum_step

@@ -35,7 +35,7 @@ def asks_for_nan(made_by: Any, depth: int) -> bool:
         depth: how many Python frames lie between this call and `__torch_dispatch__`, itself included.
     """
     by_engine = sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
-    return by_engine and made_by is aten._is_any_true.default and torch.is_anomaly_enabled()
+    return by_engine and made_by is aten._is_any_true.default
 
 
 class _Cumprod(torch.autograd.Function):
