@@ -12,9 +12,11 @@ from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
+from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.moved_inputs import sizes_of_passes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
 from elixir.step_trace import StepTrace
@@ -30,8 +32,10 @@ class Unmet:
 
     @cached_property
     def space(self) -> SearchSpace:
-        """Ready to be searched, without overlap: that is given up before a search fails."""
-        return SearchSpace(self.question.trace, self.question.hardware, replace(self.setting, overlap=False))
+        """Ready to be searched in the smallest passes that are asked for, without overlap: that is given up before a
+        search fails."""
+        trace = pass_trace(self.question.trace, sizes_of_passes(self.question)[0])
+        return SearchSpace(trace, self.question.hardware, replace(self.setting, overlap=False))
 
 
 def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]) -> PlanError:

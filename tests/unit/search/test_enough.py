@@ -20,6 +20,7 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
+from tests.common.situations import situation
 from tests.common.synthetic_trace import StackShape, stack_trace
 from tests.common.tiny_models import tiny
 
@@ -168,3 +169,18 @@ def test_an_unknown_network_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     )
     made.levers()
     assert sum("span several machines" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("seed", [44, 106])
+def test_the_first_advice_suffices_for_passes_of_several_micro_batches(seed: int) -> None:
+    step, machine, options = situation(f"layers {seed}")
+    assert options["pass_size"] == 2
+    options |= {"device_memory": step.activation_peak_bytes + step.param_bytes // 8, "host_memory": step.param_bytes}
+    ranks = options.pop("asked")
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(step, machine, ranks, **options)
+    first = caught.value.levers[0]
+    assert first.enough
+    assert [name for name, _ in first.options] == ["device_memory", "host_memory"]
+    made = plan_from_trace(step, machine, ranks, **options | dict(first.options))
+    assert made.predicted.step_s == pytest.approx(first.step_s, rel=0.01)
