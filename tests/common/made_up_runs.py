@@ -28,7 +28,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.units import GIB, MIB
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import plan_promise
+from elixir.wrapper.account import plan_promise, step_clock
 from elixir.wrapper.engine import engine_of
 from tests.common.in_files import HARDWARE
 from tests.common.one_pass import plan_for
@@ -390,9 +390,10 @@ class Program:
         report = self.module.last_report
         if report is None:
             return {}
-        timed = ("span", "waited_s", "busy_s", "step_s", "grad_norm", "host_forms", "predicted_step_s")
+        timed = ("waited_s", "busy_s", "step_s", "grad_norm", "host_forms", "predicted_step_s")
         fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
         found = {name: value for name, value in fields.items() if name not in timed}
+        found["span"] = None if report.span is None else report.span.seconds()
         found |= {"surprises": report.surprises(), "numbers": sorted(report.to_dict())}
         found["numbers"] = [name for name in found["numbers"] if not name.startswith("waited")]
         if report.grad_norm is not None:
@@ -458,15 +459,26 @@ class FreeBytes(threading.local):
     here = 3 * GIB
 
 
+class Ticks(threading.local):
+    """A clock of each thread that goes on by a second whenever it is read."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
 free_bytes = FreeBytes()
 """Free memory of the machine, as each rank reads it."""
 
 
 @contextlib.contextmanager
 def known_memory() -> Iterator[None]:
-    """Has this process and its machine hold the same memory in each run."""
+    """Has this process and its machine hold the same memory in each run, and steps take as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_promise, "resident", lambda: Resident(200 * MIB, 100 * MIB, 310 * MIB))
         patch.setattr(plan_promise, "free_host_bytes", lambda: free_bytes.here)
+        patch.setattr(step_clock, "time", Ticks())
         patch.setattr(promises, "_AT_WORK", weakref.WeakSet())  # without models of other tests
         yield
