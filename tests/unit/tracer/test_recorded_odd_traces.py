@@ -22,8 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
+from elixir.tracer.use_order import memory_alone
+from elixir.tracer.values.expert_choice import BalancedRouting
 from tests.common.tracing import Step, sum_step
-from tests.unit.tracer.test_recorded_traces import RELEASE, traced
+from tests.unit.tracer.test_recorded_traces import RELEASE, Experts, Layers, tokens, traced
 from tests.unit.tracer.test_tracer_memory import Fn, Square, mlp, x
 
 RECORDED = Path(__file__).with_suffix(".json")
@@ -300,6 +303,15 @@ def with_two() -> Any:
     return Fn(lambda m, x: m.a(x), a=nn.Linear(64, 8), b=nn.Linear(64, 64)), x(8, 64)
 
 
+def layers() -> Any:
+    return Layers(reentrant=None), tokens()
+
+
+def sorts_ids() -> Any:
+    """Ids of which there are so many that CUDA sorts them for the gradient of their embedding, the last of backward."""
+    return nn.Embedding(9, 4), {"x": torch.arange(5000) % 9}
+
+
 ALL, TWO = ("h200", "cpu", "a100", "t4"), ("h200", "cpu")
 CASES: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...]]] = {
     "attention of all kinds": (with_attention, sum_step, ALL),
@@ -329,18 +341,53 @@ CASES: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...]]] = {
 }
 
 
+def moved() -> tuple[UnitActivations, ...]:
+    """Inputs that move to the host, all that a layer saves, and results that stay while others are made again."""
+    stays = (Result("aten.addmm.default", 0), Result("aten.gelu.default", 0))
+    return (
+        UnitActivations("layers.0", (), (Result(INPUT, 0),)),
+        UnitActivations("layers.1", None, (Result(SAVED, 0),)),
+        UnitActivations("layers.2", stays),
+    )
+
+
+def looks_twice(model: nn.Module, inp: dict[Any, Any]) -> None:
+    """Calls the model before the step, and copies what it says to the host and back."""
+    with memory_alone(), torch.no_grad():
+        seen = model(inp["x"].repeat(3, 1)).cpu()
+    share = seen[:2].to(inp["x"].device).float().mean()
+    kept = inp["x"].cpu()
+    (model(kept.to(inp["x"].device)) * share).sum().backward()
+
+
+ASKED: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...], dict[str, Any]]] = {
+    "activations that a plan moves": (layers, sum_step, TWO, {"activations": moved()}),
+    "fused optimizer": (layers, sum_step, TWO, {"optimizer": "AdamW", "optimizer_kernel": "fused"}),
+    "fused SGD": (sorts_ids, sum_step, TWO, {"optimizer": "SGD", "optimizer_kernel": "fused"}),
+    "foreach RMSprop": (layers, sum_step, TWO, {"optimizer": "RMSprop", "optimizer_kernel": "foreach"}),
+    "layers that are compiled": (layers, sum_step, TWO, {"compile": True, "generated_code": False}),
+    "evaluation": (layers, lambda m, i: m(i["x"]), TWO, {"forward": True}),
+    "a look before the step": (layers, looks_twice, TWO, {}),
+    "skewed experts": (lambda: (Experts(), x(64, 64)), sum_step, TWO, {"routing": BalancedRouting(0.3)}),
+    "without the cache": (layers, sum_step, TWO, {"cache": False}),
+}
+
+
 def outcome(name: str) -> Any:
     """The traces of one step."""
-    return traced(*CASES[name])
+    if name in CASES:
+        return traced(*CASES[name])
+    make, step, targets, options = ASKED[name]
+    return traced(make, step, targets, **options)
 
 
 @pytest.mark.skipif(RELEASE != "2.13", reason="recorded with torch 2.13")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ASKED])
 def test_an_odd_trace_is_as_recorded(name: str) -> None:
     assert outcome(name) == json.loads(RECORDED.read_text())[name]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows = [f" {json.dumps(name)}: {json.dumps(outcome(name))}" for name in CASES]
+    rows = [f" {json.dumps(name)}: {json.dumps(outcome(name))}" for name in (*CASES, *ASKED)]
     RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")

@@ -158,14 +158,14 @@ def outcome(name: str) -> dict[str, Any]:
     return traced(make, step, list(TARGETS)[: 1 if step in STEPS else 2 if name in MODELS else 4])
 
 
-def traced(make: Callable[[], Any], step: Step, targets: Iterable[str]) -> dict[str, Any]:
+def traced(make: Callable[[], Any], step: Step, targets: Iterable[str], **options: Any) -> dict[str, Any]:
     """The traces of one step: two numbers of each and the digest of all of it, or the error."""
     found: dict[str, Any] = {}
     for target in targets:
         torch.manual_seed(0)
         try:
             with kernels_not_run():
-                trace = trace_step(*make(), step, dtype=TARGETS[target], hardware=preset(target))
+                trace = trace_step(*make(), step, dtype=TARGETS[target], hardware=preset(target), **options)
         except TraceError as error:
             found[target] = str(error).partition(": ")[2]  # without the place in this repository
             continue
