@@ -29,10 +29,16 @@ def test_every_bar_is_on_the_page(line: str) -> None:
 
 
 def test_steps_with_chosen_activations_are_on_the_page() -> None:
-    shown = [row for row in kept("gpu_activations_h200.jsonl") if row["status"] == "ok"]
-    shown = [row for row in shown if row["case"] != "kept, states on the device"]  # the same plan as without a choice
-    assert len(shown) == 4
-    for row in shown:
+    rows = {row["case"]: row for row in kept("gpu_activations_h200.jsonl")}
+    compared = rows.pop("t5")
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert len(rows) == 6
+    for case, row in rows.items():
         mean, simulated, device = (row[key] for key in ("mean_s", "simulated_percent", "device_percent"))
         peak = f"{device:+.1f} %" if abs(float(str(device))) >= 0.05 else "0.000 %"
-        assert f"| {mean:.3f} | {simulated:+.1f} % | {peak} |" in PAGE, row["case"]
+        assert f"| {mean:.3f} | {simulated:+.1f} % | {peak} |" in PAGE, case
+    off, plain, above = (
+        float(str(compared[key])) for key in ("worst_gradient_off", "plain_gradient_off", "compiled_percent")
+    )
+    assert f"{100 * off:.2f} % from those in float64 both ways; peaks are {-above:.2f} % above" in PAGE
+    assert f"{off:.4f}" == f"{plain:.4f}"
