@@ -176,6 +176,19 @@ class OnItself(Own):
         super().step()
 
 
+class OnItsTensor(Own):
+    """Counts in a tensor, next to one of several numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.counted, self.others = torch.zeros(1), torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counted += 1
+        super().step()
+
+
 class Unmarked(Own):
     """Rewrites its weights for evaluation without saying so in its groups."""
 

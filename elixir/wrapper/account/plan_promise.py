@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from elixir.chunk.host_buffers import file_window_kind, staging_kind, summands_kind, window_kind
@@ -45,7 +46,7 @@ class PlanPromise:
         self._replaced = {"cpu": 0, engine.device.type: 0}
         for each in (*model.parameters(), *model.buffers()):
             if not each.is_meta:
-                self._replaced[each.device.type] = self._replaced.get(each.device.type, 0) + each.nbytes
+                self._replaced[each.device.type] = self._replaced.get(each.device.type, 0) + _held_bytes(each)
 
     @property
     def promised(self) -> Memory:
@@ -57,7 +58,7 @@ class PlanPromise:
     def taken(self) -> Memory:
         """Buffers of the runtime and of the model; those of the host for all ranks that share its memory."""
         engine = self._engine
-        buffers = sum(each.nbytes for each in engine.model.buffers() if each.device.type == engine.device.type)
+        buffers = sum(_held_bytes(each) for each in engine.model.buffers() if each.device.type == engine.device.type)
         held = engine.arena.live_bytes
         return Memory(held("device") + buffers, held("host") * self.ranks)
 
@@ -151,6 +152,14 @@ class PlanPromise:
             but=self,
         )
         self._limit_heap(need)
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; of a sparse one those of the elements that are there, with their places."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    values = (tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor).values()
+    return values.nbytes + values.numel() * tensor.dim() * torch.int64.itemsize
 
 
 def rank_host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:

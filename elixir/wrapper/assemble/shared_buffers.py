@@ -137,7 +137,8 @@ def _put(model: nn.Module, places: dict[str, BufferPlace], name: str, value: tor
     own = place.buffer
     if own.shape != value.shape and not place.is_persistent:
         return []  # a cache that has grown with this rank's data; the module keeps its size elsewhere
-    if own.shape != value.shape or own.dtype != value.dtype or own.is_inference() or own.layout != value.layout:
+    same = own.shape == value.shape and own.dtype == value.dtype
+    if not same or own.is_inference() or {own.layout, value.layout} != {torch.strided}:
         new = value.to(own.device)
         place.put(new)
         return [new]

@@ -321,3 +321,58 @@ def test_ranks_take_the_buffers_of_rank_0_whatever_has_become_of_them() -> None:
         name: (value.dtype, value.tolist()) for name, value in first.items()
     }
     assert (other["late"].tolist(), other["grown"].numel(), other["kind"].dtype) == ([1.0] * 3, 5, torch.float64)
+
+
+class Sparse(nn.Module):
+    """Has a buffer that is no part of a message."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("table", torch.eye(8).mul_(scale).to_sparse())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(input)
+        return found
+
+
+def test_ranks_exchange_buffers_that_are_sparse() -> None:
+    def work(rank: int) -> torch.Tensor:
+        model, inp = Sparse(3.0), {"input": torch.ones(2, 8)}
+        plan = simple_search(model, 2, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
+        module = ElixirModule(model, plan, device="cpu")
+        model.table = Sparse(5.0 + rank).table
+        module(**inp)
+        table: torch.Tensor = model.table
+        module.close()
+        return table.to_dense()
+
+    for found in on_ranks(2, work):
+        assert isinstance(found, torch.Tensor), found
+        assert torch.equal(found, 5.0 * torch.eye(8))
+
+
+class WithEmpty(nn.Module):
+    """Has a weight without elements, as a list of no experts has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.empty = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, input: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.inner(input).square().mean()
+        return found + self.empty.sum() if both else found
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_a_weight_without_elements_counts_for_a_norm_if_it_has_a_gradient(mode: str) -> None:
+    model = WithEmpty()
+    plan = make_plan(Case(model, {"input": torch.ones(2, 8)}, lambda m, inp: m(**inp, both=True)), mode)
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), max_norm=1e-3)
+    for both in (True, False):
+        optimizer.backward(module(torch.ones(2, 8), both=both))
+        assert float(module.clip_grad_norm_(1.0)) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    module.close()

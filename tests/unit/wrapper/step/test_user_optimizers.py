@@ -129,6 +129,7 @@ def test_a_group_without_gradients_does_not_count() -> None:
         (own.Estimating, "step changes 'd_sum' of its groups in a way that depends on the weights"),
         (own.Keyed, "keeps a state 'k' for no parameter"),
         (own.OnItself, "changes 'steps' of the object"),
+        (own.OnItsTensor, "changes 'counted' of the object"),
         (own.Unmarked, r"eval\(\) rewrites weights without a mark"),
     ],
 )
