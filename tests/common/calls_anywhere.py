@@ -32,7 +32,7 @@ WRITES = (
     "rehome",
     "save",
 )
-"""They change weights, which a backward to come has saved."""
+"""Names of calls that change weights, which a backward to come has saved."""
 
 
 class CallsAnywhere:
@@ -51,7 +51,7 @@ class CallsAnywhere:
         self.tried_at: set[str] = set()
 
     def calls(self) -> Calls:
-        """Those that any moment may refuse; what may change the training comes last."""
+        """The calls that any moment may refuse; what may change the training comes last."""
         module, first, net, plan = self.module, self.first, self.net, self.program.run.plan
         ids, folder = ids_of(0, self.program.rank), str(self.program.folder / "saved")
         return {

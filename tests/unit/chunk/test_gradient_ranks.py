@@ -408,7 +408,7 @@ def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
 
 @pytest.mark.parametrize("how", ["kept", "on the device", "zeros"])
 def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> None:
-    """Whoever forgets a gradient, or puts zeros in its place, waits for the copy under way."""
+    """A call that forgets a gradient, or puts zeros in its place, waits for the copy under way."""
     ranks = 2 if how == "kept" else 1
     case = Case(ranks, 1, 1, [HOMES[0 if how == "on the device" else 2]], [True], [], False, False, False)
     training = Training(case, Meeting(ranks), 0)
@@ -448,7 +448,7 @@ def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> N
 def test_if_all_blocks_are_taken_what_comes_late_leaves_its_own(
     ordered: tuple[bool, ...], sent: tuple[int, ...]
 ) -> None:
-    """Of two blocks; what other ranks wait for stays, and no further block is made."""
+    """A gradient that other ranks wait for stays in the two blocks, and no further block is made."""
     case = Case(2, 1, 1, [HOMES[2]] * 3, list(ordered), [], False, False, False)
     meeting = Meeting(2)
     trainings = [Training(case, meeting, rank) for rank in range(2)]

@@ -109,7 +109,7 @@ def test_zeros_before_the_first_step_are_no_states(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_states_that_are_none_are_loaded_as_none(mode: str) -> None:
-    """So torch's SGD saves a momentum that no step has made."""
+    """SGD of torch saves a momentum that no step has made so."""
     it, momentum = linear(), torch.full((8,), 0.5)
     plain = copy.deepcopy(it.model)
     module = ElixirModule(it.model, make_plan(it, mode, optimizer_type="SGD"), device="cpu")

@@ -1,4 +1,4 @@
-"""What users call gets the recorded answer at each moment of a training, refused or not, and leaves what was recorded.
+"""Users' calls get the recorded answer at each moment of a training, refused or not, and leave what was recorded.
 
 A commit that means to change an answer records them anew and says why:
 
