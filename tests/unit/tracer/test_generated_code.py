@@ -290,5 +290,20 @@ def test_for_a_gpu_layers_whose_gradient_would_be_left_out_have_no_code() -> Non
     assert "WithoutGradient has no generated code: UserWarning: elixir_tests::alike" in found.assumptions[-1]
 
 
+class Composed(Layer):
+    """Asks whether gradients are needed, and calls functions that PyTorch composes of others."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        scale = x.std(-1, keepdim=True) if x.requires_grad else 1.0
+        return super().forward(nn.functional.selu(x) * scale)
+
+
+def test_for_a_gpu_layers_of_composed_functions_have_code_with_their_gradients() -> None:
+    found, eager = (traced(made_of(Composed), hardware="h100", compile=each) for each in (True, False))
+    assert "generates" in found.assumptions[-1]
+    assert found.unused_parameters == eager.unused_parameters == ()
+    assert [parameter.grad_access is None for parameter in found.parameters] == [False] * 8
+
+
 def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
     assert "autocast" in traced(WithAutocast("cuda"), hardware="h100").assumptions[-1]
