@@ -360,6 +360,16 @@ def looks_twice(model: nn.Module, inp: dict[Any, Any]) -> None:
     (model(kept.to(inp["x"].device)) * share).sum().backward()
 
 
+def calls(*batches: int) -> Step:
+    """A step that calls the model with batches of so many times the input."""
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        for times in batches:
+            model(inp["x"].repeat(times, 1))
+
+    return step
+
+
 ASKED: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...], dict[str, Any]]] = {
     "activations that a plan moves": (layers, sum_step, TWO, {"activations": moved()}),
     "fused optimizer": (layers, sum_step, TWO, {"optimizer": "AdamW", "optimizer_kernel": "fused"}),
@@ -367,6 +377,8 @@ ASKED: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...], dict[str, Any]]
     "foreach RMSprop": (layers, sum_step, TWO, {"optimizer": "RMSprop", "optimizer_kernel": "foreach"}),
     "layers that are compiled": (layers, sum_step, TWO, {"compile": True, "generated_code": False}),
     "evaluation": (layers, lambda m, i: m(i["x"]), TWO, {"forward": True}),
+    "generation": (layers, calls(3, 1), TWO, {"forward": True, "generate": (2, 3)}),
+    "generation of three calls": (layers, calls(1, 3, 2), TWO, {"forward": True, "generate": (2, 3)}),
     "a look before the step": (layers, looks_twice, TWO, {}),
     "skewed experts": (lambda: (Experts(), x(64, 64)), sum_step, TWO, {"routing": BalancedRouting(0.3)}),
     "without the cache": (layers, sum_step, TWO, {"cache": False}),
