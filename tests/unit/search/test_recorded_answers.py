@@ -43,7 +43,7 @@ from tests.unit.search.test_recorded_plans import rounded
 
 RECORDED = Path(__file__).with_suffix(".json")
 BUDGETS = tuple(f"budgets {seed}" for seed in range(12))
-BY_HAND = (*(f"hand {seed}" for seed in (1, 4, 8)), *(f"hand layers {seed}" for seed in (9, 28, 40, 62, 85, 119)))
+BY_HAND = (*(f"hand {seed}" for seed in (1, 4, 8)), *(f"hand layers {seed}" for seed in (9, 28, 40, 62, 81, 85, 119)))
 QUESTIONS = (*(f"asked {seed}" for seed in (1, 21)), *(f"asked layers {seed}" for seed in (2, 40)))
 LEVERS = (*(f"levers {seed}" for seed in (11, 13, 18)), *(f"levers layers {seed}" for seed in (28, 40)))
 SWEEPS = ("sweep layers 26", "sweep layers 28")
@@ -97,8 +97,12 @@ def by_hand(draw: random.Random, name: str) -> dict[str, Any]:
     trace, machine, options = situation(name)
     for left_out in ("device_memory", "host_memory", "search", "disk_memory", "reserve"):
         options.pop(left_out, None)
+    units = tuple(replace(unit, kind=f"{unit.kind}{at % 2}") for at, unit in enumerate(trace.units))
+    trace = replace(trace, step=replace(trace.step, units=units))
     request, found = SearchRequest.of(options.pop("asked"), **options), list[Any]()
     for _ in range(8):
+        if request.pass_size == 1:
+            request = replace(request, fetch=draw.choice((None, "parameters", "units")))
         memory = {
             "device_memory": draw.choice((None, None, trace.activation_peak_bytes + int(trace.param_bytes * 1.2))),
             "host_memory": draw.choice((None, None, trace.param_bytes)),

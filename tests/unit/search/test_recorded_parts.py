@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elixir.artifact import digest
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
-from elixir.optimizer_states import MomentKind
+from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
@@ -38,12 +39,15 @@ from elixir.search.problem.swapped_trace import (
     with_inputs_on_host,
 )
 from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 from elixir.search.simulator.rates import Line, Rates
+from elixir.search.whatif.explanation import Spot
 from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
 from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers
+from tests.common.samples import make_plan
 from tests.common.situations import made_up_machine
 from tests.common.small_searches import small_search
 from tests.unit.search.test_recorded_plans import rounded
@@ -54,6 +58,8 @@ NAMES = (
     *(f"kept {seed}" for seed in range(12)),
     "collectives",
     *(f"spilled {seed}" for seed in range(40)),
+    *(f"floors {seed}" for seed in range(24)),
+    "words",
 )
 AMOUNTS = (0, 1, 10**6, 10**9)
 KEYS = (
@@ -166,6 +172,7 @@ def kept_of(draw: random.Random) -> list[Any]:
     steps = (again, moved, replace(moved, accesses=inside))
     found += [pass_trace(each, size) for each in steps for size in (1, 2, 3)]
     more = [[traces.more_bytes(unit, budget) for unit in units] for budget in (None, 0.5, 0.0)]
+    more += [list(BudgetedTraces(compiled, {}, largest).runs) for largest in (None, 0.5)]
     return [
         more,
         *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found),
@@ -249,13 +256,63 @@ def spilled_of(draw: random.Random) -> list[Any]:
     return found
 
 
+def floors_of(draw: random.Random) -> list[Any]:
+    """Memory and least seconds of random homes, of all chunks and of some, with prefetch and without."""
+    search = small_search(draw.randrange(1000), most_chunks=6)
+    arriving = [draw.choice((0, MIB, 40 * MIB)) * (each.phase == "backward") for each in search.space.trace.accesses]
+    accesses = [
+        replace(each, arriving_bytes=nbytes) for each, nbytes in zip(search.space.trace.accesses, arriving, strict=True)
+    ]
+    trace = replace(search.space.trace, accesses=tuple(accesses)) if draw.random() < 0.8 else search.space.trace
+    setting = replace(
+        search.space.setting,
+        accumulation=draw.choice((1, 3)),
+        clipping=draw.random() < 0.5,
+        spill=draw.choice((None, None, Spill(1, 1 << 50))),
+    )
+    space, found = SearchSpace(trace, search.space.hardware, setting), list[Any]()
+    model = space.model(draw.choice(search.sizes))
+    chunks = len(model.work.chunks)
+    variants = Variants(model, space.cost, gathered=setting.world_size > 1 and draw.random() < 0.5)
+    codes = np.array([[draw.choice(homes) for homes in variants.homes] for _ in range(8)], dtype=np.int8)
+    for early, count in itertools.product((False, True), (chunks, max(chunks - 1, 1))):
+        some = np.array(sorted(draw.sample(range(chunks), count)))
+        look = variants.look(
+            codes[:, some], search.budgets.device_bytes, None if count == chunks else some, early=early
+        )
+        found.append([look.blocks.tolist(), look.host_bytes.tolist(), look.lower_bound_s.tolist()])
+        for prefetch, blocks in itertools.product((True, False), (0, 1, chunks)):
+            left = np.full(len(codes), blocks)
+            least_s = space.cost.lower_bound_s(model.work, some, codes[:, some], left, early=early, prefetch=prefetch)
+            found.append(least_s.tolist())
+    found.append(variants.neighbours(codes[0]).tolist())
+    placements = [Placement.numbered(code.tolist()) for code in codes]
+    parts = [[model.need(each, blocks).device_parts for blocks in (0, 2)] for each in placements]
+    known = [variants.codes(each) is not None for each in (*placements, Placement.everywhere(Home.DEVICE_HOST, chunks))]
+    return [*found, parts, known, [model.host_parts(each) for each in placements]]
+
+
+def words_of(_: random.Random) -> list[Any]:
+    """The words of homes, and the bytes of chunks in a checkpoint."""
+    spots = [Spot.of(home, trainable) for home in Home for trainable in (True, False)]
+    chunks = [
+        replace(chunk, dtype=dtype) for chunk in make_plan(3, frozen=0.4).chunks for dtype in ("float32", "bfloat16")
+    ]
+    kinds = [state_size("Adam", moments) for moments in ("float32", "bfloat16", "8bit")]
+    saved = [chunk.saved_bytes(ranks, kind) for chunk in chunks for ranks in (1, 4) for kind in kinds]
+    return [[[str(each), each.short] for each in spots], saved]
+
+
+WAYS = {"rates": rates_of, "kept": kept_of, "spilled": spilled_of, "floors": floors_of, "words": words_of}
+
+
 def outcome(name: str) -> str:
     """The digest of one family of results."""
     family = name.partition(" ")[0]
     draw = random.Random(name)
     if family == "collectives":
         return digest(rounded(collectives()))
-    return digest(rounded({"rates": rates_of, "kept": kept_of, "spilled": spilled_of}[family](draw)))
+    return digest(rounded(WAYS[family](draw)))
 
 
 @pytest.mark.parametrize("name", NAMES)
