@@ -126,12 +126,9 @@ def trace_that_keeps(
 
 def _stays(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> bool:
     """Whether everything may stay on the device while nothing is made again, though the host may update some of it."""
-    placements = dict.fromkeys((request.placement, "cuda" if request.placement == "auto" else request.placement))
-    for placement in placements:
-        plan = planned(Question(whole, hardware, replace(request, assume="nominal", placement=placement)))
-        if plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks):
-            return True
-    return False
+    placement = "cuda" if request.placement == "auto" else request.placement
+    plan = planned(Question(whole, hardware, replace(request, assume="nominal", placement=placement)))
+    return plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks)
 
 
 def _is_again(trace: StepTrace) -> bool:
@@ -243,10 +240,17 @@ def _chosen(
     found = whole if own is None else made(own)
     logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
     simpler = [whole] if found is not whole and trials.may_keep_everything else []
-    if own != nothing and step_s > CLEARLY * trials.least_s(0):
+    doubtful = own != nothing and step_s > CLEARLY * trials.least_s(0)
+    if not (simpler or doubtful):
+        return found
+    found_s = _planned_s(Question(found, hardware, request))
+    if doubtful and found_s > trials.least_s(0):
         simpler.append(made(nothing))
-    several = *simpler, found
-    return min(several, key=lambda each: _planned_s(Question(each, hardware, request))) if simpler else found
+    for each in reversed(simpler):
+        each_s = _planned_s(Question(each, hardware, request))
+        if each_s <= found_s:
+            found, found_s = each, each_s
+    return found
 
 
 @dataclass
