@@ -106,11 +106,15 @@ class EvictionPolicy:
         """By position, its first request; then the end."""
         self.next_request: list[int] = [0] * self.end
         """By request, the next one of the same chunk."""
+        self.previous_request: list[int] = [-1] * self.end
+        """By request, the one before of the same chunk; -1 for the first."""
         self.first_request: dict[int, int] = {}
         """By chunk, its first request."""
         for request in range(self.end - 1, -1, -1):
             chunk = self.requested[request]
-            self.next_request[request] = self.first_request.get(chunk, self.end + chunk)
+            following = self.next_request[request] = self.first_request.get(chunk, self.end + chunk)
+            if following < self.end:
+                self.previous_request[following] = request
             self.first_request[chunk] = request
         self.requested.extend(range(max(self.requested, default=-1) + 1))
 
@@ -281,24 +285,21 @@ class Schedule:
         have the nearest next uses, so none of them can be the victim.
         """
         policy, depth = self.policy, self.prefetch_depth
-        requested, next_request, end = policy.requested, policy.next_request, policy.end
+        requested, previous, following, end = policy.requested, policy.previous_request, policy.next_request, policy.end
         inside = set(held)
         # Requests of next uses, the furthest first. Passed requests stay in the heap, since they never come first.
         uses = [-policy.first_request[chunk] for chunk in held]
         heapify(uses)
         loaded_for: dict[int, int] = {}
-        last_ahead: dict[int, int] = {}  # by chunk, its last request before `ahead`
         positions: list[int] = []
         chunks: list[int] = []
         unused = ahead = request = 0
         window = 0  # the number of chunks in it
-        for position, here in enumerate(policy.required):
-            wanted = len(here) + depth
+        for position, stop in enumerate(policy.starts[1:]):
+            wanted = stop - request + depth
             while window < wanted and ahead < end:
+                window += previous[ahead] < request
                 chunk = requested[ahead]
-                if last_ahead.get(chunk, -1) < request:
-                    window += 1
-                last_ahead[chunk] = ahead
                 if chunk not in inside:
                     if len(inside) == blocks:
                         furthest = -heappop(uses)
@@ -311,10 +312,9 @@ class Schedule:
                     positions.append(position)
                     chunks.append(chunk)
                 ahead += 1
-            for _ in here:
-                following = next_request[request]
-                heappush(uses, -following)
-                window -= following >= ahead
+            while request < stop:
+                heappush(uses, -following[request])
+                window -= following[request] >= ahead
                 request += 1
         hits = end - len(chunks) + unused
         return ScheduleResult(blocks, depth, hits, tuple(positions), tuple(chunks), tuple(sorted(inside)))

@@ -74,6 +74,7 @@ class Home(Enum):
         update: Update = "after_norm",
     ) -> None:
         self.weights, self.states, self.update = weights, states, update
+        self.number = len(type(self).__members__)
         self.resident = weights == "resident"
         self.weight_home: WeightHome = "device" if weights == "resident" else weights
         """The memory of the shard of weights, or its files."""

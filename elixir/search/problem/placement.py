@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ Bools = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int8]
 HOMES = tuple(Home)
 """The number of a home is its place in here."""
-_NUMBER = {home: number for number, home in enumerate(HOMES)}
+_NUMBER = attrgetter("number")
 RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     np.array([getattr(home, name) for home in HOMES], dtype=bool)
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
@@ -44,12 +45,12 @@ class Placement:
     @classmethod
     def numbered(cls, codes: Iterable[int]) -> Placement:
         """Makes a placement of numbers of homes."""
-        return cls(tuple(HOMES[code] for code in codes))
+        return cls(tuple(map(HOMES.__getitem__, codes)))
 
     @cached_property
     def codes(self) -> Codes:
         """Numbers of the homes."""
-        return np.array([_NUMBER[home] for home in self.homes], dtype=np.int8)
+        return np.fromiter(map(_NUMBER, self.homes), np.int8, len(self.homes))
 
     @cached_property
     def resident(self) -> tuple[bool, ...]:
@@ -96,7 +97,7 @@ class Placement:
     @property
     def keeps_everything(self) -> bool:
         """Whether all weights are gathered on the device for good, and all states are there."""
-        return all(home is Home.RESIDENT for home in self.homes)
+        return self.homes.count(Home.RESIDENT) == len(self.homes)
 
 
 @dataclass(frozen=True)

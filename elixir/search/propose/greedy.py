@@ -44,7 +44,10 @@ class PlacementBuilder:
         self.weight = list(self.resident)
         self.state = [chunk.outsized and not chunk.trainable for chunk in chunks]
         self.streamed = self.resident.count(False)
-        self._away = [model.setting.away(chunk.trainable) for chunk in chunks]
+        self.homes = [
+            _HOME_OF[True, state] if weight else model.setting.away(chunk.trainable)
+            for chunk, weight, state in zip(chunks, self.weight, self.state, strict=True)
+        ]
         gathering = np.flatnonzero(model.gets_gradients).tolist()
         self._outsized = tuple(c for c in gathering if chunks[c].outsized)
         self._grad_chunks = len(gathering) - len(self._outsized)
@@ -65,14 +68,12 @@ class PlacementBuilder:
         other = copy.copy(self)
         other.blocks = blocks
         other.resident, other.weight, other.state = self.resident.copy(), self.weight.copy(), self.state.copy()
+        other.homes = self.homes.copy()
         return other
 
     def placement(self) -> Placement:
         """The placement as it stands."""
-        homes = zip(self.weight, self._away, self.resident, self.state, strict=True)
-        return Placement(
-            tuple(_HOME_OF[resident, state] if weight else away for weight, away, resident, state in homes)
-        )
+        return Placement(tuple(self.homes))
 
     def peak_bytes(self) -> int:
         """Device peak as it stands."""
@@ -90,22 +91,24 @@ class PlacementBuilder:
     def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
         """Walks `chunks`; put the weights of each that still fits, and with `state` its states, on the device."""
         waiting = list(chunks)
+        least = self._least_bytes(waiting, state=state, resident=resident)
         room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
         at, together = 0, 1
         while at < len(waiting):
-            some = waiting[at : at + together]
-            if self._least_bytes(some[0], state=state, resident=resident) > room:
+            some, added = waiting[at : at + together], sum(least[at : at + together])
+            if least[at] > room:
                 at, together = at + 1, 1
-            elif self._move(some, state=state, resident=resident, budget_bytes=budget_bytes):
+            elif self._move(some, added, state=state, resident=resident, budget_bytes=budget_bytes):
                 room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
                 at, together = at + len(some), 2 * together
             else:
                 at, together = at + (len(some) == 1), max(len(some) // 2, 1)
 
-    def _move(self, chunks: Sequence[int], *, state: bool, resident: bool, budget_bytes: int) -> bool:
-        """Moves chunks if each fits after those before it; whether it did. It may not know that several fit."""
+    def _move(self, chunks: Sequence[int], added: int, *, state: bool, resident: bool, budget_bytes: int) -> bool:
+        """Moves chunks, which add so many bytes, if each fits after those before it; whether it did. It may not know
+        that several fit."""
         model, facts = self.model, self.model.work.chunks
-        constant = self._constant + sum(self._least_bytes(c, state=state, resident=resident) for c in chunks)
+        constant = self._constant + added
         streamed = self.streamed - sum(resident and not self.resident[c] for c in chunks)
         outsized, outsized_bytes, grad_chunks = self._outsized, self._outsized_bytes, self._grad_chunks
         opened, most_open, over_time = self._open, self._most_open, self._curve_peak
@@ -122,9 +125,11 @@ class PlacementBuilder:
                 outsized_bytes = model.outsized_grad_bytes(outsized)
             if pooled:
                 opened, grad_chunks = opened - _sum_of(model.filling, pooled), grad_chunks - len(pooled)
-                most_open = int(opened.max())
-            over_time = self._peak_over_time(curve, temporary, self._in_flight(outsized, grad_chunks))
-            most_over_time = self._peak_over_time(curve, temporary, self._in_flight(self._outsized, self._grad_chunks))
+                most_open = int(np.maximum.reduce(opened))
+            before, after = self._in_flight(self._outsized, self._grad_chunks), self._in_flight(outsized, grad_chunks)
+            over_time = most_over_time = self._peak_over_time(curve, temporary, after)
+            if before != after:
+                most_over_time = self._peak_over_time(curve, temporary, before)
         pool = self._pool(streamed, most_open, grad_chunks, outsized_bytes)
         # What a chunk gives back does not help those before it.
         most = over_time + pool if len(chunks) == 1 else most_over_time + self._pool_now
@@ -137,6 +142,7 @@ class PlacementBuilder:
             self.weight[chunk] = True
             self.resident[chunk] = resident or self.resident[chunk]
             self.state[chunk] = self.state[chunk] or state or not facts[chunk].trainable
+            self.homes[chunk] = _HOME_OF[self.resident[chunk], self.state[chunk]]
         return True
 
     def _most_given_back(self, resident: bool) -> int:
@@ -175,19 +181,20 @@ class PlacementBuilder:
                 return False
         return True
 
-    def _least_bytes(self, chunk: int, *, state: bool, resident: bool) -> int:
-        """Bytes that a move adds to the device, gradients and blocks not counted."""
-        here = self._weight_bytes(chunk, self.resident[chunk]) if self.weight[chunk] else 0
-        there = self._weight_bytes(chunk, resident or self.resident[chunk])
-        states = self._states[chunk] if state and not self.state[chunk] else 0
-        return there - here + states
-
-    def _weight_bytes(self, chunk: int, resident: bool) -> int:
-        return self._weights[chunk][resident]
+    def _least_bytes(self, chunks: Iterable[int], *, state: bool, resident: bool) -> list[int]:
+        """Bytes that a move of each adds to the device, gradients and blocks not counted."""
+        found = []
+        for chunk in chunks:
+            weights, already = self._weights[chunk], self.resident[chunk]
+            nbytes = weights[resident or already]
+            if self.weight[chunk]:
+                nbytes -= weights[already]
+            found.append(nbytes + self._states[chunk] if state and not self.state[chunk] else nbytes)
+        return found
 
     def _peak_over_time(self, curve: Floats, temporary: float, in_flight: bool) -> int:
         running = curve[:-1] + self.model.telling_stretches.transient[:-1] if in_flight else curve[:-1]
-        return max(int(running.max()), int(curve[-1] + temporary))
+        return max(int(np.maximum.reduce(running)), int(curve[-1] + temporary))
 
     def _in_flight(self, outsized: tuple[int, ...], grad_chunks: int) -> bool:
         return bool(outsized or grad_chunks) or self.model.setting.accumulation > 1
@@ -214,19 +221,16 @@ def by_saving(model: MemoryModel, loads: Sequence[int], *, whole: bool) -> list[
         loads: per chunk, its loads in one step.
         whole: weights and states move together; otherwise weights alone.
     """
-    chunks = range(len(loads))
-    facts = model.work.chunks
-    shards, grads = model.shard_bytes.tolist(), model.grad_shard_bytes.tolist()
+    shards, grads, count = model.shard_bytes, model.grad_shard_bytes, np.asarray(loads)
     home = _RESIDENT if model.setting.world_size == 1 else _SHARDS
-    cost = (model.device_weights[:, home] + model.device_states[:, home]).tolist()
-
-    def saving(chunk: int) -> float:
-        if whole:
-            return float((loads[chunk] * shards[chunk] + grads[chunk]) / max(cost[chunk] + grads[chunk], 1))
-        upload = shards[chunk] if facts[chunk].trainable and facts[chunk].grad_bytes else 0
-        return float((loads[chunk] * shards[chunk] - upload) / max(shards[chunk], 1))
-
-    return sorted(chunks, key=lambda chunk: (-saving(chunk), chunk))
+    if whole:
+        cost = model.device_weights[:, home] + model.device_states[:, home]
+        saved, taken = count * shards + grads, cost + grads
+    else:
+        trained = [chunk.trainable and chunk.grad_bytes > 0 for chunk in model.work.chunks]
+        saved, taken = count * shards - shards * trained, shards
+    order: list[int] = np.argsort(-saved / np.maximum(taken, 1), kind="stable").tolist()
+    return order
 
 
 def loads_per_chunk(count: int, loaded: Sequence[int]) -> list[int]:

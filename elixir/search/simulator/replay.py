@@ -61,7 +61,11 @@ class Replay:
         self._sums_early = case.clipping and not case.accumulates
         self._together = times.shards > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
-        self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
+        # Looked up hundreds of thousands of times, and the same for all updates.
+        self._weight_on_device, self._state_on_device = placement.weight_on_device, placement.state_on_device
+        self._resident, self._in_files = placement.resident, placement.in_files
+        self._replicated = times.rates.replicas > 1
+        self._fetch_s = [copied[c] if self._weight_on_device[c] else times.fetch_s[c] for c in chunks]
         self._slowdown = {
             lane: (other, factor, 1 - 1 / factor)
             for lane, other, factor in (
@@ -189,7 +193,7 @@ class Replay:
 
         What has left for the host was summed before: see `_send`.
         """
-        times, on_device = self._times, self._placement.state_on_device
+        times, on_device = self._times, self._state_on_device
         self._doing, self._doing_chunk = "norm", None
         seconds = sum(times.norm_s[c] for c in times.update_order if on_device[c])
         if not all(on_device[c] for c in times.update_order):
@@ -201,7 +205,7 @@ class Replay:
     def _update_and_return(self, c: int, submitted_s: float, behind_s: float) -> float:
         """Adam of one shard on the host; when new weights are where they live, to which they return after
         `behind_s`."""
-        times, returns = self._times, self._placement.weight_on_device[c]
+        times, returns = self._times, self._weight_on_device[c]
         staged = returns and times.rounded[c]
         # A buffer is written to when what was in it has left.
         free_s = self._staged[0] if staged and len(self._staged) == STAGING_BUFFERS else 0.0
@@ -235,7 +239,7 @@ class Replay:
     def _keep(self, c: int, submitted_s: float) -> float:
         """New states become those of the chunk; when its new weights are where they live."""
         done_s = self._updated_s[c]
-        if self._placement.weight_on_device[c]:
+        if self._weight_on_device[c]:
             self.moved_bytes[FETCH] += self._times.shard_bytes[c]
             done_s = self._run(REFRESH, "refresh", c, max(submitted_s, done_s), self._times.fetch_s[c])
             self._updated_s[c] = done_s
@@ -310,8 +314,8 @@ class Replay:
         if start_s < now_s:
             start_s = now_s
         self.loads += 1
-        if not self._placement.weight_on_device[c]:
-            in_file = c in self._placement.in_files
+        if not self._weight_on_device[c]:
+            in_file = c in self._in_files
             if in_file:
                 self.moved_bytes["disk_read"] += times.file_bytes[c]
                 free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # its data were used
@@ -332,7 +336,7 @@ class Replay:
         """Waits until a chunk is where it is used: in its block, or resident and updated."""
         if self._ready_s[c] <= now_s:
             return now_s
-        resident = self._placement.resident[c]
+        resident = self._resident[c]
         return self._wait(now_s, self._ready_s[c], NETWORK if self._together else REFRESH if resident else FETCH)
 
     def _open(self, c: int, now_s: float) -> float:
@@ -357,13 +361,13 @@ class Replay:
         if not sums:
             return times.reduce_s[c]
         self.moved_bytes["replicas"] += all_reduce_bytes(times.shard_bytes[c], times.rates.replicas)
-        joins = self._holds[c] and not self._placement.state_on_device[c]
+        joins = self._holds[c] and not self._state_on_device[c]
         self.moved_bytes[FETCH] += joins * times.shard_bytes[c]
         return times.reduce_s[c] + times.sum_replicas_s[c] + joins * times.fetch_s[c]
 
     def _send(self, c: int, now_s: float) -> float:
         """Sends a gradient: into the block, over the network, to the home of the states."""
-        times, on_device = self._times, self._placement.state_on_device[c]
+        times, on_device = self._times, self._state_on_device[c]
         # Who wrote it last sums it for the norm: compute, which has it in a block, or the network's lane; on a CPU the
         # next one.
         norm_s = times.norm_s[c] if self._sums_early and not on_device else 0.0
@@ -372,7 +376,7 @@ class Replay:
         self.busy_s[COMPUTE] += compute_s
         now_s += compute_s
         # What was added up before comes back in the last batch and is summed over the replicas along with this.
-        sums = self.in_last_batch and times.rates.replicas > 1
+        sums = self.in_last_batch and self._replicated
         adds = self._holds[c] and not sums
         start_s = now_s
         if self._together:
