@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -93,6 +94,15 @@ def test_checkpointing_that_cannot_be_turned_on(checkpoint: Any, error: type[Exc
 def test_models_by_name_say_what_they_need(missing: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(InputError, match=says):
+        build("opt-125m")
+
+
+def test_a_package_that_transformers_lacks_is_named_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
         build("opt-125m")
 
 

@@ -223,6 +223,8 @@ def test_an_unnamed_file_is_gone_whatever_happens(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert names(tmp_path) == []
+    with pytest.raises(FileError, match="No such file or directory"):
+        FILES.create_unnamed(tmp_path / "not there")
 
 
 def test_all_of_it_goes_through_one_place() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from elixir.errors import FileError, InputError, StateError
-from elixir.extents.extent_file import ExtentFile
-from elixir.extents.stored_tensors import StoredTensors, TensorFile
+from elixir.errors import DiskError, FileError, InputError, StateError
+from elixir.extents import extent_file
+from elixir.extents.extent_file import ExtentFile, open_extents
+from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
 from elixir.extents.weight_files import WeightFiles
-from elixir.files import File
+from elixir.files import File, Files
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,43 @@ def test_states_on_a_disk_stay_as_they_were_made(tmp_path: Path) -> None:
         other.transfer("read", file.new_extent(4096, "chunk 4"), torch.empty(4096, dtype=torch.uint8), "chunk 4")
     states.give_back()
     file.close()
+
+
+def test_states_whose_write_has_failed_are_not_read_in_part(tmp_path: Path) -> None:
+    class Full(Files):
+        def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+            if operation == "write":
+                raise FileError(errno.ENOSPC, "No space left on device", path, operation)
+            return super().call(operation, path, function, *args)
+
+    file = TensorFile(lambda: ExtentFile([str(tmp_path)], files=Full()))
+    states = StoredTensors(file, "chunk 3", 4096)
+    states.region("exp_avg", 1000, torch.float32)
+    memory = paged_memory(4096)
+    with pytest.raises(DiskError, match="No space left on device"):
+        states.store(memory)
+    with pytest.raises(DiskError, match="No space left on device"):
+        states.fill(memory)
+    with pytest.raises(DiskError, match="No space left on device"):
+        states.read("exp_avg", 0, 10)
+    file.close()
+
+
+def test_a_disk_that_fails_while_its_fastest_requests_are_looked_for_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[ExtentFile] = []
+
+    def close(file: ExtentFile, ordinary: Callable[[ExtentFile], None] = ExtentFile.close) -> None:
+        closed.append(file)
+        ordinary(file)
+
+    def fails(*_: object) -> None:
+        raise FileError(errno.EIO, "Input/output error", str(tmp_path), "write")
+
+    monkeypatch.setattr(ExtentFile, "is_direct", True)
+    monkeypatch.setattr(ExtentFile, "close", close)
+    monkeypatch.setattr(extent_file, "fastest_requests", fails)
+    with pytest.raises(FileError, match="Input/output error"):
+        open_extents([str(tmp_path)], extent_file.WORTH_TRYING_BYTES)
+    assert len(closed) == 2

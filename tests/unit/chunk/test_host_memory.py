@@ -46,6 +46,16 @@ def test_host_memory_next_to_a_device_has_the_size_that_was_asked_for(dtype: tor
     assert arena.parts("host") == {"weights": 1001 * dtype.itemsize}
 
 
+def test_a_device_that_is_full_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    arena = Arena(torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        arena.make(1001, torch.float32, "device", "weights")
+
+
 @pytest.mark.parametrize("status", [0, 2])
 def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
     status: int, monkeypatch: pytest.MonkeyPatch

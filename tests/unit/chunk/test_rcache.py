@@ -217,6 +217,26 @@ def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> Non
     lanes.close()
 
 
+def test_a_transfer_that_cannot_begin_leaves_its_block_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lanes.fetch, "submit", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            cache.acquire([0])
+    assert cache._chunks[0].state is ChunkState.HOME
+    assert cache._pool.free == 1
+    cache.begin()
+    cache.acquire([0])
+    check(cache, (0,))
+    cache.unpin([0])
+    lanes.close()
+
+
 def test_a_view_of_what_has_left_is_noticed() -> None:
     lanes = make_lanes(CPU)
     cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)

@@ -123,6 +123,18 @@ def test_a_run_refuses_a_budget_only_where_gradients_go_through_drawn_numbers(af
     assert own.product.weight.grad is not None
 
 
+def test_an_error_of_a_compiler_under_a_budget_is_as_it_raises_it() -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no such operator")
+
+    layer = Drawing(0.0, 0.0)
+    layer.compile(backend=fails)
+    applied = Recomputation(nn.Sequential(layer), [UnitActivations("0", None, budget=0.25)])
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operator"):
+        layer(torch.randn(2, 4, 16))
+    applied.remove()
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_with_two_budgets_give_the_bits_of_plain_ones(mode: str) -> None:
@@ -222,7 +234,7 @@ def test_no_more_budgets_are_looked_at_than_decide() -> None:
     whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
     asked: list[float | None] = []
 
-    def found(*staying: object, unknown: Sequence[float] = (), given: bool = False, alone: bool = True) -> Any:
+    def found(*staying: object, unknown: Sequence[float | None] = (), given: bool = False, alone: bool = True) -> Any:
         """The budgets of the traces, the largest first, and whether everything stays with that."""
 
         def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
@@ -252,6 +264,8 @@ def test_no_more_budgets_are_looked_at_than_decide() -> None:
     assert found(unknown=[0.99, 0.0], alone=False) == ([None], False)
     with pytest.raises(InputError, match="less than everything: no code"):
         found(unknown=[0.99, 0.0])
+    with pytest.raises(TraceError, match="no code"):
+        found("uncompiled", unknown=[None])
     assert found("as set", given=True) == ([None], True)
     assert asked == []
     assert found(0.99, given=True) == ([None, 0.99], False)

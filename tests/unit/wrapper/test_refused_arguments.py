@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import CheckpointError, InputError, InputTypeError, StateError
@@ -41,6 +42,19 @@ def test_an_optimizer_takes_losses_and_has_no_other_names(pair: Pair) -> None:
         pair.optimizer.backward(3.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'lr'"):
         _ = pair.optimizer.lr
+
+
+def test_a_checkpointed_function_that_does_something_else_again_has_the_error_of_torch(pair: Pair) -> None:
+    calls: list[None] = []
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return x.sin().cos() if len(calls) == 1 else x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    loss = checkpoint(other, x, use_reentrant=False).sum()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number of tensors"):
+        pair.optimizer.backward(loss)
 
 
 def test_states_are_loaded_outside_of_a_forward(pair: Pair) -> None:

@@ -21,6 +21,7 @@ from elixir.plan.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
 from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.device.cuda.cuda_target import CUBLAS_HOPPER_WORKSPACE_BYTES
+from elixir.wrapper import ElixirModule
 from elixir.wrapper.account.step_report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
@@ -113,6 +114,19 @@ def test_a_correction_that_fails_is_logged_and_training_goes_on(
     losses += trained(model, optimizer, it.inp, 2)
     assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
     model.close()
+
+
+def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closes(module: ElixirModule, plan: Plan) -> None:
+        module.close()
+        raise RuntimeError("a rank is gone")
+
+    it = case("llama", layers=1)
+    monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
+    monkeypatch.setattr(ElixirModule, "rehome", closes)
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
 
 
 def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:

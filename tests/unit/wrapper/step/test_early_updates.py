@@ -359,6 +359,7 @@ def test_losses_that_are_nan(max_norm: float | None, homes: str) -> None:
                 torch.testing.assert_close(states[number][kind].cpu(), value.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(every=2)
 @every_home
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])
 def test_accumulation(batches: int, homes: str) -> None:
