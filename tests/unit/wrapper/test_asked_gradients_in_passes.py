@@ -116,6 +116,23 @@ def test_outputs_that_are_made_of_each_other_have_whole_gradients(part_first: bo
         in_passes(make, steps, plan, asking("hidden", "allow_unused", []))
 
 
+def test_the_gradient_of_the_very_output_of_a_layer_is_refused() -> None:
+    """The output is a leaf in a pass; no operator comes after the layer."""
+
+    def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        with model.layers[2].register_forward_hook(lambda layer, args, output: outputs.append(output)):
+            made = model(batch["x"])
+        torch.autograd.grad(outputs[0], model.first.weight, torch.ones_like(outputs[0]), allow_unused=True)
+        found: torch.Tensor = made["loss"]
+        return found
+
+    steps = vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2)
+    with pytest.raises(InputError, match="gradient that goes through layers.*pass_size=1"):
+        in_passes(make, steps, plan, loss)
+
+
 @pytest.mark.parametrize("of", ["x", "layers.1.weight", "entered"])
 def test_a_backward_to_some_tensors_that_layers_cut_off_is_refused(of: str) -> None:
     steps = vectors(2, steps=1)
