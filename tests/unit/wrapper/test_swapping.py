@@ -12,6 +12,7 @@ from torch import nn
 from benchmark.observe import observe_step
 from elixir.access import swapping
 from elixir.chunk.lanes import Emulation
+from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.planner import simple_plan
@@ -186,3 +187,17 @@ def test_empty_tensors_are_no_inputs() -> None:
     assert type(call.pack(given)) is swapping.MovedTensor
     assert call.pack(other) is other
     assert [tensor.data_ptr() for tensor in sent] == [given.data_ptr()]
+
+
+@pytest.mark.parametrize("place", ["itself", "inside", "around"])
+def test_a_layer_whose_results_move_is_not_compiled_late(place: str) -> None:
+    it = case("llama")
+    plan = plan_of(traced(it, "inputs"), "streamed")
+    moved = next(each.unit for each in plan.activations if each.swap)
+    name = {"itself": moved, "inside": f"{moved}.mlp", "around": moved.partition(".")[0]}[place]
+    module = ElixirModule(it.model, plan, device="cpu")
+    it.loss(module, it.inp)
+    it.model.get_submodule(name).compile(backend="eager")
+    with pytest.raises(InputError, match=rf"{name} was compiled after the plan was made, which keeps or moves"):
+        it.loss(module, it.inp)
+    module.close()
