@@ -353,26 +353,69 @@ def test_ranks_exchange_buffers_that_are_sparse() -> None:
 
 
 class WithEmpty(nn.Module):
-    """Has a weight without elements, as a list of no experts has."""
+    """Has a weight without elements, as a list of no experts has, among others whose gradients are its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.empty = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 8))
+        sizes = [3, 0, *[3] * 10]
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
 
-    def forward(self, input: torch.Tensor, both: bool) -> torch.Tensor:
-        found: torch.Tensor = self.inner(input).square().mean()
-        return found + self.empty.sum() if both else found
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        summands = [(weight * row[: weight.numel()]).sum() for weight, row in zip(self.weights, input, strict=True)]
+        return torch.stack(summands).sum()
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_a_weight_without_elements_counts_for_a_norm_if_it_has_a_gradient(mode: str) -> None:
+def test_a_weight_without_elements_counts_for_the_bits_of_a_norm(mode: str) -> None:
+    inputs = [torch.randn(12, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
     model = WithEmpty()
-    plan = make_plan(Case(model, {"input": torch.ones(2, 8)}, lambda m, inp: m(**inp, both=True)), mode)
-    module = ElixirModule(model, plan, device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), max_norm=1e-3)
-    for both in (True, False):
-        optimizer.backward(module(torch.ones(2, 8), both=both))
-        assert float(module.clip_grad_norm_(1.0)) > 0
-        optimizer.step()
-        optimizer.zero_grad()
+    plain = copy.deepcopy(model)
+    module = ElixirModule(
+        model, make_plan(Case(model, {"input": inputs[0]}, lambda m, inp: m(**inp)), mode), device="cpu"
+    )
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), max_norm=1e9)
+    without = 0
+    for each in inputs:
+        plain.zero_grad()
+        plain(each).backward()
+        optimizer.backward(module(each))
+        expected = nn.utils.get_total_norm([weight.grad for weight in plain.weights])
+        assert torch.equal(module.clip_grad_norm_(1e9), expected)
+        without += expected != nn.utils.get_total_norm([weight.grad for weight in plain.weights if weight.numel()])
+        module.zero_grad()
+    assert without, "no norm here depends on it"
     module.close()
+
+
+class Noted(Layer):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class HalfUsed(Stack):
+    """Leaves the output of its last layer alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.run(self.layers[0], self.first(x))
+        self.run(self.layers[1], x)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+def test_a_layer_whose_output_has_no_gradient_does_not_run_again_in_a_pass() -> None:
+    made: list[HalfUsed] = []
+
+    def half_used() -> nn.Module:
+        made.append(HalfUsed([Noted(), Noted()]))
+        return made[-1]
+
+    steps, make = vectors(2, steps=1), seeded(half_used)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    made.clear()
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+    assert [layer.calls for layer in made[0].layers] == [4, 2]
