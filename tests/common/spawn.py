@@ -77,11 +77,12 @@ def run_to_end(
     with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _one_thread():
         processes: list[BaseProcess] = []
         answers: list[multiprocessing.connection.Connection] = []
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
         started = time.perf_counter()
         try:
             for rank in range(world_size):
                 mine, theirs = context.Pipe(duplex=False)
-                job = (rank, world_size, os.path.join(folder, "store"), group_timeout_s, theirs, function, args)
+                job = (rank, world_size, os.path.join(folder, "store"), group_timeout_s, theirs, test, function, args)
                 process = context.Process(target=_rank_main, args=job, daemon=True)
                 process.start()
                 theirs.close()
@@ -167,12 +168,14 @@ def _rank_main(
     store: str,
     group_timeout_s: float,
     answer: multiprocessing.connection.Connection,
+    test: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ["PYTEST_CURRENT_TEST"] = test  # the server has the one that started it
     _collect_what_is_new()
     torch.set_num_threads(1)
     # Ranks stand for separate machines; what one draws must not depend on another.

@@ -227,6 +227,15 @@ def test_an_unnamed_file_is_gone_whatever_happens(tmp_path: Path) -> None:
         FILES.create_unnamed(tmp_path / "not there")
 
 
+def test_a_file_that_keeps_its_name_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without unnamed files it has a name first, which the system may refuse to take away."""
+    monkeypatch.setattr(os, "O_TMPFILE", 0)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileError, match="Input/output error"):
+        FailingFiles(1, errno.EIO, only=("remove",)).create_unnamed(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_all_of_it_goes_through_one_place() -> None:
     """Modules that must survive a crash call the operating system through `Files` alone."""
     package = Path(module.__file__).parent
