@@ -186,6 +186,14 @@ class CallsAnywhere:
         self.tried("after a forward that raised")
         yield "after a forward that raised"
 
+        def half(model: nn.Module, ids: torch.Tensor) -> None:
+            first.backward(loss_of(model, ids, fails=ids is batches[-1]))
+
+        fails = {"accumulate": lambda: first.accumulate(half, batches)}
+        self.tried("an accumulate() that raises", but=tuple(self.calls()), more=fails)
+        self.tried("after an accumulate() that raised")
+        yield "after an accumulate() that raised"
+
         def raised(gradient: torch.Tensor) -> None:
             raise ValueError("made by a test")
 
