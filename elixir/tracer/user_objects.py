@@ -267,7 +267,7 @@ class UserObjects:
                 refill(held, before)
 
         self._restores.append(restore)
-        self._all(before.values() if is_dict else before, len(before) + 1)
+        self._all(before.values() if is_dict else before, len(before))
         if hasattr(held, "__dict__"):
             self.push(vars(held))
 
@@ -323,7 +323,7 @@ class UserObjects:
 
         self._restores.append(restore)
         unwrapped = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(owner).values())
-        self._all(unwrapped, len(before) + 1)
+        self._all(unwrapped, len(before))
 
     def _cached(self, function: Any) -> None:
         """Results of a trace have no values, and must not be found in a cache afterwards."""
@@ -383,7 +383,7 @@ class UserObjects:
             held.update(before)
 
         self._restores.append(restore)
-        self._all(before.values(), len(before) + 1)
+        self._all(before.values(), len(before))
 
     def _slot(self, item: Any, slot: Any) -> None:
         if not isinstance(slot, types.MemberDescriptorType):

@@ -153,7 +153,7 @@ def test_a_global_name_for_the_model_is_refused_by_the_weight() -> None:
 def test_a_second_model_is_refused_by_its_name() -> None:
     class Trains:
         def __init__(self) -> None:
-            self.ref_model = nn.Linear(8, 8)
+            self.other_model, self.ref_model = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def step(self, model: nn.Module, inp: dict[str, Any]) -> None:
             with torch.no_grad():

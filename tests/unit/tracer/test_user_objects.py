@@ -6,12 +6,9 @@ import collections
 import dataclasses
 import functools
 import gc
-import importlib
-import queue
 import random
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,63 +321,3 @@ def test_tensors_are_copied_beforehand_where_no_operator_is_seen() -> None:
     with user_objects_restored(model, model, step, writes_unseen=True):
         step()
     assert [each.tolist() for each in kept] == [[0.0, 0.0, 0.0]]
-
-
-class Listed(list[Any]):
-    """A list with an attribute."""
-
-    total = 0
-
-
-class Closed(type):
-    """A class that takes no attributes back."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if name == "count" and value == 0:
-            raise AttributeError("closed")
-        super().__setattr__(name, value)
-
-
-class Shut(metaclass=Closed):
-    count = 0
-
-
-class Locked:
-    """Belongs to the user, and holds what threads wait for."""
-
-    def __init__(self) -> None:
-        self.waiting: queue.Queue[Any] = queue.Queue()
-        self.count = 0
-
-
-def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_keep_what_they_got(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "counters_of_a_user.py").write_text("count = 0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    counters = importlib.import_module("counters_of_a_user")
-    monkeypatch.setitem(globals(), "COUNTERS", counters)
-    listed, locked, held = Listed([1]), Locked(), torch.zeros(4)
-    waiting, calls = locked.waiting, Meter.calls
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        model(inp["x"]).sum().backward()
-        COUNTERS.count += 1  # type: ignore[name-defined]  # noqa: F821
-        Meter.added = 1  # type: ignore[attr-defined]
-        Meter.calls += 1
-        Shut.count += 1
-        listed.append(2)
-        listed.total = 5
-        locked.count += 1
-        waiting.put(1)
-        held.add_(1)
-        held.resize_(8)
-
-    cpu_trace(nn.Linear(4, 4), INP, step)
-    assert (counters.count, hasattr(Meter, "added"), Meter.calls) == (0, False, calls)
-    assert (listed, listed.total, locked.count) == ([1], 0, 0)
-    assert waiting.qsize() == 1
-    assert held.shape == (8,)
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "something that the trace has changed could not be put back"
-    ]
