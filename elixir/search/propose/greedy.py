@@ -96,7 +96,7 @@ class PlacementBuilder:
         at, together = 0, 1
         while at < len(waiting):
             some, added = waiting[at : at + together], sum(least[at : at + together])
-            if least[at] > room:
+            if least[at] > room + self._outsized_bytes * (some[0] in self._outsized):
                 at, together = at + 1, 1
             elif self._move(some, added, state=state, resident=resident, budget_bytes=budget_bytes):
                 room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
@@ -146,12 +146,12 @@ class PlacementBuilder:
         return True
 
     def _most_given_back(self, resident: bool) -> int:
-        """The most that moving one chunk can free: its block, its gradient block, the room of gradients in flight."""
+        """The most that moving one chunk can free but for an outsized gradient: its block, its gradient block, the room
+        of gradients in flight."""
         block = self.model.work.packing.block_bytes
         freed = block if resident and self.give_back and self.streamed <= self.blocks else 0
         if self.model.setting.world_size == 1:  # with more ranks gradients are gathered wherever their states live
             freed += block if self._grad_chunks and self._may_close() else 0
-            freed += self._outsized_bytes
             if self._grad_chunks + len(self._outsized) == 1:
                 freed += int(self.model.transient.max())
         return freed
