@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from elixir.kernels.model.fused_ops import torch_rms_norm
 from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer import generated_code
+from elixir.tracer.pretended_cuda import pretended_cuda
 from elixir.tracer.trace import trace_step
 
 
@@ -307,3 +309,27 @@ def test_for_a_gpu_layers_of_composed_functions_have_code_with_their_gradients()
 
 def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
     assert "autocast" in traced(WithAutocast("cuda"), hardware="h100").assumptions[-1]
+
+
+def test_a_pretended_device_is_one_for_inductor_alone_and_leaves_torch_as_it_was() -> None:
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    scheduler = importlib.import_module("torch._inductor.scheduler")
+    triton = importlib.import_module("torch._inductor.codegen.triton")
+    interface = importlib.import_module("torch._dynamo.device_interface").CudaInterface
+    is_big_gpu = importlib.import_module("torch._inductor.utils").is_big_gpu
+    selu = torch.ops.aten.selu.default
+
+    def state() -> list[Any]:
+        owners = (compile_fx, scheduler, triton.TritonKernel, triton.TMACompatibilityChecker, interface, FakeTensor)
+        return [[dict(vars(each)) for each in (*owners, torch.cuda)], list(warnings.filters), dict(selu.py_kernels)]
+
+    before, found = state(), []
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        with pretended_cuda(capability):
+            properties = interface.get_device_properties()
+            found.append((properties.multi_processor_count, interface.is_bf16_supported(), is_big_gpu(0)))
+            assert (properties.cc, interface.get_compute_capability()) == (10 * capability[0] + capability[1],) * 2
+            assert state() != before
+        assert state() == before
+    assert found == [(80, False, True), (108, True, True), (132, True, True)]
+    assert is_big_gpu.cache_info().currsize == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,3 +49,22 @@ def test_a_trace_draws_what_a_real_step_draws(reentrant: bool | None) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
     assert drawn(traced) == drawn(step)
+
+
+def test_the_generator_of_the_process_is_borrowed_only_by_operators_that_take_no_other() -> None:
+    """Another thread may be drawing from it."""
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        with patch.object(torch, "set_rng_state", side_effect=RuntimeError("borrowed")):
+            (
+                torch.rand(3),
+                torch.randn(3).uniform_(),
+                torch.randperm(4),
+                torch.randint(3, (2,)),
+                torch.ones(3).bernoulli(),
+            )
+            with pytest.raises(RuntimeError, match="borrowed"):
+                torch.native_dropout(torch.ones(3), 0.5, True)
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)

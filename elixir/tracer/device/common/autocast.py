@@ -208,7 +208,6 @@ def warnings_heard() -> Iterator[None]:
     filters = warnings.filters
     entry: Any = ("ignore", heard, Warning, None, 0)
     filters.insert(0, entry)  # type: ignore[attr-defined]
-    warnings._filters_mutated()  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -216,7 +215,6 @@ def warnings_heard() -> Iterator[None]:
         # Another thread may have put a copy of the list in its place meanwhile.
         for present in {id(found): found for found in (filters, warnings.filters)}.values():
             present[:] = [item for item in present if item is not entry]  # type: ignore[index]
-        warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 class _Heard:
