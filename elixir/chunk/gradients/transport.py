@@ -168,11 +168,9 @@ class Transport:
         def join(reduced: torch.Tensor, whole: torch.Tensor) -> None:
             for part in stale:
                 part.zero_()
-            here = home
-            if home.device != reduced.device:
-                # Other ranks have their parts of the block by now, so it has room.
-                here = whole.view(-1, home.numel())[other]
-                here.copy_(home, non_blocking=True)
+            # Other ranks have their parts of the block by now, so it has room.
+            here = whole.view(-1, home.numel())[other]
+            here.copy_(home, non_blocking=True)
             reduced.add_(here)
 
         return join
