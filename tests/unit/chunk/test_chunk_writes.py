@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +255,30 @@ def test_a_gradient_larger_than_a_block_is_used_where_autograd_made_it() -> None
     for other in (gradient.double(), gradient.t().contiguous().t(), gradient.to_sparse()):
         assert as_block(chunk, other) is None
     assert as_block(chunk_of((4, 5), (3,)), gradient) is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_large_gradient_leaves_from_where_it_lies(overlap: bool) -> None:
+    """Backward goes on meanwhile, or waits; then the plan counts the gradient with those of autograd."""
+    chunk = chunk_of((20, 20))
+    flow, arena = make_flow([chunk])
+    flow._options = replace(flow._options, overlap=overlap)
+    blocks_bytes, gate = arena.parts("device")["gradient_blocks"], threading.Event()
+    flow.begin()
+    for times in (1, 2):
+        gradient = torch.ones(20, 20)
+        if overlap:
+            gate.clear()
+            flow._lanes.offload.submit(gate.wait)
+        flow.take(chunk, chunk.slots[0], gradient)
+        assert arena.parts("device")["gradient_blocks"] == blocks_bytes + overlap * gradient.nbytes
+        assert flow.by_chunk[0].opened is None
+        if overlap:
+            gradient.fill_(3.0)
+        gate.set()
+        flow.settle()
+        assert flow.by_chunk[0].memory.unique().tolist() == [times * (3.0 if overlap else 1.0)]
+        assert arena.parts("device")["gradient_blocks"] == blocks_bytes
 
 
 def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_here(
