@@ -101,6 +101,7 @@ class Case:
     wants_norms: bool
     as_traced: bool
     """Whether every rank gets every gradient once in each backward."""
+    dtype: str = "float32"
 
     @property
     def shards(self) -> int:
@@ -208,7 +209,7 @@ class Training:
         for index, (resident, weights, states) in enumerate(self.case.homes):
             slots = tuple(ParamSlot(f"p{index}.{slot}", *SLOTS[slot]) for slot in range(len(SLOTS)))
             plan = ChunkPlan(
-                "float32", True, self.numel, slots, weights, states, resident,  # type: ignore[arg-type]
+                self.case.dtype, True, self.numel, slots, weights, states, resident,  # type: ignore[arg-type]
                 reduce_order=index if self.case.in_order[index] else None,
             )  # fmt: skip
             weights_of = [nn.Parameter(torch.zeros(numel)) for _, numel in SLOTS]
@@ -248,7 +249,7 @@ class Training:
             here = gradient.memory if gradient.holds else torch.zeros(chunk.shard_numel)
             for name, part in ((name, held.part) for name, held in chunk.held.items()):
                 if name not in gradient.dropped:
-                    assert torch.equal(here[part], whole[chunk.mine][part]), (chunk.index, name)
+                    assert torch.equal(here[part].float(), whole[chunk.mine][part]), (chunk.index, name)
                 else:
                     assert not whole[chunk.mine][part].any()
             if gradient.norms is not None:
@@ -522,6 +523,19 @@ _OTHERS = [seed for seed in _SEEDS if seed not in _OF_REPLICAS]
 @pytest.mark.parametrize("part", range(2))
 def test_every_replica_ends_with_the_mean(part: int) -> None:
     check_means(_OF_REPLICAS[part::2])
+
+
+@pytest.mark.parametrize("reduce_fp32", [False, True])
+def test_replicas_end_with_the_mean_also_if_a_step_comes_before_its_last_backward(reduce_fp32: bool) -> None:
+    """The sum over replicas is made then, of what is at home, in the dtype of the reduction."""
+    arrivals = [[(chunk, slot, 2.0 + rank) for chunk in range(2) for slot in range(3)] for rank in range(4)]
+    step = [Backward(arrivals, True, None)]
+    homes, meeting = [HOMES[0], HOMES[2]], Meeting(4)
+    case = Case(4, 2, 2, homes, [True, True], [step, step], reduce_fp32, False, False, "bfloat16")
+    trainings = [Training(case, meeting, rank) for rank in range(4)]
+    on_ranks(4, lambda rank: [trainings[rank].step(each) for each in case.steps] and None, meeting)
+    for training in trainings:
+        training.lanes.close()
 
 
 @pytest.mark.parametrize("part", range(5))
