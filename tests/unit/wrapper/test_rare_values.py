@@ -20,7 +20,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.early_update import Inputs
-from elixir.wrapper.step.elementwise import same_options
+from elixir.wrapper.step.elementwise import options_of, same_options
 from elixir.wrapper.step.user_optimizer import shard_options
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
@@ -76,6 +76,17 @@ def test_options_are_the_same_if_all_their_values_are() -> None:
         ({"lr": 0.5}, {"lr": 0.5, "eps": 0.1}, False),
     ):
         assert same_options(one, other) is same
+
+
+def test_copied_options_share_no_memory() -> None:
+    """A scheduler may write into a tensor, also into those of a pair."""
+    lr, betas = torch.tensor(0.5), (torch.tensor(0.25), torch.tensor(0.75))
+    copied = options_of({"lr": lr, "betas": betas, "eps": 0.125, "span": (1, 2.0), "params": [lr]})
+    for each in (lr, *betas):
+        each.zero_()
+    first, second = copied["betas"]
+    assert (copied["lr"].item(), first.item(), second.item()) == (0.5, 0.25, 0.75)
+    assert (copied["eps"], copied["span"], "params" in copied) == (0.125, (1, 2.0), False)
 
 
 def test_no_update_is_kept_whose_factor_nobody_has_read() -> None:
