@@ -39,15 +39,17 @@ from elixir.search.problem.swapped_trace import (
     with_inputs_on_host,
 )
 from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
+from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 from elixir.search.simulator.rates import Line, Rates
 from elixir.search.whatif.explanation import Spot
 from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
 from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers
-from tests.common.samples import make_plan
+from tests.common.samples import make_hardware, make_plan
 from tests.common.situations import made_up_machine
 from tests.common.small_searches import small_search
 from tests.unit.search.test_recorded_plans import rounded
@@ -175,9 +177,23 @@ def kept_of(draw: random.Random) -> list[Any]:
     more += [list(BudgetedTraces(compiled, {}, largest).runs) for largest in (None, 0.5)]
     return [
         more,
+        moved_of(plain),
         *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found),
         *([each.input_bytes, each.host_peak_bytes, each.pass_size] for each in found),
     ]
+
+
+def moved_of(trace: StepTrace) -> list[Any]:
+    """Fillings of a device with what units keep, and ways to move it over slow links, whatever room there is."""
+    links = {"host_to_device_bytes_per_s": 1.2e9, "device_to_host_bytes_per_s": 1e9}
+    rates = Rates(replace(make_hardware(), **links), "bfloat16", 1, 1)  # type: ignore[arg-type]
+    fillings = KeptResults(BudgetedTraces(trace, {}), rates)
+    units, compute_s = SwappedUnits(fillings, rates), float(rates.accesses_s(fillings.filled(0)).sum())
+    found: list[Any] = [fillings.changes, fillings.saved_s]
+    for spare, host in itertools.product((0, 2**25, 2**27, 2**31), (0, 2**24, 2**26, 2**28, 2**40)):
+        ways = list(units.ways(spare, host, compute_s))
+        found.append([[way, units.activations(way)] for way in ways])
+    return found
 
 
 def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:
