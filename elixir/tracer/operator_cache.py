@@ -361,11 +361,6 @@ class OperatorCache:
             return op.func(*args[:2], args[2].to(_META), **kwargs)
         return op.func(*args, **kwargs)
 
-    @property
-    def signatures(self) -> int:
-        """How many distinct signatures it remembers."""
-        return len(self._seen) + len(self._fits)
-
 
 _FILLS_WITH_A_TENSOR = frozenset({aten.masked_fill.Tensor, aten.masked_fill_.Tensor})
 

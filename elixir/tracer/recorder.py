@@ -104,11 +104,6 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @property
-    def signatures(self) -> int:
-        """Distinct operator signatures met."""
-        return self._operators.signatures
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):

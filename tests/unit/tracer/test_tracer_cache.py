@@ -17,9 +17,13 @@ from torch import nn
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
 from elixir.torch_private import operator_names
+from elixir.tracer.device import target_for
+from elixir.tracer.operator_cache import Arguments, OperatorCache, remade, traits
 from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import FAMILIES, tiny
 from tests.common.tracing import CPU, H200, sum_step
+
+aten = torch.ops.aten
 
 ROOT = Path(__file__).parents[3]
 OPTIMIZERS = ("AdamW", "SGD", "Adagrad", "NAdam")
@@ -178,3 +182,24 @@ def test_operators_that_write_to_their_first_argument_return_that_or_nothing() -
             assert first.alias_info.is_write
             assert written == [] or (written == [True] and str(first.type) == "Tensor"), name
     assert found > 200
+
+
+def test_results_next_to_lengths_and_to_nothing_are_remembered() -> None:
+    cache = OperatorCache(target_for(H200), lambda func, args, kwargs: func(*args, **kwargs))
+    x = torch.empty(2, 4, 16, 8, device="meta", dtype=torch.bfloat16)
+    row = x.new_empty(8)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten._scaled_dot_product_flash_attention.default, (x, x, x)),
+        (aten.native_layer_norm_backward.default, (x, x, [8], x[..., :1], x[..., :1], row, row, [True, False, True])),
+        (aten.topk.default, (x, 2)),
+    ]
+    for func, args in calls:
+        op, arguments = traits(func), Arguments(args, {})
+        assert cache.recall(op, arguments) is None
+        result, tensors, _ = cache.run(op, args, {}, arguments)
+        remembered = cache.recall(op, arguments)
+        assert remembered is not None
+        kinds = [tuple if isinstance(each, torch.Tensor) else type(each) for each in result]
+        assert [type(each) for each in remembered.outputs] == kinds
+        made = [remade(each) for each in remembered.outputs if isinstance(each, tuple)]
+        assert [(each.shape, each.dtype) for each in made] == [(each.shape, each.dtype) for each in tensors]
