@@ -33,6 +33,9 @@ from elixir.tracer.unit_results import UnitResults
 
 _MEMORY_ALONE: ContextVar[bool] = ContextVar("memory_alone", default=False)
 
+COMPILED_BACKWARD, ARRIVAL = "CompiledFunctionBackward", "AccumulateGrad"
+"""The operator of the backward of a compiled unit, and of the use without weights in which its gradients arrive."""
+
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
@@ -358,6 +361,9 @@ class UseOrder:
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""
         index = self._index[parameter]
+        last = self.uses[-1]
+        if last.operator == COMPILED_BACKWARD:  # all gradients of the unit arrive after the peak inside
+            self._record("backward", [], last.module, ARRIVAL)
         self.grad_use[index], self.grad_position[index] = len(self.uses) - 1, len(self._log)
         self.grad_arrivals[index] = self.grad_arrivals.get(index, 0) + 1
 

@@ -77,10 +77,14 @@ def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.Mo
     assert moved_bytes(found) <= moved_bytes(fused) < moved_bytes(eager)
     assert fused.backward_peak_bytes == eager.backward_peak_bytes
     assert found.flops == fused.flops == eager.flops > 0
-    assert [param.grad_access for param in found.parameters] == [
+    arrivals = [
         next(i for i, access in enumerate(found.accesses) if access.phase == "backward" and index in access.parameters)
         for index in range(len(found.parameters))
     ]
+    assert [param.grad_access for param in found.parameters] == [index + 1 for index in arrivals]
+    inside, after = (found.accesses[arrivals[0] + later] for later in (0, 1))  # gradients are there after the peak
+    assert (after.parameters, after.module) == ((), inside.module)
+    assert after.live_bytes < inside.live_bytes
     assert all(layer._compiled_call_impl is None for layer in model.layers)
 
 
