@@ -228,7 +228,7 @@ def test_an_unnamed_file_is_gone_whatever_happens(tmp_path: Path) -> None:
 
 
 def test_a_file_that_keeps_its_name_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without unnamed files it has a name first, which the system may refuse to take away."""
+    """If the system knows no unnamed files, it has a name first, which the system may refuse to take away."""
     monkeypatch.setattr(os, "O_TMPFILE", 0)
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileError, match="Input/output error"):
