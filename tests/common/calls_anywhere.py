@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -66,7 +67,7 @@ class CallsAnywhere:
             "more parameters": lambda: first.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
             "a state": lambda: first.state[net.head.weight],
             "a state set": lambda: first.state.update({net.head.weight: {}}),
-            "a state gone": lambda: first.state.pop(net.head.weight),
+            "a state gone": lambda: operator.delitem(first.state, net.head.weight),
             "a state there": lambda: net.head.weight in first.state,
             "states there": lambda: len(first.state),
             "assigned": lambda: module.load_state_dict(self.weights, assign=True),
