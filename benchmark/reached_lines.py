@@ -1,21 +1,24 @@
-"""Records which quick test reaches which line of the package, and lists the errors that none reaches.
+"""Says which quick test reaches each error of the package, in any process, and lists the errors that none reaches.
 
-python benchmark/reached_lines.py unit/cli unit/search      folders of tests/; all of unit if none is given
+python benchmark/reached_lines.py                             all quick tests; benchmark/results/raises.csv has the tests
+python benchmark/reached_lines.py tests/unit/cli -k plan      arguments of pytest
 
-coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of each test, in
-out/reached_lines: delete that folder after changes of the package. Ranks and other processes that a test starts are
-not recorded.
+For `benchmark/mutants.py` coverage.py (`pip install coverage`) records a file of tests once, the first and the last
+case of each test, in out/reached_lines: delete that folder after changes of the package. Ranks and other processes that
+a test starts are not recorded there.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import os
 import resource
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +35,9 @@ import torch._dynamo  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
 from coverage import Coverage
 
+from benchmark.common import RESULTS
+from elixir.errors import shortened
+
 ROOT = Path(__file__).resolve().parent.parent
 REACHED = ROOT / "out" / "reached_lines"
 RECORDED_S = 10
@@ -40,6 +46,14 @@ STALL_S = 240
 """Nothing waits for a test that takes longer than this."""
 LONGEST_S = 12
 """No test takes more seconds of processor time, unless a change keeps it from ending."""
+WRITE_RAISED = """
+def _raised(place):
+    import os
+    with open({path!r}, "a") as file:
+        file.write(f"{{place}}\\t{{os.environ.get('PYTEST_CURRENT_TEST', '')}}\\n")
+import builtins
+builtins.__raised__ = _raised
+"""
 LINES = (
     "select path, context, numbits from line_bits, context, file where context.id = context_id and file.id = file_id"
 )
@@ -161,13 +175,40 @@ def repository_copy() -> Iterator[Path]:
         yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
 
 
+def mark_errors(copy: Path) -> dict[str, str]:
+    """Has each ``raise`` in a copy of the repository write down its place and the running test first; gives all."""
+    errors = {}
+    for path, text in in_package():
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Raise):
+                place, line = f"{path}:{node.lineno}", lines[node.lineno - 1]
+                errors[place] = ast.unparse(node)
+                mark = f'__raised__("{place}"); '.encode()
+                lines[node.lineno - 1] = line[: node.col_offset] + mark + line[node.col_offset :]
+        if path == "elixir/__init__.py":
+            after = lines.index(b"from __future__ import annotations\n") + 1
+            lines.insert(after, WRITE_RAISED.format(path=str(copy / "raised")).encode())
+        (copy / path).write_bytes(b"".join(lines))
+    return errors
+
+
 def main() -> None:
     with repository_copy() as copy:
-        tests = reached(sys.argv[1:] or ["unit"], copy)
-    for path, text in in_package():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Raise) and node.exc and not at(tests, path, node.lineno):
-                print(f"{path}:{node.lineno}: {ast.unparse(node)}")
+        errors = mark_errors(copy)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "-m", "not slow"]
+        for arguments in [sys.argv[1:]] if sys.argv[1:] else [["tests"], ["--cuda", "tests/gpu"]]:
+            subprocess.run([*command, *arguments], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=False)
+        found = [line.split("\t") for line in (copy / "raised").read_text().splitlines()]
+    rows = [("place", "error", "test")]
+    for place, error in errors.items():
+        test = max((test.rpartition(" ")[0] for at, test in found if at == place), default="")
+        rows.append((place, shortened(error, 80), test))
+        if not test:
+            print(f"{place}: {error}")
+    if not sys.argv[1:]:
+        with (RESULTS / "raises.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":
