@@ -24,7 +24,7 @@ from elixir.wrapper.step.elementwise import options_of, same_options
 from elixir.wrapper.step.user_optimizer import shard_options
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
-from tests.common.parity import Case, make_plan
+from tests.common.parity import Case, case, make_plan
 from tests.common.rank_threads import on_ranks
 from tests.unit.wrapper.step.test_muon import optimizers as with_muon
 from tests.unit.wrapper.test_one_pass_traps import Layer, seeded
@@ -430,3 +430,11 @@ def test_a_layer_whose_output_has_no_gradient_does_not_run_again_in_a_pass() -> 
     assert plan.step.checkpointed == ("layers.0", "layers.1")
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
     assert [layer.calls for layer in made[0].layers] == [4, 2]
+
+
+def test_a_closed_model_has_its_own_kernels_again() -> None:
+    it = case("llama")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu", use_fused_kernels=True)
+    assert any("forward" in vars(each) for each in it.model.modules())
+    module.close()
+    assert not any("forward" in vars(each) for each in it.model.modules())
