@@ -348,7 +348,7 @@ def _explained(error: Exception) -> TraceError:
             location = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     hint = ""
-    if "not compiled with CUDA" in text or "No CUDA GPUs" in text:
+    if any(said in text for said in ("not compiled with CUDA", "No CUDA GPUs", "NVIDIA driver")):
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
     elif "does not require grad" in text:
         hint = "; no trained weight takes part: set requires_grad, or leave backward out of step_fn to evaluate"
