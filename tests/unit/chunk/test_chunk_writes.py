@@ -232,6 +232,25 @@ def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_fore
     assert arena.parts(home) == ({"gradients": 16} if home == "host" else {})
 
 
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_gradients_that_a_rank_keeps_are_where_its_chunk_is_updated(home: Any) -> None:
+    """Meta takes the part of a device, so that memory of the host is elsewhere."""
+    arena = Arena(torch.device("meta"))
+    assert arena.make(8, torch.float32, home, "weights").device.type == {"host": "cpu", "device": "meta"}[home]
+    plan = ChunkPlan("float32", True, 8, (ParamSlot("p", 0, 8),), "device", home, True)
+    chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8))], rank=0, world_size=2)
+    gradient = ChunkGradient(chunk, arena)
+    opened = GradientBlocks(arena, 1, 32).open(chunk)
+    opened.arrived.add("p")
+    kept = gradient.keep(opened, arena.device)
+    assert kept.memory.device.type == {"host": "cpu", "device": "meta"}[home]
+    assert kept.arrived == {"p"}
+    gradient.make_memory()
+    assert gradient.memory.device.type == {"host": "cpu", "device": "meta"}[home]
+    gradient.clear(set(), to_none=True)
+    assert gradient.memory.numel() == (4 if home == "host" else 0)
+
+
 def chunk_of(*shapes: tuple[int, ...]) -> Chunk:
     parameters, slots, at = [nn.Parameter(torch.zeros(shape)) for shape in shapes], list[ParamSlot](), 0
     for number, parameter in enumerate(parameters):
