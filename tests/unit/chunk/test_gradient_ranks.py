@@ -407,6 +407,25 @@ def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
     training.lanes.close()
 
 
+@pytest.mark.parametrize("before", [(0,), (0, 1, 2)])
+def test_what_was_dropped_before_gradients_were_forgotten_counts_no_more(before: tuple[int, ...]) -> None:
+    """Of several ranks one keeps its part of a chunk until each of its gradients is dropped."""
+    training = Training(Case(2, 1, 1, [HOMES[2]], [True], [], False, False, False), Meeting(2), 0)
+    flow, chunk = training.flow, training.chunks[0]
+    names = [slot.name for slot in chunk.slots]
+    flow.hold(names)
+    for number in before:
+        flow.drop(chunk, names[number])
+    assert flow.by_chunk[0].holds == (len(before) < 3)
+    if len(before) < 3:
+        flow.clear()
+    flow.hold(names)
+    for number, name in enumerate(reversed(names), 1):
+        flow.drop(chunk, name)
+        assert flow.by_chunk[0].holds == (number < 3)
+    training.lanes.close()
+
+
 @pytest.mark.parametrize("how", ["kept", "on the device", "zeros"])
 def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> None:
     """A call that forgets a gradient, or puts zeros in its place, waits for the copy under way."""
