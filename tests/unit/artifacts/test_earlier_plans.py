@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elixir.errors import ArtifactError
+from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
+from elixir.plan.weight_file import WeightFile
 from tests.common.samples import make_plan
 
 
@@ -85,3 +86,9 @@ def test_each_chunk_says_whether_it_was_updated_early() -> None:
     data["chunks"][0]["speculates"] = 1
     with pytest.raises(ArtifactError, match="update"):
         Plan.from_dict(data)
+
+
+def test_a_weight_file_has_a_size() -> None:
+    assert WeightFile("x", 0, "digest").nbytes == 0
+    with pytest.raises(InputError, match="'nbytes' must be 0 or larger"):
+        WeightFile("x", -1, "digest")
