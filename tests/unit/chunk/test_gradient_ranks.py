@@ -409,7 +409,7 @@ def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
 
 @pytest.mark.parametrize("before", [(0,), (0, 1, 2)])
 def test_what_was_dropped_before_gradients_were_forgotten_counts_no_more(before: tuple[int, ...]) -> None:
-    """Of several ranks one keeps its part of a chunk until each of its gradients is dropped."""
+    """One rank of several keeps its part of a chunk until each of its gradients is dropped."""
     training = Training(Case(2, 1, 1, [HOMES[2]], [True], [], False, False, False), Meeting(2), 0)
     flow, chunk = training.flow, training.chunks[0]
     names = [slot.name for slot in chunk.slots]
