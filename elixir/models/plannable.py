@@ -130,8 +130,13 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def _not_dense(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """A parameter that is sparse, nested or complex, and the way out."""
+    """A parameter that is sparse, nested or complex, or a buffer in compressed rows or columns, and the way out."""
+    if tensor.layout in _COMPRESSED and not isinstance(tensor, nn.Parameter):
+        return f"a {tensor.layout} buffer", "make it sparse otherwise (to_sparse()), or dense (to_dense())"
     if not isinstance(tensor, nn.Parameter):
         return None
     if tensor.is_nested:

@@ -69,7 +69,7 @@ class HostCopies:
         result = op.func(*args, **kwargs)
         if op.category is not Category.MUTATES:
             for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and self._ledger.find(tensor) is None:  # it may be a second name
                     self._add(tensor, pinned=False)
         return result
 

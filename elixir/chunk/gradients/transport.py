@@ -167,9 +167,9 @@ class Transport:
         def join(reduced: torch.Tensor, whole: torch.Tensor) -> None:
             for part in stale:
                 part.zero_()
-            # Other ranks have their parts of the block by now, so it has room.
-            here = whole.view(-1, home.numel())[other]
-            here.copy_(home, non_blocking=True)
+            # Other ranks have their parts of the block by now, so it has room for what is elsewhere.
+            at_home = home.device == reduced.device
+            here = home if at_home else whole.view(-1, home.numel())[other].copy_(home, non_blocking=True)
             reduced.add_(here)
 
         return join

@@ -155,11 +155,11 @@ class PlanPromise:
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor; of a sparse one those of the elements that are there, with their places."""
-    if tensor.layout == torch.strided:
+    """The bytes of a tensor; of a sparse one those of its elements, with their places."""
+    if tensor.layout != torch.sparse_coo:
         return tensor.nbytes
-    values = (tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor).values()
-    return values.nbytes + values.numel() * tensor.dim() * torch.int64.itemsize
+    found = tensor.coalesce()
+    return found.values().nbytes + found.indices().nbytes
 
 
 def rank_host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:

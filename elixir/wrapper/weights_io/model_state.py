@@ -216,7 +216,7 @@ class ModelState:
         *rest: Any,
     ) -> None:
         """Loads one module: gives its parameters separate memory, then copies what was loaded home."""
-        if metadata.get("assign_to_params_buffers"):
+        if metadata.pop("assign_to_params_buffers", None):  # the caller's dict has it, and may be loaded again
             raise InputError("assign=True would give the parameters other memory; leave it out")
         own = [
             self._places[parameter]

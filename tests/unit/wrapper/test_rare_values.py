@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,25 @@ def test_ranks_exchange_buffers_that_are_sparse() -> None:
     for found in on_ranks(2, work):
         assert isinstance(found, torch.Tensor), found
         assert torch.equal(found, 5.0 * torch.eye(8))
+
+
+def made_mkldnn(tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = tensor.to_mkldnn()
+    return made
+
+
+@pytest.mark.parametrize("how", [made_mkldnn, torch.Tensor.to_sparse_csr])
+def test_buffers_of_other_layouts_are_taken_or_refused_by_name(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model, inp = Sparse(3.0), {"input": torch.ones(2, 8)}
+    table = how(torch.eye(8))
+    model.register_buffer("table", table)
+    refused = pytest.raises(InputError, match=r"table is a torch.sparse_csr buffer.*to_sparse\(\)")
+    with nullcontext() if how is made_mkldnn else refused:
+        plan = simple_search(model, 1, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
+        module = ElixirModule(model, plan, device="cpu")
+        module(**inp)
+        assert model.table is table
+        module.close()
 
 
 class WithEmpty(nn.Module):

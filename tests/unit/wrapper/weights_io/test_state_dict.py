@@ -76,6 +76,10 @@ def test_strict_names_missing_and_unexpected(pair: Pair) -> None:
     for module in (pair.module, pair.module.module):
         with pytest.raises(InputError, match="assign=True would give the parameters other memory; leave it out"):
             module.load_state_dict(state, assign=True)
+    same = pair.module.module.state_dict()
+    with pytest.raises(InputError, match="leave it out"):
+        pair.module.module.load_state_dict(same, assign=True)
+    pair.module.module.load_state_dict(same)  # PyTorch has noted the first call in it
     pair.train(2)
     pair.assert_same_weights()
 
