@@ -185,7 +185,7 @@ def _in_order(accesses: tuple[Access, ...], positions: list[int]) -> tuple[Acces
         return accesses
     kept = set(positions)
     left_out = (access for at, access in enumerate(accesses) if at not in kept)
-    most = max(access.live_bytes + (access.arriving_bytes or 0) for access in left_out)
+    most = max(access.live_bytes for access in left_out)
     found = [
         replace(accesses[at], pin_until=max(number, bisect_right(positions, accesses[at].pin_until) - 1))
         for number, at in enumerate(positions)

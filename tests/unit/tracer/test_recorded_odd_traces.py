@@ -75,6 +75,7 @@ def many_losses(m: Any, x: torch.Tensor) -> torch.Tensor:
     found += [F.smooth_l1_loss(y, near), F.soft_margin_loss(y, near), F.cross_entropy(y, target, ignore_index=1)]
     found += [F.binary_cross_entropy(y.sigmoid().float(), near.float()).to(y.dtype), y.prod(), y.prod(0).sum(), y.max()]
     found += [F.kl_div(y.log_softmax(-1), near), y.cumprod(0).mean(), y.prod(-1, keepdim=True).mean(), y.min(), y.std()]
+    found += [y.cumprod(0, dtype=torch.float64).mean(), y.prod(dtype=torch.float64)]
     found += [y.t().contiguous().mean(), (y.t() @ y).mean(), y.t().softmax(0).mean(), y.sum(0, keepdim=True).mean()]
     return torch.stack([each.to(y.dtype) for each in found])
 

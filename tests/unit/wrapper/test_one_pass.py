@@ -279,11 +279,15 @@ def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch)
     module.close()
 
 
-@pytest.mark.parametrize("early", ["step", "zero_grad", "clip_grad_norm_"])
-def test_what_needs_all_gradients_is_refused_inside_of_a_pass(early: str) -> None:
+@pytest.mark.parametrize(
+    ("early", "several"), [("step", 1), ("zero_grad", 1), ("clip_grad_norm_", 1), ("zero_grad", 2)]
+)
+def test_what_needs_all_gradients_is_refused_inside_of_a_pass(early: str, several: int) -> None:
     make, steps = family("llama"), batches("llama", 2)
     module = ElixirModule(make(), plan_for(make(), steps[0][0], accumulation=2), device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    all_weights = list(module.parameters())
+    parts = [all_weights[at::several] for at in range(several)]
+    optimizer, *_ = [ElixirOptimizer(module, torch.optim.AdamW(part, lr=1e-2)) for part in parts]
     too_early = {
         "step": optimizer.step,
         "zero_grad": optimizer.zero_grad,
