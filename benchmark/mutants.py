@@ -33,7 +33,7 @@ PAIRS = (
     (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
 )  # fmt: skip
 TURNED: dict[Any, Any] = {**dict(PAIRS), **{new: old for old, new in PAIRS}}
-LIMIT_S = 20
+LIMIT_S = 40
 """A change that the tests have not noticed after so many seconds of processor time counts as not noticed."""
 FIRST_TESTS = 10
 """Number of tests that run before the files of all others are imported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,6 @@ from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import with_exact_moves
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
-
-logger = logging.getLogger(__name__)
 
 BATCHES_REFINED = 2
 """The number of batches for which numbers of checkpointed layers are tried."""
@@ -231,7 +228,6 @@ class _Trials:
         except PlanError as error:
             return self._not_fitting(way.option, error, way.question)
         step_s, option = plan.predicted.step_s, _measured(way.option, plan)
-        logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
         self._fastest_s = min(self._fastest_s, step_s)
         heapq.heappush(self._ways, way._replace(least_s=round(step_s, DECIMALS), option=option, plan=plan))
         return option

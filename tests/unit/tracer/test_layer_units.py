@@ -15,6 +15,7 @@ from elixir.plan.plan import Plan
 from elixir.step_trace import Result, StepTrace, Unit, UnitActivations, UnitRun
 from tests.common.samples import make_plan
 from tests.common.tracing import cpu_trace, sum_step
+from tests.unit.tracer.test_recorded_traces import Experts
 
 
 class Layer(nn.Module):
@@ -169,3 +170,14 @@ def test_the_forward_of_units_is_known_operator_by_operator() -> None:
         (64, 0, True), (64, 64, True), (32, 0, True), (32, 0, True)
     ]  # fmt: skip
     assert (forward.again, forward.accesses_again) == (2, 2)
+
+
+def test_weights_of_layers_that_choose_experts_come_one_by_one() -> None:
+    class Chosen(Experts):
+        """Its result has the width of its input."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x).sum(-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(64, 64), *[Chosen() for _ in range(2)], nn.Linear(64, 64))
+    assert {unit.fetch for unit in cpu_trace(model, {"x": torch.ones(4, 64)}, sum_step).units} == {"parameters"}
