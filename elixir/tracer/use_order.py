@@ -361,9 +361,8 @@ class UseOrder:
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""
         index = self._index[parameter]
-        last = self.uses[-1]
-        if last.operator == COMPILED_BACKWARD:  # all gradients of the unit arrive after the peak inside
-            self._record("backward", [], last.module, ARRIVAL)
+        if self.uses and self.uses[-1].operator == COMPILED_BACKWARD:  # all arrive after the peak inside
+            self._record("backward", [], self.uses[-1].module, ARRIVAL)
         self.grad_use[index], self.grad_position[index] = len(self.uses) - 1, len(self._log)
         self.grad_arrivals[index] = self.grad_arrivals.get(index, 0) + 1
 
