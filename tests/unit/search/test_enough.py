@@ -14,7 +14,8 @@ from elixir.hardware.profile import preset
 from elixir.models.step import default_step
 from elixir.search import optimal_search, plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
-from elixir.search.advise.changes import of_the_training
+from elixir.search.advise.changes import more_machine, of_the_training
+from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.planner import planned
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
@@ -68,6 +69,18 @@ def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -
     assert [name for name, _ in first.options] == ["device_memory", "host_memory"]
     assert first.step_s is not None
     assert plan_from_trace(trace, MACHINE, 1, **dict(first.options)).predicted.step_s <= 1.01 * first.step_s
+
+
+def test_as_much_of_the_device_as_there_is_can_be_asked_for(trace: StepTrace) -> None:
+    def offered(size_bytes: int) -> bool:
+        changes = more_machine(
+            Question(trace, MACHINE, SearchRequest(world_size=1)), "device", str(size_bytes), size_bytes
+        )
+        return any("of the device" in change.action for change in changes)
+
+    there = MACHINE.device_memory_bytes - CUDA_CONTEXT_BYTES
+    assert offered(there)
+    assert not offered(there + 1)
 
 
 def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:

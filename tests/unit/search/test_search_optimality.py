@@ -16,7 +16,7 @@ from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose import placement_batch
+from elixir.search.propose import local_search, placement_batch
 from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.climb import NEAR
@@ -179,6 +179,24 @@ def test_homes_are_searched_from_any_start() -> None:
     assert climbed is not None
     assert climbed.seconds["total"] < start.seconds["total"]
     assert climbed.seconds["total"] <= best.seconds["total"] * 1.01
+
+
+def test_a_search_of_many_homes_looks_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further look takes a part of what is left, so that there are several."""
+    monkeypatch.setattr(local_search, "LOOKS", most := 10_000)
+    space = SearchSpace(stack_trace("opt-1.3b"), HARDWARE, Setting(1, 1, StateSize(8), True))
+    model = space.model(space.table.largest_bytes)
+    local = LocalSearch(model, Budgets(14 * GIB, 512 * GIB), space.cost)
+    looks, look = [], local.variants.look
+
+    def counted(codes: np.ndarray[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        looks.append(codes.size)
+        return look(codes, *args, **kwargs)
+
+    monkeypatch.setattr(local.variants, "look", counted)
+    assert local.better([], range(1), all_on_host=True) is not None
+    assert most // 2 < sum(looks) <= most
+    assert max(looks) <= most // 4
 
 
 @pytest.mark.sampled(every=3)

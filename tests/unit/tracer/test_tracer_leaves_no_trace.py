@@ -388,11 +388,16 @@ def test_a_trace_is_gone_without_the_garbage_collector() -> None:
     """It holds tens of thousands of objects, and would be collected as soon as it has ended."""
     model = tiny("opt", checkpoint="non-reentrant")
     inp = default_input(model, batch=2, seq=16)
+
+    def with_values_nobody_asks_for(model: nn.Module, batch: Any) -> None:
+        default_step(model, batch)
+        batch["input_ids"].cumsum(0)
+
     gc.collect()
     gc.disable()
     try:
-        for optimizer in (None, "AdamW"):
-            trace_step(model, inp, default_step, hardware=H200, optimizer=optimizer)
+        for step, optimizer in ((default_step, None), (default_step, "AdamW"), (with_values_nobody_asks_for, None)):
+            trace_step(model, inp, step, hardware=H200, optimizer=optimizer)
         left = [item for item in gc.get_objects() if isinstance(item, StorageRecord)]
     finally:
         gc.enable()
