@@ -12,6 +12,7 @@ from elixir.chunk.rcache import RCache
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import packed_step_of, placement_of
+from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.work_times import LOAD, OPEN, SEND, WorkTimes
 from elixir.step_trace import StepTrace
@@ -44,7 +45,8 @@ def watching() -> Iterator[list[tuple[int, int]]]:
 def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
     """The same as the simulator has it, for one batch."""
     work, rates = packed_step_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
-    times = WorkTimes(work, rates, rates.accesses_s(trace), plan.block_bytes)
+    accesses_s = rates.accesses_s(trace)
+    times = WorkTimes(work, rates, accesses_s, ActivationMoves(trace, rates, accesses_s), plan.block_bytes)
     schedule = plan.schedule()
     events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count), updated=True)
     pairs = zip(events.kinds, events.chunks, strict=True)

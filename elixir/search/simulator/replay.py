@@ -87,7 +87,7 @@ class Replay:
         self._free_blocks = case.grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
-        self._moved_s = [0.0] * len(times.transfers)  # when activations are where they go
+        self._moved_s = [0.0] * len(times.moves.seconds)  # when activations are where they go
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
         self.now_s = 0.0
@@ -413,19 +413,19 @@ class Replay:
 
     def _move(self, group: int, now_s: float) -> float:
         """Begins copies of activations, after what their direction of the link has been given so far."""
-        times = self._times
-        for number in times.together[group]:
-            lane, transfer = OFFLOAD if times.outgoing[number] else FETCH, times.transfers[number]
-            self.moved_bytes[lane] += transfer.nbytes * transfer.planned
-            self._moved_s[number] = self._run(lane, "activations", None, now_s, times.transfer_s[number])
+        moves = self._times.moves
+        for number in moves.together[group]:
+            lane = OFFLOAD if moves.outgoing[number] else FETCH
+            self.moved_bytes[lane] += moves.planned_bytes[number]
+            self._moved_s[number] = self._run(lane, "activations", None, now_s, moves.seconds[number])
         return now_s
 
     def _moved(self, group: int, now_s: float) -> float:
         """Waits until activations are where they go: the device may then free, or use, them."""
-        times = self._times
-        for number in times.together[group]:
+        moves = self._times.moves
+        for number in moves.together[group]:
             if self._moved_s[number] > now_s:
-                now_s = self._wait(now_s, self._moved_s[number], OFFLOAD if times.outgoing[number] else FETCH)
+                now_s = self._wait(now_s, self._moved_s[number], OFFLOAD if moves.outgoing[number] else FETCH)
         return now_s
 
     def _backward(self, _: int, now_s: float) -> float:

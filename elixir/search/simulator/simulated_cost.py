@@ -18,6 +18,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import Codes, Floats, Placement, Setting
+from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import (
@@ -79,6 +80,7 @@ class SimulatedCost:
         self._latest: tuple[Case, Replay, Events] | None = None
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
+        self._moves = ActivationMoves(trace, self._rates, self._accesses_s)
         self._known: WeakKeyDictionary[PackedStep, Known] = WeakKeyDictionary()
 
     def estimate(
@@ -256,7 +258,7 @@ class SimulatedCost:
         if found is None:
             like = None if self._like is None else self._like.known(work)
             model = MemoryModel(work, self._setting) if like is None else like.model
-            found = self._known[work] = Known(model, self._rates, self._accesses_s, self._ahead, like)
+            found = self._known[work] = Known(model, self._rates, self._accesses_s, self._moves, self._ahead, like)
         return found
 
 
@@ -265,15 +267,22 @@ class Known:
 
     Args:
         model: memory of the packing.
-        rates, accesses_s: of the machine, as `WorkTimes` takes them.
+        rates, accesses_s, moves: of the machine, as `WorkTimes` takes them.
         ahead: as in `Replay`.
         like: those of another machine, whose index of the order is shared.
     """
 
     def __init__(
-        self, model: MemoryModel, rates: Rates, accesses_s: Floats, ahead: bool, like: Known | None = None
+        self,
+        model: MemoryModel,
+        rates: Rates,
+        accesses_s: Floats,
+        moves: ActivationMoves,
+        ahead: bool,
+        like: Known | None = None,
     ) -> None:
-        self.model, self._rates, self._accesses_s, self._ahead, self._like = model, rates, accesses_s, ahead, like
+        self.model, self._ahead, self._like = model, ahead, like
+        self._seconds = rates, accesses_s, moves
         self.seconds: dict[tuple[Placement, int, int, bool, bool], dict[str, float]] = {}
         """Seconds of steps by placement, blocks, depth of prefetch, overlap, and whether early states are discarded."""
 
@@ -281,10 +290,10 @@ class Known:
     def times(self) -> WorkTimes:
         """Seconds of every piece of work."""
         if self._like is not None:
-            return self._like.times.at(self._rates, self._accesses_s)
+            return self._like.times.at(*self._seconds)
         model, work = self.model, self.model.work
         of_disk = model.disk_shard_bytes.tolist(), model.file_bytes
-        return WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, *of_disk)
+        return WorkTimes(work, *self._seconds, work.packing.block_bytes, *of_disk)
 
     @cached_property
     def floor(self) -> LowerBound:

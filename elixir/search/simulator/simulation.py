@@ -17,6 +17,7 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.request import check_count
+from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import (
@@ -117,11 +118,13 @@ def simulate_step(
     work, placement = packed_step_of(plan, trace), placement_of(plan)
     setting = replace(setting_of(plan, ranks_per_host, hardware.device_kind), accumulation=accumulation)
     schedule, model = plan.schedule(), MemoryModel(work, setting)
+    accesses_s = rates.accesses_s(trace) * compute_scale
     case = Case(
         WorkTimes(
             work,
             rates,
-            rates.accesses_s(trace) * compute_scale,
+            accesses_s,
+            ActivationMoves(trace, rates, accesses_s),
             plan.block_bytes,
             model.disk_shard_bytes.tolist(),
             model.file_bytes,

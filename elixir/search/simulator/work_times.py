@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,12 +16,13 @@ from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
+from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.rates import Rates
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
 """Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
 first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then);
-transfers of activations begin, or are waited for (the number of `WorkTimes.together` stands for the chunk then)."""
+activations begin to move, or are waited for (the number of `ActivationMoves.together` stands for the chunk then)."""
 
 _PLACES = 16
 """Places within one access of the trace, in order: see `_AT`."""
@@ -47,6 +47,7 @@ class WorkTimes:
         work: the packing.
         rates: of the machine.
         accesses_s: compute seconds of every access of the trace.
+        moves: of activations.
         block_bytes: size of a gradient block.
         disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
         file_bytes: by chunk, what one rank reads with each load if its weights live in files.
@@ -57,6 +58,7 @@ class WorkTimes:
         work: PackedStep,
         rates: Rates,
         accesses_s: Floats,
+        moves: ActivationMoves,
         block_bytes: int,
         disk_bytes: Sequence[int] = (),
         file_bytes: Sequence[int] = (),
@@ -66,30 +68,19 @@ class WorkTimes:
         self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()
         self._index_order()
         self._index_gradients()
-        self.transfers = work.facts.trace.transfers
-        """Copies of activations to the host and back."""
-        ends = [(each.begins, each.begins_after, at, MOVE) for at, each in enumerate(self.transfers)]
-        ends += [(each.ends, each.ends_after, at, MOVED) for at, each in enumerate(self.transfers)]
-        at_once = [
-            (key, [each[2] for each in run]) for key, run in groupby(sorted(ends), lambda each: (*each[:2], each[3]))
-        ]
-        self.together = [numbers for _, numbers in at_once]
-        """Transfers that begin, or are waited for, at the same moment, one after the other."""
-        rows = [(access, after, number, kind) for number, ((access, after, kind), _) in enumerate(at_once)]
-        self._transfer_events: Ints = np.array(rows, dtype=np.int64).reshape(-1, 4)
-        self.measure(rates, accesses_s)
+        self.measure(rates, accesses_s, moves)
 
-    def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
+    def at(self, rates: Rates, accesses_s: Floats, moves: ActivationMoves) -> WorkTimes:
         """Times of the same packing of the same trace at other rates."""
         other = copy.copy(self)
         for cached in ("disk_read_s", "disk_write_s", "file_read_s"):
             other.__dict__.pop(cached, None)
-        other.measure(rates, accesses_s)
+        other.measure(rates, accesses_s, moves)
         return other
 
-    def measure(self, rates: Rates, accesses_s: Floats) -> None:
+    def measure(self, rates: Rates, accesses_s: Floats, moves: ActivationMoves) -> None:
         """Takes the seconds at these rates."""
-        self.rates, self.shards, work = rates, rates.shards, self.work
+        self.rates, self.shards, self.moves, work = rates, rates.shards, moves, self.work
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.shards
         shard = size // self.shards
@@ -107,12 +98,6 @@ class WorkTimes:
         self.deliver_on_device_s: list[float] = rates.device_copy(shard).tolist()
         self.add_on_host_s: list[float] = rates.host_add(shard).tolist()
         self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
-        moved = np.array([each.nbytes for each in self.transfers], dtype=np.int64)
-        out = [each.direction == "device_to_host" for each in self.transfers]
-        self.outgoing: list[bool] = out
-        """Whether each of `transfers` goes to the host."""
-        self.transfer_s: list[float] = np.where(out, rates.offload(moved), rates.fetch(moved)).tolist()
-        """Seconds of `transfers`."""
         self.norm_s: list[float] = rates.device_memory(shard).tolist()
         """One reading of the gradients, for the norm that clipping needs."""
         # New weights return, or weights are fetched again, while the host steps other chunks.
@@ -130,23 +115,6 @@ class WorkTimes:
             if chunk.matrices:
                 self._measure_matrices(rates, c, chunk.matrices)
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
-        self._transfer_at_s = self._moments_s(rates, accesses_s)
-
-    def _moments_s(self, rates: Rates, accesses_s: Floats) -> Floats:
-        """Seconds of the trace's own compute before each of `_transfer_events`: a share of its access."""
-        if not self.transfers:
-            return np.zeros(0)
-        trace = self.work.facts.trace
-        each_s = rates.operations_s(trace)
-        sums: dict[int, list[float]] = {}
-        shares = []
-        for access, after in self._transfer_events[:, :2].tolist():
-            if access not in sums:
-                sums[access] = np.cumsum(each_s[list(trace.accesses[access].operations)]).tolist()
-            seconds = sums[access]
-            shares.append(seconds[after - 1] / seconds[-1] if 0 < after <= len(seconds) and seconds[-1] else 0.0)
-        accesses = self._transfer_events[:, 0]
-        return np.asarray(self._before_s[accesses] + np.array(shares) * accesses_s[accesses])
 
     def _measure_matrices(self, rates: Rates, c: int, matrices: Sequence[tuple[int, int]]) -> None:
         """Takes the seconds of a chunk that is stepped as whole matrices: with states on the host each passes through
@@ -295,9 +263,10 @@ class WorkTimes:
         parts.append(self._gradients(placement, schedule, reached))
         backward_access = self._access_of[self.work.first_backward]
         parts.append(_rows(self._key(np.atleast_1d(backward_access), _AT["backward"]), BACKWARD, [0]))
-        if self.transfers:
-            access, _, number, kind = self._transfer_events.T
-            parts.append((self._key(access, _AT["transfer"]), kind, number))
+        moves = self.moves
+        if moves.together:
+            kinds = np.where(moves.awaited, MOVED, MOVE)
+            parts.append((self._key(moves.accesses, _AT["transfer"]), kinds, np.arange(len(kinds))))
         if record:
             numbers = np.arange(len(self.entry_chunks))
             parts.append(_rows(self._key(self._access_of[:-1], _AT["entry"]), ENTRY, numbers))
@@ -306,7 +275,7 @@ class WorkTimes:
         access, place = np.divmod(keys[order] // self._behind, _PLACES)
         # A gradient comes at the end of its access, everything else before.
         compute_s = self._before_s[np.minimum(access + (place == _AT["gradient"]), end)]
-        compute_s[place == _AT["transfer"]] = self._transfer_at_s
+        compute_s[place == _AT["transfer"]] = moves.at_s
         return Events(
             kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
         )

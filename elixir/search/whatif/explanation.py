@@ -204,8 +204,8 @@ class _Variants:
             # Nothing is streamed; a variant that does needs blocks that hold any chunk.
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
             self._model = MemoryModel(packed_step_of(replace(plan, block_bytes=largest), trace), setting)
-        self._trace, self._hardware = trace, hardware
-        self._cost = SimulatedCost(trace, hardware, setting)
+        self._trace, self._hardware = self._model.work.facts.trace, hardware  # as it runs under the plan
+        self._cost = SimulatedCost(self._trace, hardware, setting)
         self._costs: dict[Scenario, SimulatedCost] = {}
         self._gathered = setting.world_size > 1 and all(chunk.resident for chunk in plan.chunks)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap

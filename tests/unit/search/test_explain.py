@@ -34,6 +34,7 @@ from elixir.show.explanation_tables import (
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import MIB
+from tests.common.situations import situation
 
 HARDWARE = preset("rtx4090")
 
@@ -343,3 +344,16 @@ def test_changes_of_the_training_are_the_levers_of_the_plan(plan: Plan, trace: S
     record = {change["action"]: change for change in explanation_record(found)["changes"]}
     assert record["keep Adam's moments in 8 bits"]["options"] == {"moments": "8bit"}
     assert record["keep Adam's moments in 8 bits"]["step_s"] == known["keep Adam's moments in 8 bits"]
+
+
+@pytest.mark.parametrize("name", ["layers 7", "layers 44", "layers 73"])
+def test_steps_in_passes_are_explained_as_they_run(name: str) -> None:
+    """Every other step is longer than the plan's own by what is said of it."""
+    trace, machine, options = situation(name)
+    plan = plan_from_trace(trace, machine, options.pop("asked"), **options).plan
+    assert plan.pass_size > 1 or any(each.swap for each in plan.step.activations)
+    found = explain(plan, trace, machine, levers=False)
+    changes = [*found.blocks, *(spot.change for chunk in found.chunks for spot in chunk.elsewhere)]
+    assert changes
+    for change in changes:
+        assert change.step_s - change.change_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
