@@ -32,9 +32,10 @@ class ActivationMoves:
         """Whether each goes to the host."""
         self.planned_bytes = [sum(each.nbytes for each in run if each.planned) for run in runs]
         """Bytes of each that the plan moves, and not the step itself."""
-        sizes = [np.array([each.nbytes for each in run], dtype=np.int64) for run in runs]
-        lines = [rates.offload if out else rates.fetch for out in self.outgoing]
-        self.seconds = [float(line(size).sum()) for line, size in zip(lines, sizes, strict=True)]
+        nbytes = np.array([each.nbytes for each in trace.transfers], dtype=np.int64)
+        run_of = np.repeat(np.arange(len(runs)), list(map(len, runs)))
+        seconds = np.where(np.array(self.outgoing, dtype=bool)[run_of], rates.offload(nbytes), rates.fetch(nbytes))
+        self.seconds: list[float] = np.bincount(run_of, weights=seconds).tolist()
         ends = [(each.begins, each.begins_after, number, False) for number, each in enumerate(firsts)]
         ends += [(each.ends, each.ends_after, number, True) for number, each in enumerate(firsts)]
         at_once = [(key, [each[2] for each in run]) for key, run in groupby(sorted(ends), itemgetter(0, 1, 3))]
