@@ -94,7 +94,7 @@ class _Rest:
 
     @property
     def nbytes(self) -> int:
-        return self.live.nbytes - self.span * SPAN_BYTES
+        return max(0, self.live.nbytes - self.span * SPAN_BYTES)
 
 
 class _Part:
@@ -324,11 +324,8 @@ class Snapshot:
     def _hand_over(self, index: int, part: _Part) -> bool:
         """Whether an update that waits for this chunk copies the rest of it, since there is room now."""
         with self._turn:
-            self._refuse_given_up()
-            if index not in self._wanted or part.rest is None:
-                return False
-            part.rest = [each for each in part.rest if each.nbytes > 0]
-            if not part.rest:
+            part.rest = [each for each in part.read() if each.nbytes]
+            if index not in self._wanted or not part.rest:
                 return False
             area = self._pool.take(part.rest_bytes)
             if area is None:
