@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
     "a number in a tensor on the CPU": (lambda _, h: h.masked_fill(MASK.to(h.device), torch.tensor(0.5)), lambda: None),
     "kthvalue": (lambda _, h: h.kthvalue(3, 1).values, lambda: None),
     "matrix exponential": (lambda _, h: torch.linalg.matrix_exp(h.view(8, WIDTH, WIDTH) * 0.1), lambda: None),
-    "RReLU": (lambda _, h: F.rrelu(h, training=True), lambda: None),
+    "RReLU": (lambda _, h: F.rrelu(h, training=True).sin(), lambda: None),
     "bilinear": (lambda m, h: m(h, h), lambda: nn.Bilinear(WIDTH, WIDTH, 16)),
     "bags of embeddings": (
         lambda m, h: m(IDS.view(30, 10).to(h.device)) + h.sum(), lambda: nn.EmbeddingBag(ROWS, WIDTH, mode="max")),

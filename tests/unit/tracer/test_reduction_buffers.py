@@ -45,6 +45,23 @@ def test_layout_decides_and_not_the_order_of_dimensions() -> None:
     assert held_by_sum(meta(6304, 64, 16), [0], HOPPER) == held_by_sum(meta(6304, 1024), [0], HOPPER)
 
 
+def test_columns_of_several_dimensions_are_read_as_their_memory_lies() -> None:
+    whole = held_by_sum(meta(8192, 1536), [0], HOPPER)
+    pairs = meta(8192, 512, 8)[..., :3]  # three of eight follow each other: one column at a time
+    assert held_by_sum(meta(8192, 512, 3), [0], HOPPER) == whole
+    assert held_by_sum(pairs, [0], HOPPER) != whole
+    repeated = meta(1, 1).expand(8192, 1536)  # all is one number, and PyTorch takes the sum for one over rows
+    assert held_by_sum(repeated, [0], HOPPER) == held_by_sum(pairs, [0], HOPPER)
+
+
+def test_a_tensor_of_two_gib_is_halved_and_a_smaller_one_is_not() -> None:
+    def held(rows: int) -> int:
+        return held_by_sum(meta(rows, 64), [0], HOPPER)
+
+    whole = 1 << 24  # 2 GiB
+    assert held(whole) == held(whole // 2) < held(whole - 1)
+
+
 def test_small_sums_and_those_over_the_fastest_dimension_hold_nothing() -> None:
     for tensor, dims in ((meta(512, 1024), [0]), (meta(6304, 1024), [1]), (meta(6304, 1024), []), (meta(0, 8), [0])):
         assert held_by_sum(tensor, dims, HOPPER) == 0

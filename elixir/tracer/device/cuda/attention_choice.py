@@ -14,10 +14,6 @@ _CUDNN_WIDE_HEADS = (192, 128)
 """Widths of queries and values beyond that which cuDNN takes as well."""
 _CUDNN_DROPOUT_STEPS = 16
 """cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_ROUNDS_DROPOUT = _TORCH < (2, 12)
-_EFFICIENT_GROUPS_HEADS = _TORCH >= (2, 14)
-"""Whether the memory-efficient kernel takes keys and values that heads share (pull request 191085)."""
 
 
 def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKernel:
@@ -34,7 +30,6 @@ def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKer
         return "cudnn"
     if call.key_shape[1] != call.value_shape[1]:
         return "math"
-    grouped = call.key_shape[1] != call.query_shape[1]
     head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
     head_dim = call.query_shape[-1]
     square = call.query_shape[-2] == call.key_shape[-2]
@@ -51,7 +46,8 @@ def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKer
     known_dtype = half or call.dtype is torch.float32
     if call.dtype is torch.bfloat16 and capability < (8, 0):
         known_dtype = False
-    takes_heads = _EFFICIENT_GROUPS_HEADS or not grouped
+    # From 2.14 on it takes keys and values that heads share (pull request 191085).
+    takes_heads = _torch_release() >= (2, 14) or call.key_shape[1] == call.query_shape[1]
     return "efficient" if aligned and known_dtype and takes_heads else "math"
 
 
@@ -77,7 +73,7 @@ def _cudnn_takes(call: Attention) -> bool:
         return False
     if keys == 1 or (call.dropout and queries == 1):
         return False
-    if not (_ROUNDS_DROPOUT or call.dropout * _CUDNN_DROPOUT_STEPS % 1 == 0):
+    if call.dropout * _CUDNN_DROPOUT_STEPS % 1 and _torch_release() >= (2, 12):
         return False
     mask = call.mask_shape
     if mask is None:
@@ -85,3 +81,7 @@ def _cudnn_takes(call: Attention) -> bool:
     full = (*call.query_shape[:2], queries, keys)[-len(mask) :]
     fits = len(mask) in (2, 4) and all(size in (1, whole) for size, whole in zip(mask, full, strict=True))
     return fits and not call.mask_needs_grad
+
+
+def _torch_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])

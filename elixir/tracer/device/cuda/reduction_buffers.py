@@ -20,8 +20,8 @@ _BLOCK_THREADS = 512
 _WARP = 32
 _FEW_VALUES, _MANY_VALUES = 16, 256
 """Numbers that a thread adds: a sum is split further above the second, into parts of no fewer than the first."""
-_INDEXED_BYTES = 2**31 - 1
-"""The most that is summed in one go; a larger tensor is halved."""
+_INDEXED_BYTES = 2**31
+"""A tensor of so many bytes is halved before it is summed, until it has fewer."""
 
 
 def held_by_sum(summed: torch.Tensor, dims: Iterable[int], capability: tuple[int, int]) -> int:
@@ -37,7 +37,7 @@ def held_by_sum(summed: torch.Tensor, dims: Iterable[int], capability: tuple[int
     results, added = (math.prod(size for _, size in dimensions) for dimensions in (kept, lost))
     if not summed.numel() or not kept or not lost or lost[0][0] < kept[0][0]:
         return 0
-    while added * results * summed.itemsize > _INDEXED_BYTES and added > 1:
+    while added * results * summed.itemsize >= _INDEXED_BYTES and added > 1:
         added = -(-added // 2)
     vector = 1
     if kept[0][0] == 1:
@@ -46,7 +46,7 @@ def held_by_sum(summed: torch.Tensor, dims: Iterable[int], capability: tuple[int
     width, height = _block(results // vector, added, _BLOCK_THREADS // vector)
     values, grid = -(-added // height), -(-(results // vector) // width)
     wanted = PROCESSORS.get(capability[0], PROCESSORS[8]) * (THREADS.get(capability, 2048) // (width * height))
-    if added < min(_FEW_VALUES * height, _MANY_VALUES) or values < _MANY_VALUES or grid > wanted:
+    if values < _MANY_VALUES or grid > wanted:
         return 0
     parts = max(min(-(-wanted // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))
     # Sums of each part, in float32 or wider, for every column of a block; a counter for each block.
