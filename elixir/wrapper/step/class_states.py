@@ -412,7 +412,7 @@ def _is_elementwise(kind: str, value: Any, segment: Segment) -> bool:
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states in a state dict: at least float32."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize else dtype
+    return max(dtype, torch.float32, key=lambda each: each.itemsize) if dtype.is_floating_point else dtype
 
 
 def _order_in_memory(value: torch.Tensor, kind: str, segment: Segment) -> Order | None:

@@ -36,7 +36,11 @@ _ROUNDS = 2
 """Rounds of all kinds of gradients. Two make 12 steps: some classes act in every fifth or sixth step."""
 _LEAST = 1e-2
 """The least learning rate and weight decay: with the rate of a warm-up's first step no change would show."""
-_PLAIN = (bool, int, float, str, type(None))
+_COPIES: dict[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((bool, int, float, str, type(None)), lambda value: value),
+    tuple: lambda values: tuple(map(_copied, values)),
+}
+"""Copies values of these types without a walk through them: every chunk copies the options in every step."""
 _ROUNDING = 2e-6
 """The tolerance: two dozen roundings in float32, relative to the largest value that a weight has had."""
 
@@ -295,8 +299,10 @@ def _differing(one: Options, other: Options) -> set[str]:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
-        return value  # every chunk copies the options in every step
+    return _COPIES.get(type(value), _copied_leaves)(value)
+
+
+def _copied_leaves(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 

@@ -7,7 +7,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 
 import torch
 from torch import nn
@@ -127,9 +127,13 @@ class GradientNorm:
         """The norm of the gradients of all optimizers, if the next step clips that."""
         self.last: torch.Tensor | None = None
         """See `ElixirOptimizer.grad_norm`."""
-        self._on_host: torch.Tensor | None = None
         self._known = KnownNorms()
         self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
+
+    @cached_property
+    def _on_host(self) -> torch.Tensor:
+        """Pinned memory for a norm of any dtype."""
+        return pinned_zeros(torch.float64.itemsize, self._engine.device)
 
     @property
     def limit(self) -> float | None:
@@ -186,9 +190,7 @@ class GradientNorm:
         value = 1.0 / grad_scale * clipping(norm)
         if not needs_number:
             return Factor(value, clips=True)
-        if self._on_host is None or self._on_host.dtype != norm.dtype:
-            self._on_host = pinned_zeros(norm.element_size(), norm.device).view(norm.dtype)
-        here = self._on_host
+        here = self._on_host.view(norm.dtype)[:1]
         # A lane copies the number, so that readers wait for the norm only and not for compute that is submitted
         # meanwhile. The lane waits for the compute submitted so far, which sums the norm. `refresh` is idle now, while
         # `offload` may still be moving gradients.

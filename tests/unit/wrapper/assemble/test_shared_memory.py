@@ -14,6 +14,7 @@ from torch import nn
 
 import elixir
 from elixir.errors import InputError
+from elixir.hardware import promises
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
@@ -220,6 +221,25 @@ def test_two_parameters_in_one_memory_are_refused_by_both_names(kind: str) -> No
         _two_heads(it.model)
     with pytest.raises(InputError, match=message):
         ElixirModule(it.model, plan, device=gpu.DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["row", "frozen part"])
+def test_a_model_that_could_not_be_wrapped_shares_memory_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise InputError("too late")
+
+    it = _case(KEPT[kind])
+    plan = make_plan(it, "streamed", split_number=12)
+    monkeypatch.setattr(promises, "enter", fails)
+    with pytest.raises(InputError, match="too late"):
+        ElixirModule(it.model, plan, device=gpu.DEVICE)
+    shares = it.model.layers[0].now if kind == "row" else it.model.layers[1].bias
+    weight = it.model.layers[2].weight if kind == "row" else it.model.layers[3].weight
+    row = weight[3] if kind == "row" else weight[2]
+    with torch.no_grad():
+        weight.mul_(2.0)
+        assert torch.equal(shares, row)
+    it.loss(it.model, it.inp).backward()
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_ordinary_weights() -> None:

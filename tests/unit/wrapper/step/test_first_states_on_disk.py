@@ -18,6 +18,7 @@ from elixir.kernels import HybridAdam
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step.shard import Shard
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan, square_loss
@@ -243,6 +244,25 @@ def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) ->
             optimizer.zero_grad()
     state = module.state_dict()
     assert not [name for name, value in plain.state_dict().items() if not torch.equal(value, state[name])]
+    module.close()
+
+
+def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: Path) -> None:
+    it = case("gpt2", layers=1)
+    module = ElixirModule(it.model, of_one_chunk(make_plan(it, "streamed", split_number=1)), disk_folder=tmp_path)
+    stored = [chunk.stored for chunk in engine_of(module).chunks if chunk.stored is not None]
+    before = [list(map(id, each.tensors)) for each in stored]
+    optimizer = ElixirOptimizer(module, AtOnce(it.model.parameters(), lr=1e-3))
+    for _ in range(3):
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for each, first in zip(stored, before, strict=True):
+        found = list(map(id, each.tensors))
+        assert len(set(found)) == len(found) > len(first)
+    stepper_of(optimizer).drop_states()
+    assert [list(map(id, each.tensors)) for each in stored] == before != []
     module.close()
 
 
