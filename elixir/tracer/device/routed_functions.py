@@ -67,12 +67,12 @@ def _implement(library: torch.library.Library, name: str, function: Callable[...
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Runs dropout as `at::dropout` does on a device with a fused kernel."""
-    if train and 0 < p < 1 and input.numel() > 0:
-        output: torch.Tensor = torch.native_dropout(input, p, train)[0]
-        return output
-    if p == 0 or not train or input.numel() == 0:
+    if p == 0 or not train or not input.numel():
         return input
-    return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    output: torch.Tensor = torch.native_dropout(input, p, train)[0]
+    return output
 
 
 def _mish_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

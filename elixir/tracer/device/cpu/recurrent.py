@@ -70,7 +70,7 @@ def _lstm(  # noqa: PLR0913 - the operator's own arguments
             cys.append(cy)
         layer_input = torch.cat(outputs, -1) if bidirectional else outputs[0]
         del outputs, output
-        if dropout and train and layer < num_layers - 1:
+        if layer < num_layers - 1:
             layer_input = torch.dropout(layer_input, dropout, train)
     result = layer_input.transpose(0, 1) if batch_first else layer_input
     return result, torch.stack(hys), torch.stack(cys)
@@ -129,7 +129,7 @@ def _layers(
             del other
         layer_input = output
         del output
-        if dropout and train and index + step < len(states):
+        if index + step < len(states):
             layer_input = torch.dropout(layer_input, dropout, train)
     return (layer_input.transpose(0, 1) if batch_first else layer_input), last
 
