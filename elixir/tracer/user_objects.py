@@ -213,14 +213,14 @@ class UserObjects:
 
     def _holders_of(self, weight: torch.Tensor) -> Iterator[str]:
         """Names of the holders of a weight's module; an attribute of an object comes before the module itself."""
-        for named in (True, False):
-            for item in self._seen.values():
-                if named and not isinstance(item, (type, nn.Module)):
-                    for name, value in getattr(item, "__dict__", {}).items():
-                        if _has(value, weight):
-                            yield f"{name!r} of the {type(item).__name__}"
-                elif not named and _has(item, weight):
-                    yield f"a {type(item).__name__}"
+        for item in self._seen.values():
+            for name, value in getattr(item, "__dict__", {}).items():
+                if _has(value, weight):
+                    owner = item if isinstance(item, type) else type(item)
+                    yield f"{name!r} of the {owner.__name__}"
+        for item in self._seen.values():
+            if _has(item, weight):
+                yield f"a {type(item).__name__}"
 
     def _look_at(self, item: Any) -> None:
         if isinstance(item, types.ModuleType):

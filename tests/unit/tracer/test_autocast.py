@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elixir.tracer.device.common.autocast import warnings_heard
-from tests.common.tracing import H200, Seen, cpu_trace, trace_step
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, trace_step
 
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mm": torch.mm,
@@ -130,3 +130,24 @@ def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
         assert torch._C._dispatch_tls_local_include_set().raw_repr() == kept
         x = torch.ones(2, 2, device="meta")
         assert (x @ x).dtype is torch.float32
+
+
+def type_of(x: torch.Tensor) -> str:
+    return x.device.type
+
+
+def type_for_autocast(x: torch.Tensor) -> str:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return x.device.type
+
+
+@pytest.mark.parametrize(("hardware", "kind"), [(CPU, "cpu"), (H200, "cuda")])
+def test_only_code_that_speaks_of_autocast_is_told_the_kind_of_the_target(hardware: Any, kind: str) -> None:
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        seen.append((type_of(inp["x"]), type_for_autocast(inp["x"])))
+        model(inp["x"]).sum().backward()
+
+    trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
+    assert list(seen) == [("meta", kind)]

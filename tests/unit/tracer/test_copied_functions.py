@@ -165,3 +165,17 @@ def test_a_second_model_is_refused_by_its_name() -> None:
         cpu_trace(Tail(), INP, trainer.step)
     trainer.ref_model.requires_grad_(False)
     cpu_trace(Tail(), INP, trainer.step)
+
+
+def test_a_second_model_of_a_class_and_one_of_nobody_have_names_too() -> None:
+    class Holds:
+        other = nn.Linear(8, 8)
+
+    alone = nn.Linear(8, 8)
+    for run, name in ((lambda x: Holds.other(x), "'other' of the Holds"), (lambda x: alone(x), "a Linear")):
+
+        def step(model: nn.Module, inp: dict[str, Any], run: Any = run) -> None:
+            model(run(inp["x"])).sum().backward()
+
+        with pytest.raises(TraceError, match=f"step_fn runs {name}, a second model"):
+            cpu_trace(Tail(), INP, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import BalancedRouting
-from elixir.tracer.values.unknown_number import UnknownNumber
+from elixir.tracer.values.unknown_number import UnknownNumber, unknown_number
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
 
@@ -272,7 +273,7 @@ def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[st
         total += loss.item()
         total = (total * 2 - 1) / 3
         kept.append(f"{loss.item():.3f} {total:.2e} {loss:.4f} {loss.detach().cpu():.1f} {total!s}")
-        print(loss.item(), loss)
+        print(loss.item(), loss, f"{inp['x']} {torch.ones(2)}")
         history = [loss.detach().cpu(), loss.detach()]
         loss.backward()
         assert history
@@ -400,6 +401,37 @@ def test_an_unknown_number_has_no_special_methods_of_others() -> None:
     number = UnknownNumber(int, "n")
     assert not any(hasattr(number, name) for name in ("__array__", "__deepcopy__", "_sympy_"))
     assert str(copy.copy(number)) == "n"
+
+
+ARITHMETIC: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "rounded": (lambda number, _, __: round(number), "int"),
+    "rounded to digits": (lambda number, _, __: round(number, 2), "float"),
+    "counts": (lambda _, count, __: abs(-(1 - count) // 2 + count**2 % 3), "int"),
+    "the larger": (lambda _, count, __: torch.sym_max(count, 2), "int"),
+    "next to a float": (lambda _, count, __: count + 0.5, "float"),
+    "a float next to a count": (lambda number, _, __: number * 2 % 3, "float"),
+    "divided": (lambda _, count, __: count / 2, "float"),
+    "as a float": (lambda _, count, __: torch.sym_float(count), "float"),
+    "a flag": (lambda _, __, flag: flag, "bool"),
+    "to a float": (lambda number, _, __: float(number), "float(), int() or math wants a number"),
+    "down": (lambda number, _, __: math.trunc(number), "float(), int() or math wants a number"),
+    "a size": (lambda _, count, __: range(count), "the code decides by a number"),
+    "compared": (lambda number, _, __: number > 1, "the code decides by a number"),
+    "asked": (lambda _, __, flag: bool(flag), "the code decides by a number"),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_unknown_numbers_can_be_added_up_and_refuse_to_decide(name: str) -> None:
+    function, expected = ARITHMETIC[name]
+    dtypes = (torch.float32, torch.int64, torch.bool)
+    numbers = [unknown_number(torch.empty((), dtype=dtype, device="meta")) for dtype in dtypes]
+    if expected not in ("int", "float", "bool"):
+        with pytest.raises(TraceError, match=re.escape(expected)):
+            function(*numbers)
+        return
+    node = function(*numbers).node
+    assert [kind for kind in ("int", "float", "bool") if getattr(node, f"is_{kind}")()] == [expected]
 
 
 def rms_norm_decides(model: nn.Module, inp: dict[Any, Any]) -> None:
