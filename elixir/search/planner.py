@@ -325,7 +325,7 @@ def _search(
                     outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)
                 else:
                     outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
-                logger.debug("overlap %s, tier %d: %d candidates", here.setting.overlap, tier, outcome.candidates)
+                logger.debug("overlap %s, tier %d", here.setting.overlap, tier)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth, possible)
             if outcome.best is not None:
@@ -363,8 +363,8 @@ def _forced(
             found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
-    judged = Outcome(None, 0, None) if best is None else judge_updates(best, space, budgets, possible)
-    return replace(judged, candidates=len(found) + judged.candidates, least_host=least_host)
+    judged = Outcome(None, None) if best is None else judge_updates(best, space, budgets, possible)
+    return replace(judged, least_host=least_host)
 
 
 def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:

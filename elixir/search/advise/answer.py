@@ -132,7 +132,7 @@ class Answer:
             step_s = other.plan.predicted.step_s
             gain = other.samples_per_s / self.samples_per_s
             found.append(Effect(change, other.plan, step_s, step_s - self.plan.predicted.step_s, gain))
-        return tuple(sorted(found, key=lambda row: (row.gain is None, -(row.gain or 0.0), row.action)))
+        return tuple(sorted(found, key=lambda row: (-(row.gain or 0.0), row.action)))
 
     def machine_levers(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[Effect, ...]:
         """The step planned again as things are, and with twice each part of the machine; the shortest first.

@@ -173,7 +173,7 @@ def _without_logits(trace: StepTrace) -> StepTrace | None:
     Logits are what a last layer with more outputs than inputs gives, in whose access the loss sums over them.
     """
     turn = next((at for at, access in enumerate(trace.accesses) if access.phase != "forward"), 0)
-    if not 2 <= turn < len(trace.accesses) - 1:
+    if turn < 2:
         return None
     last, loss = trace.accesses[turn - 1], trace.accesses[turn]
     kinds = {trace.operations[index].kind for index in last.operations}
@@ -184,7 +184,7 @@ def _without_logits(trace: StepTrace) -> StepTrace | None:
     highest = max(access.live_bytes for access in trace.accesses)
     if not wide or "reduction" not in kinds or highest > max(last.live_bytes, loss.live_bytes):
         return None
-    around = max(trace.accesses[turn - 2].live_bytes, trace.accesses[turn + 1].live_bytes)
+    around = max(each.live_bytes for each in (trace.accesses[turn - 2], *trace.accesses[turn + 1 : turn + 2]))
     capped = (replace(access, live_bytes=min(access.live_bytes, around)) for access in (last, loss))
     return replace(trace, accesses=(*trace.accesses[: turn - 1], *capped, *trace.accesses[turn + 1 :]))
 

@@ -34,8 +34,6 @@ class Outcome:
     """The result of a search, and how near to feasible it came."""
 
     best: Candidate | None
-    candidates: int
-    """How many were looked at."""
     least_host: Candidate | None
     """The one that needs the least host memory of those that fit the device."""
     fastest_s: float | None = None
@@ -83,7 +81,7 @@ def find_best(
     best = found.resident if search.settled else found.best
     packings = [trials.model.work.packing.capacity_bytes for trials in sorted(search.trials, key=Trials.least_s)]
     fastest_s = None if best is None else best.seconds["total"]
-    return Outcome(best, found.count, found.least_host, fastest_s, found.resident, tuple(packings))
+    return Outcome(best, found.least_host, fastest_s, found.resident, tuple(packings))
 
 
 class _Search:

@@ -179,7 +179,6 @@ class Found:
     """Keeps the best of what it is shown."""
 
     def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
-        self.count = 0
         self.best: Candidate | None = None
         self._host_bytes = budgets.host_bytes
         self.resident: Candidate | None = None
@@ -203,7 +202,6 @@ class Found:
         taken = list(candidates)
         fitting = [candidate for candidate in taken if candidate.need.host_bytes <= self._host_bytes]
         best = min(fitting, key=_by_seconds, default=None)
-        self.count += len(taken)
         self.best = _least(_by_seconds, self.best, best)
         self.resident = _least(_by_seconds, self.resident, *(c for c in fitting if c.placement.keeps_everything))
         self.least_host = _least(lambda c: (c.need.host_bytes, *c.sort_key), self.least_host, *taken)

@@ -165,7 +165,7 @@ class PlacementBuilder:
         return bool(highest[-1] - highest[0] < self._widest)
 
     def squeeze(self, budget_bytes: int) -> bool:
-        """While the peak is above the budget, make moves that lower it; whether it is within the budget then.
+        """While the peak is above the budget, makes all moves that lower it; whether it is within the budget then.
 
         A chunk on the device can free more than it takes, such as a gradient block that only it kept open.
         """
@@ -175,8 +175,6 @@ class PlacementBuilder:
                 if not self.state[chunk]:
                     lower = self.peak_bytes() - 1
                     self.move_all([chunk], state=True, resident=resident, budget_bytes=lower)
-                    if self.peak_bytes() <= budget_bytes:
-                        return True
             if self.peak_bytes() == peak:
                 return False
         return True

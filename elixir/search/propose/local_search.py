@@ -67,7 +67,7 @@ class LocalSearch:
         self._at_once = MOST_AT_ONCE - early - briefly
         self._bound = LITTLE_LESS if early or briefly else EXACTLY
         self.variants = Variants(model, cost, gathered=gathered)
-        self.simulations = 0
+        self._simulations = 0
         count = len(model.work.chunks)
         most = FEW_SIMULATIONS if early or briefly else MOST_SIMULATIONS
         self._most_simulations = most if early else min(SIMULATED_CHUNKS // count, most)
@@ -155,7 +155,7 @@ class LocalSearch:
             early = now.symmetric_difference(change)
             changed = placement.updated_early(early)
             fits = sum(self.model.host_parts(changed).values()) <= early_host_bytes(self.model, self.budgets)
-            if early and fits and len(early) - len(now) in (-1, 0, 1) and self.simulations < self._most_simulations:
+            if early and fits and len(early) - len(now) in (-1, 0, 1) and self._simulations < self._most_simulations:
                 found = self._weigh(changed, blocks, here.schedule.prefetch_depth)
                 if found is not None:
                     yield found
@@ -170,7 +170,7 @@ class LocalSearch:
         """The variants of some rows, until enough were simulated."""
         for row in rows:
             for depth in depths:
-                if self.simulations >= self._most_simulations:
+                if self._simulations >= self._most_simulations:
                     return
                 found = self._weigh(Placement.numbered(codes[row].tolist()), int(look.blocks[row]), depth)
                 if found is not None:
@@ -213,7 +213,7 @@ class LocalSearch:
             streamed = sum(used and not gone for used, gone in zip(work.used, placement.resident, strict=True))
             # Where anything is streamed, the first window has as many chunks as there are, and as depth allows.
             if min(streamed, 1 + depth) <= blocks:
-                self.simulations += 1
+                self._simulations += 1
                 fewest = work.schedule(placement.residents, depth).min_blocks
                 if fewest <= blocks:
                     found = weigh(self.model, placement, blocks if fewest else 0, depth, self.cost)

@@ -52,7 +52,7 @@ def find_surest(
     if found.best is None:
         return found
     judged.add(found.best, found.resident)
-    count, sizes = found.candidates, found.packings[:PACKINGS]
+    sizes = found.packings[:PACKINGS]
     few = len(found.best.work.chunks) <= FEW_CHUNKS
     for scenario in scenarios[1:]:
         if judged.best_s(scenario) > judged.least_s(scenario) * NEAR:
@@ -62,12 +62,11 @@ def find_surest(
             here = find_best(judged.spaces[scenario], budgets, sizes, prefetch_depth, briefly=short, known=known)
             judged.add(here.best)
             judged.searched.append(scenario)
-            count += here.candidates
     if len(scenarios) == 1 and not briefly:
-        count += _with_less(judged, found.best, budgets)
+        _with_less(judged, found.best, budgets)
     if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
-        count += _between(judged, budgets, sizes, prefetch_depth)
-    return judged.outcome(replace(found, candidates=count))
+        _between(judged, budgets, sizes, prefetch_depth)
+    return judged.outcome(found)
 
 
 def judge_updates(plain: Candidate, space: SearchSpace, budgets: Budgets, scenarios: Sequence[Scenario]) -> Outcome:
@@ -82,24 +81,22 @@ def judge_updates(plain: Candidate, space: SearchSpace, budgets: Budgets, scenar
     early = [replace(each, cost=plain.cost) for each in suggested if each is not None]
     faster = [each for each in early if each.seconds["total"] < plain.seconds["total"]]
     judged.add(*(faster if space.setting.early_updates and faster else (plain, *early)))
-    return judged.outcome(Outcome(plain, len(early) + 1, None))
+    return judged.outcome(Outcome(plain, None))
 
 
-def _with_less(judged: Judged, fastest: Candidate, budgets: Budgets) -> int:
-    """Adds plans nearly as fast as the fastest whose host steps fewer chunks; how many were looked at."""
-    hosted, count = _hosted(fastest), 0
+def _with_less(judged: Judged, fastest: Candidate, budgets: Budgets) -> None:
+    """Adds plans nearly as fast as the fastest whose host steps fewer chunks."""
+    hosted = _hosted(fastest)
     fewer = [round(part * hosted) for part in (0, *BLENDS)] if hosted else []
     for plain in _hosting(fastest, fewer, budgets, fastest.cost):
         for candidate in (plain, updated_early(plain, budgets)):
-            count += 1
             if candidate is not None and judged.is_within(candidate, TIE):
                 judged.add(candidate)
-    return count
 
 
-def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> int:
+def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> None:
     """Adds plans with the early updates that other rates suggest, for rates in the middle, and with homes between those
-    of two plans, until the worst regret is small; how many were looked at."""
+    of two plans, until the worst regret is small."""
     rates = [scenario for scenario in judged.spaces if not scenario.clipped] or list(judged.spaces)
     slowest = min(rates, key=lambda scenario: (scenario.host_adam, scenario.link))
     middle = replace(slowest, host_adam=slowest.host_adam**0.5, link=slowest.link**0.5)
@@ -120,24 +117,23 @@ def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_de
         for other in sorted(others, key=judged.worst):
             yield from _blended(first, other, budgets, judged.space.cost)
 
-    most, count = min(map(judged.worst, judged.candidates)), 0
+    most = min(map(judged.worst, judged.candidates))
     for plain in tried():
         for candidate in (plain, *(updated_early(replace(plain, cost=cost), budgets) for cost in costs)):
-            count += 1
             if candidate is not None and judged.is_within(candidate, most + TIE):
                 judged.add(candidate)
                 most = min(most, judged.worst(candidate))
         if most <= ENOUGH:
-            return count
-    return count + _around(judged, budgets)
+            return
+    _around(judged, budgets)
 
 
-def _around(judged: Judged, budgets: Budgets) -> int:
-    """Adds plans near the surest, if it has few chunks: one chunk changes at a time; how many were looked at."""
+def _around(judged: Judged, budgets: Budgets) -> None:
+    """Adds plans near the surest, if it has few chunks: one chunk changes at a time."""
     start = min(judged.candidates, key=judged.worst)
     setting = judged.space.setting
     if setting.spill or setting.early_updates is False or len(start.work.chunks) > FEW_CHUNKS:
-        return 0
+        return
     gathered = setting.world_size > 1 and all(start.placement.resident)
     local = LocalSearch(start.model, budgets, judged.space.cost, gathered=gathered, early=True, briefly=True)
     depths = (start.schedule.prefetch_depth,)
@@ -149,7 +145,6 @@ def _around(judged: Judged, budgets: Budgets) -> int:
                 yield other
 
     climb(start, better, lambda candidate: (judged.worst(candidate),))
-    return local.simulations
 
 
 def _blended(one: Candidate, other: Candidate, budgets: Budgets, cost: SimulatedCost) -> Iterator[Candidate]:

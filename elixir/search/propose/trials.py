@@ -94,7 +94,6 @@ class Trials:
                 self._take_any(local.better(self._starts(), depths, all_on_host=self.few_chunks))
             if self.few_chunks:
                 self._take_any(local.all(self.found.best, depths))
-            self.found.count += local.simulations
 
     def _families(self) -> tuple[bool, ...]:
         """Whether all chunks are resident, or none need be: with several ranks a plan is either."""

@@ -14,9 +14,11 @@ from elixir.hardware import process_memory
 from elixir.hardware.control_groups import own_group
 from elixir.hardware.host_share import HostView, host_share
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
+from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.process_need import LIBRARIES_PART, process_need
 from elixir.search import optimal_search
 from elixir.units import LARGEST_BYTES, MIB
+from tests.common.samples import make_plan
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
 
@@ -111,6 +113,18 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -
         assert with_states - only_weights == share * 64 * gathered + 1  # weights are copied from where they lie
     assert on_cpu["collectives"] == max(chunk.weight_bytes for chunk in made.chunks)
     assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
+
+
+def test_a_state_dict_gathers_only_what_does_not_lie_whole_in_memory() -> None:
+    plan = make_plan()
+    chunk = plan.chunks[12]
+    given = MASTER_BYTES * sum(each.numel for each in plan.chunks)
+    peaks = []
+    for home in ("host", "disk"):
+        chunks = (*plan.chunks[:12], replace(chunk, state_home=home), *plan.chunks[13:])
+        there = replace(plan, chunks=chunks)  # type: ignore[arg-type]
+        peaks.append(process_need(there, "cpu", host_bytes=0, given_bytes=given, in_heap=False).peak_bytes)
+    assert peaks[1] - peaks[0] == MASTER_BYTES * chunk.numel
 
 
 def test_ranks_that_share_a_machine_need_not_share_its_limits(tmp_path: Path) -> None:

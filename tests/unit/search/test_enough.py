@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
@@ -118,6 +120,33 @@ def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabul
     assert (first == "fused_kernels") == (vocabulary > 64)
     if vocabulary > 64:
         optimal_search(model, 1, **asked, **budgets, use_fused_kernels=True)
+
+
+class Headed(nn.Module):
+    """A layer below a wide head, whose weights are the only ones that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 32000)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.body(inputs)), labels)
+
+
+def test_logits_rule_the_peak_of_a_step_that_ends_with_them() -> None:
+    with torch.device("meta"):
+        model, inputs, labels = Headed(), torch.ones(4096, 16), torch.zeros(4096, dtype=torch.long)
+    with pytest.raises(PlanError) as caught:
+        optimal_search(
+            model,
+            1,
+            inp={"inputs": inputs, "labels": labels},
+            step_fn=lambda model, batch: model(**batch).backward(),
+            hardware=MACHINE,
+            device_memory=250 * MIB,
+            host_memory=GIB,
+        )
+    assert "fused_kernels" in [lever.argument for lever in caught.value.levers]
 
 
 def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> None:

@@ -178,6 +178,7 @@ def kept_of(draw: random.Random) -> list[Any]:
     return [
         more,
         moved_of(plain),
+        KeptResults(traces, Rates(make_hardware(), "bfloat16", 1, 1)).changes,
         *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found),
         *([each.input_bytes, each.host_peak_bytes, each.pass_size] for each in found),
     ]
