@@ -58,11 +58,14 @@ def budgets(draw: random.Random, name: str) -> dict[str, Any]:
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(80):
+            for level in ("info", "warning"):
+                patch.setattr(f"elixir.search.budgets.logger.{level}", lambda *words: found.append(words))
             machine = replace(
                 made_up_machine(draw),
                 device_memory_bytes=draw.choice((GIB, 24 * GIB, 80 * GIB)),
                 host_memory_bytes=draw.choice((None, 8 * GIB, 512 * GIB)),
                 measured_at=draw.choice((None, "2026-01-31")),
+                disk_free_bytes=draw.choice((None, 99 * GIB)),
             )
             here, promised = draw.random() < 0.5, [draw.choice((0, 0, GIB, 6 * GIB)) for _ in range(2)]
             patch.setattr("elixir.search.budgets.outstanding", lambda *_, p=promised: Outstanding(1, *p))
@@ -76,7 +79,7 @@ def budgets(draw: random.Random, name: str) -> dict[str, Any]:
                 "host_reserve": some(0, "1GiB"),
                 "reserve": some("100MiB"),
                 "disk_memory": some(0, "99GiB", "200GiB"),
-                "free": Memory(draw.choice((2 * GIB, 40 * GIB)), draw.choice((4 * GIB, 600 * GIB))),
+                "free": Memory(draw.choice((GIB, 40 * GIB)), draw.choice((6 * GIB, 600 * GIB))),
             }
             more = {"unknown_host_bytes": some(8 * GIB), "on_paper": draw.random() < 0.3}
             with_disk = replace(machine, disk_read_bytes_per_s=draw.choice((None, 1e9)))

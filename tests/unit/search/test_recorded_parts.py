@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
 from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home
+from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
+from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.pass_trace import pass_trace
@@ -43,6 +46,8 @@ from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.question import Question
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 from elixir.search.simulator.rates import Line, Rates
 from elixir.search.whatif.explanation import Spot
@@ -62,6 +67,7 @@ NAMES = (
     *(f"spilled {seed}" for seed in range(40)),
     *(f"floors {seed}" for seed in range(24)),
     "words",
+    "changes",
 )
 AMOUNTS = (0, 1, 10**6, 10**9)
 KEYS = (
@@ -320,7 +326,66 @@ def words_of(_: random.Random) -> list[Any]:
     return [[[str(each), each.short] for each in spots], saved]
 
 
-WAYS = {"rates": rates_of, "kept": kept_of, "spilled": spilled_of, "floors": floors_of, "words": words_of}
+def changes_of(draw: random.Random) -> list[Any]:
+    """All that a user may change, of steps of which some changes are made already, and with memory that is just enough."""
+    found: list[Any] = []
+    layers = some_layers(draw, "plain")
+    machine = replace(measured_machine(draw), devices_per_host=4, device_kind="cuda", compute_capability=(9, 0))
+    forms = (None, "none", "non-reentrant", "non-reentrant:1")
+    for trained, form, samples, modules in itertools.product((True, False), forms, (None, 1, 2, 3), range(4)):
+        whole = layered_step(replace(layers, form=draw.choice(("plain", "compiled"))), trained=trained)
+        names = tuple(f"layers.{number}" for number in range(modules))
+        kept = draw.choice(((), (UnitActivations("layers.0", ()),)))
+        fused = draw.random() < 0.3
+        step = replace(whole.step, checkpoint=form, samples=samples, fused_kernels=fused, activations=kept)
+        forwards = draw.choice((whole.forwards, ()))
+        trace = replace(whole, step=step, checkpointed_modules=names, forwards=forwards)
+        ranks = draw.choice((1, 2, 4))
+        request = SearchRequest(
+            world_size=ranks,
+            moments=draw.choice(("float32", "8bit")),
+            accumulation=draw.choice((2, 4)),
+            pass_size=draw.choice((1, 2)),
+            placement=draw.choice(("auto", "cpu")),
+            replicas=draw.choice((1, "auto", ranks // 2 or 1)),
+        )
+        question = Question(trace, machine, request)
+        some = [*for_speed(question), *for_memory(question)]
+        found += [some, *map(operator.add, some, some[1:])]
+        found += [each.applied(question).request for each in some if not each.step and each.kinds != ("activations",)]
+    all_bytes = machine.device_memory_bytes - CUDA_CONTEXT_BYTES
+    for ranks, network, more in itertools.product((1, 2, 3, 4), (None, 1e9), (0, 1)):
+        there = replace(machine, network_bytes_per_s=network)
+        question = Question(layered_step(layers), there, SearchRequest(world_size=ranks))
+        found += [list(more_machine(question, "device", "1GiB", all_bytes + more))]
+        found += [list(more_machine(question, "host", "1GiB", all_bytes + more))]
+    for resident, ranks in itertools.product((0.3, 0.5, 1.0), (1, 2)):
+        plan = make_plan(4, resident=resident, world_size=ranks)
+        alone = replace(plan, predicted=replace(plan.predicted, host_parts={}, host_peak_bytes=0))
+        homes: list[dict[str, Any]] = [
+            {"state_home": "device"} if chunk.resident else {"state_home": chunk.weight_home, "trainable": False}
+            for chunk in plan.chunks
+        ]
+        chunks = (replace(chunk, **home) for chunk, home in zip(plan.chunks, homes, strict=True))
+        frozen = replace(plan, chunks=tuple(chunks))
+        on_disk = replace(plan, chunks=(*plan.chunks[:-1], replace(plan.chunks[-1], state_home="disk")))
+        for one in (plan, alone, frozen, on_disk):
+            found += [[change.action, change.hardware] for change in better_machine(one, machine)]
+        found += [
+            change.applied(Question(layered_step(layers), machine, SearchRequest(world_size=ranks)))
+            for change in better_machine(plan, machine)
+        ]
+    return [str(each) for each in found]
+
+
+WAYS = {
+    "changes": changes_of,
+    "rates": rates_of,
+    "kept": kept_of,
+    "spilled": spilled_of,
+    "floors": floors_of,
+    "words": words_of,
+}
 
 
 def outcome(name: str) -> str:
