@@ -23,6 +23,7 @@ import pytest
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
+from elixir.optimizer_states import moments_size
 from elixir.search.problem.placement import Spill
 from elixir.search.propose import best, early_update_search, local_search, regret, trials
 from elixir.search.propose.best import Outcome, find_best
@@ -31,17 +32,29 @@ from elixir.search.propose.climb import farthest, halved
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
 from elixir.search.propose.local_search import LocalSearch
+from elixir.search.propose.shortage import (
+    Unmet,
+    lacks_device,
+    lacks_room,
+    least_bytes,
+    live_bytes,
+    moments_instead,
+    shortage,
+)
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.question import Question
+from elixir.search.request import HomeChoice, SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from tests.common.small_searches import SmallSearch, small_search
 from tests.unit.search.test_recorded_plans import rounded
 
 RECORDED = Path(__file__).with_suffix(".json")
 NAMES = (
-    *(f"moves {seed}" for seed in range(14)),
-    *(f"exact {seed}" for seed in range(16)),
-    *(f"short {seed}" for seed in range(20)),
-    *(f"homes {seed}" for seed in range(12)),
+    *(f"moves {seed}" for seed in range(8)),
+    *(f"exact {seed}" for seed in range(10)),
+    *(f"short {seed}" for seed in range(16)),
+    *(f"homes {seed}" for seed in range(7)),
+    *(f"least {seed}" for seed in range(7)),
     "steps",
 )
 
@@ -187,7 +200,7 @@ def within_limits(draw: random.Random) -> list[Any]:
 
 
 def homes(draw: random.Random) -> list[Any]:
-    """What changes of homes try from what was found, and which homes take least of the host."""
+    """Homes that are tried near those that were found, and those that take least of the host."""
     search = search_of(draw, most_chunks=5)
     found: list[Any] = []
     outcome = find_best(search.space, search.budgets, search.sizes[:2], search.depth, briefly=True)
@@ -207,6 +220,32 @@ def homes(draw: random.Random) -> list[Any]:
     return found
 
 
+def least(draw: random.Random) -> list[Any]:
+    """The least memory that anything needs, and what is said to be short of it: by nothing, and by a byte."""
+    search = search_of(draw, most_chunks=4)
+    space, found = search.space, list[Any]()
+    dtype = draw.choice(("bfloat16", "float32", "float64"))
+    parameters = tuple(replace(each, dtype=dtype) for each in space.trace.parameters)
+    trace = replace(space.trace, parameters=parameters, buffer_bytes=draw.choice((0, 10**7)))
+    setting = replace(space.setting, frozen_weights=draw.choice(("host", "files")))
+    given, optimizer = search.budgets.device_bytes, draw.choice(("Adam", "Adam", "SGD"))
+    places: tuple[HomeChoice, ...] = ("auto", "cuda", "cpu")
+    for placement in places:
+        request = SearchRequest(world_size=setting.world_size, placement=placement, optimizer_type=optimizer)
+        machine = replace(space.hardware, flops_per_s=dict.fromkeys((dtype, *space.hardware.flops_per_s), 1e14))
+        question = Question(trace, machine, request)
+        unmet, live = Unmet(question, setting), live_bytes(trace)
+        fewer = replace(unmet, setting=replace(setting, states=moments_size("8bit"), moments="8bit", spill=None))
+        for device in dict.fromkeys((least_bytes(unmet, None), live, given, 1 << 40)):
+            for less in (0, 1):
+                hosts = {least_bytes(unmet, device - less), least_bytes(fewer, device - less)}
+                for host in sorted(hosts | {each - 1 for each in hosts}):
+                    budgets = Budgets(device - less, host, draw.choice((0, 10**7)))
+                    found += [budgets, moments_instead(unmet, budgets), lacks_room(trace, setting, budgets)]
+                    found += [lacks_device(trace, budgets), str(shortage(unmet, budgets, lambda most=host: most + 1))]
+    return [str(each) for each in found]
+
+
 def steps(_: random.Random) -> list[Any]:
     """Steps of a climb, and the last number for which something holds."""
     found: list[Any] = [list(halved(step)) for step in range(10)]
@@ -218,7 +257,7 @@ def steps(_: random.Random) -> list[Any]:
     return found
 
 
-WAYS = {"moves": moves, "exact": exact, "short": within_limits, "homes": homes, "steps": steps}
+WAYS = {"moves": moves, "exact": exact, "short": within_limits, "homes": homes, "least": least, "steps": steps}
 
 
 @functools.cache
