@@ -76,6 +76,24 @@ def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog
     run.module.close()
 
 
+def test_chunks_move_once_a_save_has_read_them(tmp_path: Path) -> None:
+    run, going = Rank(ONE, 0), threading.Event()
+
+    class Slow(UnsyncedFiles):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            assert operation != "write" or going.wait(20)
+            return super().call(operation, path, function, *args)
+
+    save_checkpoint(tmp_path, state_of(run), files=Slow())
+    moving = threading.Thread(target=run.module.rehome, args=(run.it.plan,))
+    moving.start()
+    moving.join(0.5)
+    assert moving.is_alive()
+    going.set()
+    moving.join()
+    run.module.close()
+
+
 def test_a_save_names_the_form_of_moments_if_it_has_any(tmp_path: Path) -> None:
     run = Rank(ONE, 0)
     for name, state, expected in (("all", state_of(run), "float32"), ("weights", {"model": run.module}, None)):

@@ -18,7 +18,8 @@ from torch import nn
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, ChunkState, take_back
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks, as_block
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving, as_block
+from elixir.chunk.lanes import make_lanes
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
@@ -318,6 +319,11 @@ def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_her
     assert opened is not None
     blocks.give_back(opened.memory)
     assert told == ["compute"]
+    opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=False)
+    assert opened is not None
+    blocks.leave(Leaving(opened.memory, make_lanes(CPU).offload.submit(lambda: None), (), is_extra=False))
+    blocks.wait_for_last()
+    assert told == ["compute"] * 2
     assert arena.parts("device") == {"gradient_blocks": 64}
 
 

@@ -60,6 +60,19 @@ def test_norms_on_a_device_are_as_wide_as_their_gradients(dtypes: tuple[str, ...
     assert [str(norm.dtype) for norm in norms_of(gradients)] == [f"torch.{dtype}" for dtype in dtypes]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [3, ROW_NUMEL, 2 * ROW_NUMEL, PIECE_NUMEL + ROW_NUMEL + 3])
+def test_norms_on_the_host_are_those_of_wide_gradients(numel: int, dtype: torch.dtype) -> None:
+    """Of float32 and wider to the bit those of torch, which adds in one order whatever comes together."""
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    (norm,) = norms_of([gradient])
+    wide = gradient.double().norm()
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert abs(norm.double() / wide - 1) < 2e-6
+    if dtype.itemsize >= 4:
+        assert torch.equal(norm, torch.nn.utils.get_total_norm([gradient]))
+
+
 def test_a_step_reads_no_gradient_for_its_norm(pair: Pair, reads: Reads) -> None:
     pair.train(3)
     assert reads.take() == 0

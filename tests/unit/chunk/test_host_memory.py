@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros
+from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
 from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
@@ -36,6 +36,11 @@ def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
         if part.chunk.plan.state_home != "host":
             continue
         yield from (tensor for _, tensor, _ in part.states.memory())
+
+
+def in_separate_pages(buffer: torch.Tensor) -> bool:
+    """Whether it begins with a page, where the C library puts none of several blocks next to each other."""
+    return buffer.data_ptr() % mmap.PAGESIZE == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
@@ -90,6 +95,9 @@ def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
     del part
     gc.collect()
     assert told[2:] == [("unpin", first)]
+    host_zeros(1000)  # is not pinned
+    gc.collect()
+    assert len(told) == 3
 
 
 @linux
@@ -106,8 +114,41 @@ def test_pages_are_zero_present_and_not_for_children(dtype: torch.dtype) -> None
 @linux
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this kernel")
 def test_large_buffers_ask_for_huge_pages_before_they_are_touched() -> None:
-    assert "hg" in kernel_flags(host_zeros(2 * HUGE_PAGE_BYTES))
-    assert "hg" not in kernel_flags(host_zeros(4096))
+    assert "hg" in kernel_flags(host_zeros(HUGE_PAGE_BYTES))
+    assert "hg" not in kernel_flags(host_zeros(HUGE_PAGE_BYTES - 4096))
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize(("nbytes", "options", "paged"), [
+    (HUGE_PAGE_BYTES, {}, True),
+    (HUGE_PAGE_BYTES - 1, {}, False),
+    (HUGE_PAGE_BYTES, {"passing": True}, False),
+    (1000, {"paged": True}, True),
+])  # fmt: skip
+def test_large_memory_of_a_cpu_has_separate_pages_unless_each_step_frees_it(
+    nbytes: int, options: dict[str, bool], paged: bool, home: Literal["device", "host"]
+) -> None:
+    arena = Arena(torch.device("cpu"))
+    buffers = [arena.make(nbytes, torch.uint8, home, "weights", **options) for _ in range(3)]
+    assert all(in_separate_pages(buffer) for buffer in buffers) == (paged and (home == "host" or nbytes > 1000))
+    if sys.platform == "linux":
+        assert ["dc" in kernel_flags(buffer) for buffer in buffers] == [home == "host" and "paged" in options] * 3
+
+
+@pytest.mark.parametrize(("numel", "paged"), [(HUGE_PAGE_BYTES // 4, True), (HUGE_PAGE_BYTES // 4 - 1, False)])
+def test_a_large_copy_has_separate_pages(numel: int, paged: bool) -> None:
+    source = torch.arange(float(numel))
+    copies = [separate_copy(source, torch.float32) for _ in range(3)]
+    assert all(in_separate_pages(copy) for copy in copies) is paged
+    assert all(torch.equal(copy, source) for copy in copies)
+
+
+def test_a_large_copy_of_turned_dimensions_keeps_their_order() -> None:
+    source = torch.arange(float(HUGE_PAGE_BYTES // 4)).view(16, -1).t()
+    copies = [separate_copy(source, torch.float64) for _ in range(3)]
+    assert all((copy.stride(), copy.dtype) == (source.stride(), torch.float64) for copy in copies)
+    assert all(torch.equal(copy, source.double()) for copy in copies)
+    assert not all(in_separate_pages(copy) for copy in copies)
 
 
 @pytest.mark.sampled
