@@ -63,7 +63,7 @@ def test_norms_on_a_device_are_as_wide_as_their_gradients(dtypes: tuple[str, ...
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [3, ROW_NUMEL, 2 * ROW_NUMEL, PIECE_NUMEL + ROW_NUMEL + 3])
 def test_norms_on_the_host_are_those_of_wide_gradients(numel: int, dtype: torch.dtype) -> None:
-    """Of float32 and wider to the bit those of torch, which adds in one order whatever comes together."""
+    """Norms of float32 and wider are those of torch to the bit, which adds in one order whatever comes together."""
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     (norm,) = norms_of([gradient])
     wide = gradient.double().norm()
