@@ -118,6 +118,7 @@ def test_activations_that_move(swapped: str, mode: str, monkeypatch: pytest.Monk
     assert not races.found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("max_norm", [1e9, 1e-3])
 @pytest.mark.parametrize("homes", HOMES)
 def test_new_states_in_backward(homes: str, max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_matrices_share_a_room(mode: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_moments(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = on_cuda("opt")
     with watching(monkeypatch) as races:
-        train(it, plan_of(it, "mixed", moments=moments))
+        train(it, plan_of(it, "mixed", moments=moments), steps=2)
     assert not races.found
 
 
@@ -231,6 +232,7 @@ def test_frozen_weights_in_files(every: int, tmp_path: Path, monkeypatch: pytest
     assert not races.found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("mode", [*MODES, "states"])
 def test_forward_and_backward_are_submitted_without_waiting(

@@ -81,7 +81,7 @@ def _case(share: Share) -> Case:
     return Case(_make(share), {"ids": torch.arange(12).view(3, 4)}, square_loss)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("optimizer", [adamw, _sgd])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KEPT)

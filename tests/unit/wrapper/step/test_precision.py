@@ -87,7 +87,7 @@ def wrapped(
     return module, ElixirOptimizer(module, adam(module.parameters()), **options)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", MODES)

@@ -46,7 +46,7 @@ def _plans(it: Any) -> Iterator[tuple[str, Any]]:
     yield "early", updating_early(it, "mixed", split_number=4)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("where", ["streamed", "mixed", "resident", "disk", "early"])
 @pytest.mark.parametrize(
     "make",
