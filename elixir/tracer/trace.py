@@ -122,9 +122,9 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
         TraceError: the step raised, never called backward, or decided by a value that a trace does not have.
     """
+    asked = dict(locals())
     if not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
-    asked = {name: value for name, value in locals().items() if name not in ("model", "inp", "step_fn")}
     started = time.perf_counter()
     target = target_for(hardware)
     with compiled_in_place(model), taken_apart(model):
@@ -221,7 +221,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             fused.remove()
             for parameter in parameters:
                 parameter.grad = None  # the twin may be the caller's own meta model
-    without = trace_step(model, inp, step_fn, **asked | {"generated_code": False})
+    without = trace_step(**asked | {"generated_code": False})
     return replace(without, assumptions=(*without.assumptions, refused))
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from elixir.errors import TraceError
-from elixir.tracer import copied_functions, recorder
+from elixir.tracer import copied_functions, recorder, user_objects
 from elixir.tracer.values import expert_choice, shadows
 from tests.common.tracing import Seen, cpu_trace, sum_step
 
@@ -81,3 +82,29 @@ def test_functions_are_looked_into_as_far_as_a_limit_says(monkeypatch: pytest.Mo
         except TraceError:
             found.append(False)
     assert found == [False, False, True, True]
+
+
+def test_objects_are_looked_into_as_far_as_a_limit_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two lists with three entries each, in a list: five entries are looked at before the second."""
+    found = []
+    for most in (5, 4, 2):
+        monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
+        held, objects = [[1, 2, 3], [4, 5, 6]], user_objects.UserObjects()
+        objects.push(held)
+        objects.remember()
+        for each in held:
+            each.append(7)
+        objects.restore()
+        found.append(([len(each) for each in held], len(caplog.records)))
+        caplog.clear()
+    assert found == [([3, 3], 0), ([3, 4], 1), ([3, 4], 1)]
+    for most, value in ((3, 0.0), (2, 1.0)):  # and an array with as many words
+        monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
+        array, objects = np.zeros(3), user_objects.UserObjects()
+        objects.push(array)
+        objects.remember()
+        array += 1
+        objects.restore()
+        assert array[0] == value

@@ -57,3 +57,12 @@ def test_a_model_that_the_step_does_not_call_again_stays_in_the_order() -> None:
     assert [a.kept_bytes for a in trace.accesses[ahead : ahead + 1]] == [IDS.nbytes]
     differs = {"parameters": (), "pin_until": 0, "live_bytes": 0, "module": "", "kept_bytes": 0}
     assert [replace(a, **differs) for a in trace.accesses[ahead:]] == [replace(a, **differs) for a in alone.accesses]
+
+
+def test_a_model_on_meta_has_its_own_forwards_after_a_trace_with_fused_kernels() -> None:
+    with torch.device("meta"):
+        model = policy()
+    trace = cpu_trace(model, {"input_ids": IDS.to("meta")}, step, use_fused_kernels=True)
+    assert any(said.startswith("fused kernels: ") for said in trace.assumptions)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())

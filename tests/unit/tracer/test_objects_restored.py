@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import packaging.version
@@ -57,6 +58,7 @@ class Shut(metaclass=Closed):
 
 class Base:
     count = 0
+    found: ClassVar[list[int]] = []
 
 
 class Derived(Base):
@@ -83,6 +85,8 @@ def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_kee
     waiting, calls = locked.waiting, Meter.calls
     objects, fixed, large = np.array([1, 2], dtype=object), np.arange(3.0), np.zeros(8 * MOST_ENTRIES)
     fixed.flags.writeable = False
+    inner: list[int] = []
+    call = functools.partial(lambda item, into: into.append(item), into=inner)
     wide, derived, version = np.zeros(20_000), Derived(), packaging.version.Version("1")
 
     for one in (version, waiting):  # classes of packages and of Python are left alone
@@ -93,6 +97,8 @@ def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_kee
         kept.append(wide)
         wide[0] = 1
         type(derived).__bases__[0].count += 1
+        Base.found.append(1)
+        call(2)
         for one in (version, waiting):
             type(one).seen = True  # type: ignore[attr-defined]
         COUNTERS.count += 1  # type: ignore[name-defined]  # noqa: F821
@@ -112,6 +118,7 @@ def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_kee
     assert (counters.count, hasattr(Meter, "added"), Meter.calls) == (0, False, calls)
     assert (listed, listed.total, locked.count) == ([1], 0, 0)
     assert (step.__kwdefaults__, wide[0], Base.count) == ({"kept": [3]}, 0, 0)
+    assert (Base.found, inner) == ([], [])
     assert waiting.qsize() == 1
     assert [one.seen for one in (version, waiting)] == [True, True]  # type: ignore[attr-defined]
     assert held.shape == (8,)
