@@ -291,11 +291,8 @@ def same_options(one: Any, other: Any) -> bool:
 
 
 def _differing(one: Options, other: Options) -> set[str]:
-    return {
-        key
-        for key in one.keys() | other.keys()
-        if not (key in one and key in other and same_options(one[key], other[key]))
-    }
+    absent = object()
+    return {key for key in one.keys() | other.keys() if not same_options(one.get(key, absent), other.get(key, absent))}
 
 
 def _copied(value: Any) -> Any:

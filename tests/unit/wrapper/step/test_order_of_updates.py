@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.errors import StateError
+from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
@@ -17,12 +20,17 @@ from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu
 from tests.common.early import chain, updating_early
-from tests.common.parity import Pair, case, make_plan, mixed
+from tests.common.parity import NEVER, Pair, case, make_plan, mixed
+from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, steps
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
     """torch's own Adam that steps any number of tensors by one kernel."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def _hybrid(model: nn.Module) -> torch.optim.Optimizer:
+    return HybridAdam(model.parameters(), lr=1e-3)
 
 
 def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
@@ -41,6 +49,18 @@ def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
     monkeypatch.setattr(stepper, "update", one)
     monkeypatch.setattr(stepper, "update_together", several)
     return seen
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_rounded_weights_of_an_early_update_are_those_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    plan = chain_plan(chain(1), unified_dtype="bfloat16")
+    (mine, theirs), kept = zip(
+        *[steps(chain(1), each, [NEVER] * 3, {}, _hybrid) for each in (plan, make_ordinary(plan))], strict=True
+    )
+    assert any(kept[0])
+    assert not any(kept[1])
+    assert not [name for name, value in mine[0].items() if not torch.equal(value, theirs[0][name])]
 
 
 def test_the_host_gets_its_updates_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
