@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
+import elixir.chunk.chunk as chunk_file
 from elixir.access.placeholders import is_absent
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
-from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
+from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState, become_real
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, make_lanes
 from elixir.errors import InputError, StateError
-from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, Memory, ParamSlot
 
 CPU = torch.device("cpu")
 
@@ -286,3 +288,45 @@ def test_a_chunk_larger_than_a_block_has_memory_of_its_own() -> None:
     backward(flow, [(large, slot, 2.0) for slot in range(5)])
     assert held(flow, large, 4) == {2.0}
     assert arena.live_bytes("device") == before
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("homes", "trainable"),
+    [
+        (("device", "device"), True),
+        (("device", "host"), True),
+        (("host", "host"), True),
+        (("host", "host"), False),  # without states these are nowhere else
+    ],
+)
+def test_an_optimizer_steps_masters_if_weights_are_narrower_or_elsewhere(
+    dtype: str, homes: tuple[Memory, Memory], trainable: bool
+) -> None:
+    plan = ChunkPlan(dtype, trainable, 8, (ParamSlot("p", 0, 8),), *homes, False)
+    chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8), trainable)], rank=0, world_size=1)
+    assert chunk.low_precision == (dtype == "bfloat16")
+    assert chunk.needs_masters == (trainable and (dtype == "bfloat16" or homes == ("device", "host")))
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_parameter_on_meta_becomes_real_with_what_is_known_of_it(
+    public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The public function of torch, for a version that lacks the other, refuses weak references."""
+    if public:
+        monkeypatch.setattr(chunk_file, "swap_tensors", torch.utils.swap_tensors)
+    parameter, called = nn.Parameter(torch.empty(3, device="meta"), requires_grad=True), list[str]()
+    parameter.note = "mine"  # type: ignore[attr-defined]
+    reference = (lambda: parameter) if public else weakref.ref(parameter)
+    parameter.register_hook(lambda _: called.append("before"))  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append("after"))
+    become_real(parameter, torch.ones(3))
+    assert reference() is parameter
+    assert (parameter.note, parameter.requires_grad) == ("mine", True)  # type: ignore[attr-defined]
+    parameter.sum().backward()
+    assert called == ["before", "after"]
+    assert parameter.tolist() == [1.0] * 3
