@@ -9,8 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 from elixir.errors import PlanError
+from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
+from elixir.search.planner import plan_or_shortage
+from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.recount import Recount, Recounter
@@ -25,7 +28,11 @@ PLENTY = 1 << 50
 
 def plan(trace: StepTrace, world_size: int = 1, *, device: int = PLENTY, host: int = PLENTY, **options: Any) -> Plan:
     """A plan on the sample machine."""
-    return plan_from_trace(trace, HARDWARE, world_size, device_memory=device, host_memory=host, **options).plan
+    return plan_from_trace(trace, HARDWARE, world_size, **_with_budgets(device=device, host=host, **options)).plan
+
+
+def _with_budgets(*, device: int = PLENTY, host: int = PLENTY, **options: Any) -> dict[str, Any]:
+    return {"device_memory": device, "host_memory": host, **options}
 
 
 def link_bytes(made: Plan) -> int:
@@ -109,6 +116,11 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
 
 def least_needed(trace: StepTrace, world_size: int, **options: Any) -> int:
     """Least device memory, as the error says it."""
+    return shortage(trace, HARDWARE, world_size, **_with_budgets(device=0, **options)).needed_bytes
+
+
+def shortage(trace: StepTrace, hardware: HardwareProfile, world_size: int, **options: Any) -> PlanError:
+    """The error without its advice, for which everything is planned again several times."""
     with pytest.raises(PlanError) as caught:
-        plan(trace, world_size, device=0, **options)
-    return caught.value.needed_bytes
+        plan_or_shortage(trace, hardware, SearchRequest.of(world_size, **options))
+    return caught.value

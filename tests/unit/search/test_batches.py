@@ -37,7 +37,7 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
-from tests.common.searching import HARDWARE, SMALL
+from tests.common.searching import HARDWARE, SMALL, shortage
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
 PLENTY = 1 << 50
@@ -239,9 +239,7 @@ def test_where_one_batch_does_not_fit_several_do() -> None:
 
 def least_needed_of(batch: int) -> int:
     """Least device memory of a step with one batch."""
-    with pytest.raises(PlanError) as caught:
-        plan_from_trace(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_memory=PLENTY)
-    return caught.value.needed_bytes
+    return shortage(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_memory=PLENTY).needed_bytes
 
 
 @pytest.mark.parametrize(
