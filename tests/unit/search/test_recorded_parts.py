@@ -35,6 +35,7 @@ from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Spill
 from elixir.search.problem.swapped_trace import (
     FIRST_INPUT,
+    SMALLEST_BYTES,
     WHOLE,
     SwappableStep,
     movable_inputs,
@@ -164,7 +165,12 @@ def kept_of(draw: random.Random) -> list[Any]:
         found.append(swapped_trace(kept_trace(plain, ways), step))
     with pytest.raises(InputError, match="does not say what 'x' makes"):
         kept_trace(plain, [UnitActivations("x", ())])
-    compiled = layered_step(some_layers(draw, "compiled"))
+    with pytest.raises(InputError, match="does not say what"):
+        kept_trace(replace(plain, forwards=()), [UnitActivations(names[0], ())])
+    for nbytes in (SMALLEST_BYTES, SMALLEST_BYTES - 1):
+        few = replace(some_layers(draw, "checkpointed"), input_bytes=nbytes)
+        found.append(with_inputs_on_host(layered_step(few), movable_inputs(layered_step(few))))
+    compiled = layered_step(replace(some_layers(draw, "compiled"), uses=draw.choice((1, 2))))
     under = {budget: with_less(compiled, budget) for budget in (0.5, 0.0)}
     traces, units = BudgetedTraces(compiled, under), list(budgeted_units(compiled))
     for _ in range(6):
@@ -177,9 +183,15 @@ def kept_of(draw: random.Random) -> list[Any]:
         replace(access, module=last) if access.phase == "backward" and not access.module else access
         for access in moved.accesses
     )
-    steps = (again, moved, replace(moved, accesses=inside))
+    pinned = tuple(replace(each, pin_until=len(inside) - 1) for each in again.accesses)
+    turn = next(at for at, access in enumerate(again.accesses) if access.phase != "forward")
+    bare = (*inside[:turn], replace(inside[turn], parameters=()), *inside[turn + 1 :])
+    ends = (*again.accesses[: turn - 1], replace(again.accesses[turn - 1], module=last), *again.accesses[turn:])
+    mixed = (*bare[: turn - 1], replace(bare[turn - 1], parameters=()), *again.accesses[turn:])
+    steps = (again, moved, *(replace(moved, accesses=each) for each in (inside, pinned, bare, ends, mixed)))
     found += [pass_trace(each, size) for each in steps for size in (1, 2, 3)]
     more = [[traces.more_bytes(unit, budget) for unit in units] for budget in (None, 0.5, 0.0)]
+    more += [list(SwappableStep(compiled).input_bytes)]
     more += [list(BudgetedTraces(compiled, {}, largest).runs) for largest in (None, 0.5)]
     return [
         more,
@@ -217,7 +229,10 @@ def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:
     forwards = tuple(
         replace(
             forward,
-            operators=tuple(replace(each, access=draw.randint(0, 3)) for each in forward.operators * 2),
+            operators=tuple(
+                replace(each, access=draw.randint(0, 3), saved_bytes=draw.choice((each.saved_bytes, SMALLEST_BYTES)))
+                for each in forward.operators * 2
+            ),
             again=draw.randint(1, 4),
             accesses_again=draw.randint(1, 2),
         )
