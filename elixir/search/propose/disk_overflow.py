@@ -38,7 +38,7 @@ def spilled(model: MemoryModel, placement: Placement, *, host_bytes: int | None 
         return placement
     budget = spill.host_bytes if host_bytes is None else host_bytes
     lacking = sum(model.host_parts(placement).values()) - budget
-    if lacking <= 0:
+    if lacking < 1:
         return placement
     chunks = model.work.chunks
     able = [c for c, facts in enumerate(chunks) if facts.trainable and not placement.state_on_device[c]]

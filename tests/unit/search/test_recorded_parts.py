@@ -290,6 +290,11 @@ def spilled_of(draw: random.Random) -> list[Any]:
         result = spilled(model, placement, host_bytes=whole - lacking)
         saved = whole - sum(model.host_parts(result).values())
         found.append([lacking, saved, sorted(result.state_on_disk)])
+        used = model.need(result, 0).disk_bytes
+        for disk in (used, used - 1):
+            exact = replace(setting, spill=Spill(1, disk))
+            there = SearchSpace(space.trace, space.hardware, exact).model(min(search.sizes))
+            found.append(sorted(spilled(there, placement, host_bytes=whole - lacking).state_on_disk))
         lacking = saved if saved > lacking else lacking + 1 + draw.choice((0, 0, MIB))
     return found
 

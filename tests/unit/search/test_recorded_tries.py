@@ -139,7 +139,7 @@ def short(candidate: Candidate | None) -> Any:
         candidate.placement.codes,
         schedule.blocks,
         schedule.prefetch_depth,
-        candidate.need.host_bytes,
+        candidate.thrift,
     ]
 
 
