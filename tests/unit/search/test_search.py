@@ -26,7 +26,17 @@ from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
-from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, link_bytes, plan, traces
+from tests.common.searching import (
+    HARDWARE,
+    PLENTY,
+    SMALL,
+    check_consistent,
+    least_needed,
+    link_bytes,
+    plan,
+    shortage,
+    traces,
+)
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
 NANOSECOND_S = 1e-9
@@ -138,13 +148,12 @@ def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_
     device = least_needed(trace, 1, overlap=False) + 50 * MIB
     enough = {}
     for host in (0, 400 * MIB):  # with the first, some weight or state would lie nowhere
-        with pytest.raises(PlanError) as short:
-            plan(trace, device=device, host=host, overlap=False)
-        enough[host] = short.value.needed_bytes
+        options = {"device_memory": device, "host_memory": host, "overlap": False}
+        enough[host] = shortage(trace, HARDWARE, 1, **options).needed_bytes
     assert enough[0] == enough[400 * MIB]
     assert plan(trace, device=device, host=enough[0], overlap=False).predicted.host_step_bytes == enough[0]
-    with pytest.raises(PlanError):
-        plan(trace, device=device, host=enough[0] - 1, overlap=False)
+    less = shortage(trace, HARDWARE, 1, device_memory=device, host_memory=enough[0] - 1, overlap=False)
+    assert less.needed_bytes == enough[0]
 
 
 @given(traces(), st.sampled_from([1, 2]), st.booleans(), st.randoms(use_true_random=False))
@@ -297,8 +306,9 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
         assert made.predicted.checkpoint_bytes == min(spare, most)
         assert made.predicted.host_peak_bytes == sum(made.predicted.host_parts.values())
         assert (made.chunks, made.predicted.seconds) == (rich.chunks, rich.predicted.seconds)
-    with pytest.raises(PlanError):
-        plan(trace, 2, placement="cpu", host=rich.predicted.host_step_bytes - 1)
+    least = rich.predicted.host_step_bytes
+    options = {"device_memory": PLENTY, "host_memory": least - 1, "placement": "cpu"}
+    assert shortage(trace, HARDWARE, 2, **options).needed_bytes == least
     # They come before new states that the host would make early.
     early = plan(trace, 2, placement="cpu", host=rich.predicted.host_peak_bytes + most, assume="nominal")
     assert early.has_early_updates
