@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.chunk import Chunk, ChunkState, take_back
+from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving, as_block
 from elixir.chunk.lanes import make_lanes
@@ -106,6 +106,7 @@ def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: 
         chunk = it.chunk
         chunk.write(chunk.slots[2], torch.full((5,), FINE))
         chunk.take(gathered, [chunk.slots[2]])
+        assert len(it.announced) == chunk.writes >= 2
         expected = torch.zeros(NUMEL)
         expected[8:13] = torch.tensor([FINE, FINE, 2.0, FINE, 3.0])
         assert torch.equal(chunk.shard_weights, expected.bfloat16()[chunk.mine])
@@ -135,6 +136,16 @@ def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
     chunk.follow_writes()
     assert asked == [False, False, True]
     assert chunk.masters[8:13].tolist() == [4.0, *[FINE] * 4]
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("returned", [True, False])
+def test_new_states_take_the_place_of_what_the_optimizer_stepped(masters: bool, returned: bool) -> None:
+    chunk = made(resident=False, masters=masters).chunk
+    before, new = chunk.shard, [torch.ones(NUMEL), torch.ones(NUMEL, dtype=torch.bfloat16)]
+    chunk.exchange_state(new[0], new[1] if returned else None)
+    assert chunk.masters is (new[0] if masters else None)
+    assert chunk.shard is ((new[1] if returned else before) if masters else new[0])
 
 
 @pytest.mark.parametrize("masters", [True, False])
@@ -190,6 +201,7 @@ def test_parameters_with_other_memory_are_found_and_taken_back() -> None:
     assert whole.tolist() == expected
     assert chunk.moved(whole) == []
     assert (chunk.taken_back, chunk.data_writes) == (2, 2)
+    assert chunk.writes == len(it.announced) == 2, "before each of them changes"
     third.data = torch.zeros(6, dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"p2 was given \[6\] values of torch.bfloat16, its weights are \[5\]"):
         take_back([(chunk, whole, chunk.slots)])
@@ -351,3 +363,54 @@ def test_one_rank_sends_gradients_home_though_it_is_told_to_keep_them() -> None:
     assert gradient.holds
     assert gradient.kept is None
     assert flow.backwards == [True]
+
+
+# --- layouts, files and disks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameter", "stride", "order"),
+    [
+        (torch.zeros(3, 4), (4, 1), None),
+        (torch.zeros(4, 3).t(), (1, 3), (1, 0)),
+        (torch.zeros(3, 8)[:, ::2], (4, 1), None),
+        (torch.zeros(1, 4).expand(3, 4), (4, 1), None),
+    ],
+)
+def test_a_parameter_keeps_its_layout_if_that_is_dense(
+    parameter: torch.Tensor, stride: tuple[int, ...], order: tuple[int, ...] | None
+) -> None:
+    slot = Slot.of(nn.Parameter(parameter), ParamSlot("p", 0, 12), torch.float32, CPU)
+    assert (slot.stride, slot.order, slot.placeholder.stride()) == (stride, order, stride)
+
+
+@pytest.mark.parametrize(("ranks", "resident", "where"), list(itertools.product((1, 2), (True, False), range(3))))
+def test_a_forward_may_write_where_masters_are_in_memory_or_follow(ranks: int, resident: bool, where: int) -> None:
+    chunk, elsewhere = made(0, ranks, resident=resident).chunk, SimpleNamespace()
+    chunk.stored, chunk.filed = [(None, None), (elsewhere, None), (None, elsewhere)][where]  # type: ignore[assignment]
+    assert chunk.may_be_written_inside == (where == 0 or (ranks == 1 and resident))
+
+
+def test_weights_in_a_file_take_no_others() -> None:
+    chunk, same = made(masters=False).chunk, [True]
+    files = SimpleNamespace(file_of=lambda name: f"{name}.safetensors")
+    chunk.filed = SimpleNamespace(has=lambda name, own: same[0], files=files, names={"p2": "a"})  # type: ignore[assignment]
+    gathered = torch.ones(NUMEL, dtype=torch.bfloat16)
+    for write in (
+        lambda: chunk.write(chunk.slots[2], torch.ones(5)),
+        lambda: chunk.take(gathered, [chunk.slots[2]]),
+    ):
+        same[0] = True
+        write()
+        same[0] = False
+        with pytest.raises(InputError, match="p2 lives in a.safetensors, which is not written to"):
+            write()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_gathered_weights_are_waited_for_if_they_stay(resident: bool) -> None:
+    chunk, asked = made(resident=resident).chunk, list[str]()
+    chunk.synchronize_weights()
+    chunk.filled = SimpleNamespace(synchronize=lambda: asked.append("filled"))  # type: ignore[assignment]
+    chunk.synchronize_weights()
+    assert asked == ["filled"] * resident
