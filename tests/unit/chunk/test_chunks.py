@@ -330,3 +330,30 @@ def test_a_parameter_on_meta_becomes_real_with_what_is_known_of_it(
     parameter.sum().backward()
     assert called == ["before", "after"]
     assert parameter.tolist() == [1.0] * 3
+
+
+def test_parameters_that_show_gathered_weights_keep_them_when_the_block_goes() -> None:
+    for gathered in (None, torch.arange(384.0)):
+        chunk, block = make_chunk(), torch.zeros(384)
+        bring(chunk, ChunkState.CACHED, block)
+        if gathered is not None:
+            chunk.gathered = gathered
+            chunk.point_into(gathered)
+        chunk.to(ChunkState.HOME)
+        assert is_absent(chunk.slots[0].parameter) == (gathered is None)
+
+
+def test_resident_weights_whose_update_failed_are_shown_unless_gathered_ones_are() -> None:
+    for gathered in (False, True):
+        chunk, lane = make_chunk(), make_lanes(CPU).host_adam
+        chunk.whole = torch.zeros(384)
+        chunk.attach()
+        elsewhere = torch.ones(384)
+        chunk.point_into(elsewhere)
+        chunk.gathered = elsewhere if gathered else None
+        assert chunk.failures() == []
+        assert chunk.slots[0].parameter.data.eq(1).all()
+        chunk.home_uses.written_by(lane.submit(lambda: [][0]))
+        assert [type(error) for error in chunk.failures()] == [IndexError]
+        assert chunk.slots[0].parameter.data.eq(float(gathered)).all()
+        lane.close()
