@@ -463,7 +463,7 @@ class Replay:
                 seconds += (overlap_s if overlap_s < slowed_s else slowed_s) * lost_share
         end_s = self._free_s[lane] = start_s + seconds
         self.busy_s[lane] += seconds
-        if self._recording and end_s > start_s:
+        if self._recording:
             self.spans.append(WorkSpan(lane, name, start_s, end_s, c))
         return end_s
 
@@ -477,6 +477,6 @@ class Replay:
         return until_s
 
     def _computed(self, now_s: float) -> None:
-        if self._recording and now_s > self._since_s:
+        if self._recording:
             self.spans.append(WorkSpan(COMPUTE, self._doing, self._since_s, now_s, self._doing_chunk))
         self._since_s = now_s

@@ -163,7 +163,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         machine.drain()
         phases["optimizer"] = updated_s + machine.now_s - began_s
     order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
-    spans, end_s = sorted(machine.spans, key=order), machine.now_s
+    spans, end_s = sorted((span for span in machine.spans if span.end_s > span.start_s), key=order), machine.now_s
     if not case.placement.early:  # all that a step begins is over with it: nothing leads back into the one before
         spans = [span for span in spans if span.end_s > 0]
     # What reaches over the end is what reached over the beginning, a step later.
