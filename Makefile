@@ -86,7 +86,7 @@ MORE_ON_CUDA := $(patsubst %,tests/unit/wrapper/step/test_%.py,\
                 $(patsubst %,tests/unit/access/test_%.py,uses_of_weights views asked_gradients) \
                 $(patsubst %,tests/unit/training/test_%.py,training user_errors user_mistakes) \
                 $(patsubst %,tests/unit/kernels/test_%.py,hybrid_adam fused_kernels cross_entropy kernels_adam) \
-                $(patsubst %,tests/unit/checkpoint/test_%.py,resume folder snapshot optimizer_state_dict)
+                $(patsubst %,tests/unit/checkpoint/test_%.py,resume folder killed_saves snapshot optimizer_state_dict)
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
