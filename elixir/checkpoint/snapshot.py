@@ -324,8 +324,11 @@ class Snapshot:
     def _hand_over(self, index: int, part: _Part) -> bool:
         """Whether an update that waits for this chunk copies the rest of it, since there is room now."""
         with self._turn:
+            self._refuse_given_up()
+            if index not in self._wanted:
+                return False
             part.rest = [each for each in part.read() if each.nbytes]
-            if index not in self._wanted or not part.rest:
+            if not part.rest:
                 return False
             area = self._pool.take(part.rest_bytes)
             if area is None:

@@ -110,7 +110,8 @@ class HeapLimit:
                 weakref.finalize(self, self._file.close)
         held, self.expected_bytes = resident(), expected_bytes
         shared_bytes = 0 if held is None else held.own_bytes - self._held_bytes()
-        self._limit_bytes = self._next_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
+        limit_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
+        self._limit_bytes = self._next_bytes = max(limit_bytes, 0)
 
     def look(self, coming_bytes: int = 0) -> None:
         """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time.

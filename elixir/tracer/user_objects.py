@@ -125,6 +125,7 @@ class _WrittenTensors:
         for storage, copy in [(ref(), copy) for ref, copy in self._copies.values()]:
             if storage is not None and storage.nbytes() == copy.nbytes():
                 storage.copy_(copy)
+        self._copies.clear()
 
 
 class UserObjects:

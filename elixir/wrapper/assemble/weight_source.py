@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.access.whole import holds_others
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
@@ -126,7 +127,7 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
 
 def _ordinary(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Takes the tensors of a dict apart that hold others; other mappings may read a value only when asked for it."""
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or not any(map(holds_others, given.values())):
         return given
     return dict(part for name, each in given.items() for part in flat(name, each))
 

@@ -291,8 +291,8 @@ def same_options(one: Any, other: Any) -> bool:
 
 
 def _differing(one: Options, other: Options) -> set[str]:
-    absent = object()
-    return {key for key in one.keys() | other.keys() if not same_options(one.get(key, absent), other.get(key, absent))}
+    changed = {key for key in one.keys() & other.keys() if not same_options(one[key], other[key])}
+    return changed | (one.keys() ^ other.keys())
 
 
 def _copied(value: Any) -> Any:

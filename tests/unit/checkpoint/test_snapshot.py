@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import random
+import signal
 import threading
 import time
 import weakref
@@ -374,6 +375,42 @@ def test_an_interrupt_of_an_update_ends_it_and_the_save() -> None:
         snapshot.release(0)
     with pytest.raises(CheckpointError):
         snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts the main thread")
+def test_an_interrupt_of_an_update_that_waits_for_the_writer_ends_both() -> None:
+    def over(*_: object) -> None:
+        raise TimeoutError("time is up")
+
+    begun, goes_on, written = threading.Event(), threading.Event(), list[int]()
+    snapshot, found = Snapshot([Chunk(0, 3 * SPAN)], pool_of(1 << 16), CPU), list[Exception]()
+
+    def write_span(key: str, number: int, data: memoryview) -> None:
+        written.append(number)
+        begun.set()
+        goes_on.wait(20)
+
+    def write() -> None:
+        try:
+            snapshot.write(write_span, lambda: None)
+        except CheckpointError as error:
+            found.append(error)
+        snapshot.end()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert begun.wait(20)
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        snapshot.release(0)  # a save that failed is no error of the step
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    goes_on.set()
+    writer.join(20)
+    assert not writer.is_alive()
+    assert "time is up" in str(found)
+    assert written == [0], "nothing is written for a save that is given up"
 
 
 def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:

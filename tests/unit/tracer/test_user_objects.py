@@ -321,3 +321,25 @@ def test_tensors_are_copied_beforehand_where_no_operator_is_seen() -> None:
     with user_objects_restored(model, model, step, writes_unseen=True):
         step()
     assert [each.tolist() for each in kept] == [[0.0, 0.0, 0.0]]
+
+
+def test_copies_of_what_a_step_writes_to_are_gone_without_the_garbage_collector() -> None:
+    table = torch.zeros(4099)
+
+    def step(model: nn.Module, inp: Any) -> None:
+        table.add_(1)
+        sum_step(model, inp)
+
+    def copies() -> int:
+        found = [each for each in gc.get_objects() if isinstance(each, torch.UntypedStorage)]
+        return sum(len(each) == table.nbytes and each.data_ptr() != table.data_ptr() for each in found)
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = copies()
+        cpu_trace(nn.Linear(4, 4), INP, step)
+        assert copies() == before
+    finally:
+        gc.enable()
+    assert not table.any()

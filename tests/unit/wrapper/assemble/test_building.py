@@ -382,3 +382,21 @@ def test_whole_modules_that_peft_trains_begin_as_the_frozen_ones(given: bool) ->
         assert torch.equal(value, source.parameter(frozen)), name
         own = frozen.removeprefix("base_model.model.").replace(".original_module", "")
         assert torch.equal(value, values[own]) == given
+
+
+def test_a_dict_that_makes_its_tensors_when_asked_for_them_is_asked() -> None:
+    """It is of a user's class, whose items are not what it gives."""
+
+    class Late(dict[str, Any]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            made: torch.Tensor = super().__getitem__(name)()
+            return made
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return self[name] if name in self else default  # noqa: SIM401 - it would ask itself
+
+    real, meta = meta_case("gpt2")
+    weights = {name: value + 1 for name, value in real.model.state_dict().items()}
+    late = Late({name: lambda value=value: value for name, value in weights.items()})
+    module = wrapped(meta, make_plan(real, "streamed"), weights=late)
+    assert all(torch.equal(found, weights[name]) for name, found in module.state_dict().items())
