@@ -188,7 +188,7 @@ class MemoryModel:
     @cached_property
     def device_states(self) -> Ints:
         """Bytes of states, and of master weights for weights of fewer bits than float32."""
-        found: Ints = STATES * (self._states + self._masters * self._low_precision)[:, None]
+        found: Ints = STATES * (self._states + np.where(self._low_precision, self._masters, 0))[:, None]
         return found
 
     @cached_property

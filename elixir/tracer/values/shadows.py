@@ -244,7 +244,7 @@ class Shadows:
             for record in followed:
                 record.shadow.supposed -= {_UNWRITTEN}
         views = [self._view(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
-        small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)
+        small = all(record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in followed)
         known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
         if not known or not small:
             for record in followed:

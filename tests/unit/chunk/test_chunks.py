@@ -149,6 +149,8 @@ def test_a_pool_knows_its_own_memory() -> None:
     assert pool.find(view[8:24].view(4, 4).t()) == (1, 8)
     assert pool.find(view.to(torch.float64)) is None
     assert pool.find(torch.zeros(4)) is None
+    marked = pool.marked_view(1, 100, torch.float32)
+    assert (marked.shape, marked.data_ptr(), pool.find(marked)) == (view.shape, view.data_ptr(), (1, 0))
     assert BlockPool(Arena(CPU), 0, 0).find(torch.zeros(4)) is None
 
 

@@ -20,7 +20,7 @@ import elixir
 from elixir.errors import TraceError
 from elixir.tracer import user_objects
 from elixir.tracer.user_objects import user_objects_restored
-from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
 
 INP = {"x": torch.ones(2, 4)}
 LOSSES: list[Any] = []
@@ -343,3 +343,18 @@ def test_copies_of_what_a_step_writes_to_are_gone_without_the_garbage_collector(
     finally:
         gc.enable()
     assert not table.any()
+
+
+def test_a_model_on_meta_is_traced_itself_unless_it_has_gradients_to_keep() -> None:
+    model, seen = nn.Linear(4, 4, device="meta"), Seen()
+
+    def step(model: nn.Module, inp: Any) -> None:
+        seen.append(model)
+        sum_step(model, inp)
+
+    cpu_trace(model, INP, step)
+    assert next(iter(seen)).weight is model.weight
+    model.weight.grad = kept = torch.zeros_like(model.weight)
+    cpu_trace(model, INP, step)
+    assert next(iter(seen)).weight is not model.weight
+    assert model.weight.grad is kept
