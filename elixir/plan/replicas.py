@@ -10,7 +10,7 @@ def check_replicas(replicas: int, world_size: int, name: str = "replicas") -> No
     if replicas == 1:
         return
     most = max((r for r in range(1, world_size // 2 + 1) if world_size % r == 0), default=1)
-    if replicas < 1 or world_size % replicas or replicas > most:
+    if not 1 <= replicas <= most or world_size % replicas:
         raise InputError(
             f"{name} must divide the {world_size} ranks into replicas of two ranks or more, found {replicas}; give a "
             f"divisor of {world_size} from 1 to {most}"

@@ -368,9 +368,7 @@ class MemoryModel:
         # An outsized gradient needs no block, but a second may arrive while it leaves.
         if self._any_outsized and (setting.overlap or setting.world_size > 1):
             alone = np.where(gathering & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0)
-        if len(gathering) < count:
-            return np.broadcast_to(found, count), np.broadcast_to(alone, count)
-        return found, alone
+        return np.broadcast_to(found, count), np.broadcast_to(alone, count)
 
     def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
         """Bytes that outsized gradients take at once."""
