@@ -316,13 +316,13 @@ def test_a_large_gradient_leaves_from_where_it_lies(overlap: bool) -> None:
 def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     class OnDevice(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
 
         def record_stream(self, stream: str) -> None:
-            told.append(stream)
+            calls.append(stream)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
     arena, chunk = Arena(CPU), chunk_of((4, 5))
@@ -330,12 +330,12 @@ def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_her
     opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=True)
     assert opened is not None
     blocks.give_back(opened.memory)
-    assert told == ["compute"]
+    assert calls == ["compute"]
     opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=False)
     assert opened is not None
     blocks.leave(Leaving(opened.memory, make_lanes(CPU).offload.submit(lambda: None), (), is_extra=False))
     blocks.wait_for_last()
-    assert told == ["compute"] * 2
+    assert calls == ["compute"] * 2
     assert arena.parts("device") == {"gradient_blocks": 64}
 
 

@@ -66,38 +66,38 @@ def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver that refuses has its error taken, which the next kernel would raise otherwise."""
-    told: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     driver = SimpleNamespace(
-        cudaHostRegister=lambda *args: told.append(("pin", *args)) or status,
-        cudaHostUnregister=lambda address: told.append(("unpin", address)),
+        cudaHostRegister=lambda *args: calls.append(("pin", *args)) or status,
+        cudaHostUnregister=lambda address: calls.append(("unpin", address)),
     )
     ordinary = torch.zeros
 
     def zeros(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         if device == "cuda":
-            told.append(("kernel",))
+            calls.append(("kernel",))
             raise RuntimeError("CUDA error: out of memory")
         return ordinary(*args, device=device, **options)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(told.append(("on", device))))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(calls.append(("on", device))))
     monkeypatch.setattr(torch, "zeros", zeros)
     device = torch.device("cuda", 1)
     if status:
         with pytest.raises(StateError, match=r"pinning 1000 bytes of host memory failed with CUDA error 2: .*ulimit"):
             pinned_zeros(1000, device)
-        assert [what for what, *_ in told] == ["on", "pin", "kernel"]
+        assert [what for what, *_ in calls] == ["on", "pin", "kernel"]
         return
     part = pinned_zeros(1000, device)[10:20]
     assert not part.any()
     first = part.data_ptr() - 10
-    assert told == [("on", device), ("pin", first, 1000, PORTABLE)]
+    assert calls == [("on", device), ("pin", first, 1000, PORTABLE)]
     del part
     gc.collect()
-    assert told[2:] == [("unpin", first)]
+    assert calls[2:] == [("unpin", first)]
     host_zeros(1000)  # is not pinned
     gc.collect()
-    assert len(told) == 3
+    assert len(calls) == 3
 
 
 @linux
