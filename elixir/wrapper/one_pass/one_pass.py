@@ -73,10 +73,9 @@ class _Course:
         self.trail.refuse_hooked()
 
     def glue_before(self, turn: int) -> int | None:
-        """Number of the glue whose backward comes right after that of `turn`, if there is one. A micro-batch may skip
-        layers, as LayerDrop does; its glue is then where that of the others is."""
-        earlier = [number for number in self.regions if number < turn]
-        return len(earlier) if (earlier[-1] if earlier else -1) == turn - 1 else None
+        """Number of the glue whose backward comes right after that of `turn`, the latest that it had a region in, if
+        there is one. A micro-batch may skip layers, as LayerDrop does; its glue is then where that of the others is."""
+        return len(self.regions) if max(self.regions, default=-1) == turn - 1 else None
 
 
 def _with_own_caches(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
