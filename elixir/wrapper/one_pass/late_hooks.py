@@ -15,21 +15,19 @@ class LateHooks(NamedTuple):
     """The hooks of a tensor that has entered a region."""
 
     all: dict[int, Any]
-    known: frozenset[int]
-    """Hooks of the graph that made it."""
     shape: torch.Size
     value: weakref.ref[torch.Tensor]
 
     @classmethod
-    def watched(cls, value: torch.Tensor, known: frozenset[int]) -> LateHooks:
+    def watched(cls, value: torch.Tensor) -> LateHooks:
         """The hooks of a tensor, those included that it gets later, seen even when it is gone."""
         value.register_hook(_nothing).remove()  # leaves a dict, in which later ones are
-        return cls(_dict_of(value), known, value.shape, weakref.ref(value))
+        return cls(_dict_of(value), value.shape, weakref.ref(value))
 
     def refuse(self) -> None:
-        """Raises if user code has put others on it."""
+        """Raises if user code has put some on it."""
         value = self.value()
-        if _of_users(self.all) - self.known or (value is not None and value.retains_grad):
+        if _of_users(self.all) or (value is not None and value.retains_grad):
             raise late_hook(self.shape)
 
 

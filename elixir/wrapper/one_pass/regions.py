@@ -70,19 +70,16 @@ class Slot:
     def cut(self, value: torch.Tensor) -> None:
         """Takes the graph off a tensor, which readers may have already, and makes it send its gradients here."""
         value.detach_().requires_grad_()
+        value._backward_hooks = None  # these stay with the graph, where they get the sum of all gradients
         value.elixir_slot = self, None  # type: ignore[attr-defined]
-        strides: list[tuple[int, ...]] = []
-        value.register_hook(lambda gradient: strides.append(gradient.stride()))
+        # Autograd would give the gradient the strides of the leaf, with which other kernels may be chosen.
+        value.register_hook(self.arrived)
+        value.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
 
-        def arrived(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if (
-                gradient is not None
-            ):  # autograd gives it the strides of the leaf, with which other kernels may be chosen
-                raw = torch.empty_strided(gradient.shape, strides.pop(), dtype=gradient.dtype, device=gradient.device)
-                self.add(gradient if raw.stride() == gradient.stride() else raw.copy_(gradient))
-
-        value.register_post_accumulate_grad_hook(arrived)
+    def arrived(self, gradient: torch.Tensor | None) -> None:
+        """Adds it, unless it is None, as from an operator without a derivative."""
+        if gradient is not None:
+            self.add(gradient)
 
     @staticmethod
     def of(value: torch.Tensor) -> Slot | None:
@@ -102,8 +99,7 @@ class _Caught(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
-        if gradient is not None:
-            ctx.slot.add(gradient)
+        ctx.slot.arrived(gradient)
         return None, None
 
 
@@ -170,7 +166,8 @@ class Trail:
         """The slot for the gradient of a region's input; None for an input without a graph, such as a parameter."""
         slot = Slot.of(value)
         if slot is not None:
-            self._watch(value)
+            hooks: LateHooks = getattr(value, "elixir_hooks", None) or self._watched(value)
+            hooks.refuse()
             return slot
         if value.grad_fn is None:
             return None
@@ -184,7 +181,7 @@ class Trail:
         slot = Slot(glue)
         slot.cut(value)
         self._edges.setdefault(glue, []).append((edge, slot))
-        self._watch(value, hooks_of(value))
+        self._watched(value)
         return slot
 
     def refuse_hooked(self) -> None:
@@ -196,14 +193,11 @@ class Trail:
         for entered in self._entered:
             entered.refuse()
 
-    def _watch(self, value: torch.Tensor, known: frozenset[int] = frozenset()) -> None:
-        """Notes the hooks of a tensor that enters a region; its own graph has the `known` ones."""
-        hooks: LateHooks | None = getattr(value, "elixir_hooks", None)
-        if hooks is None:
-            hooks = LateHooks.watched(value, known)
-            value.elixir_hooks = hooks  # type: ignore[attr-defined]
-            self._entered.append(hooks)
-        hooks.refuse()
+    def _watched(self, value: torch.Tensor) -> LateHooks:
+        """Notes the hooks of a tensor that enters a region."""
+        value.elixir_hooks = hooks = LateHooks.watched(value)  # type: ignore[attr-defined]
+        self._entered.append(hooks)
+        return hooks
 
     def roots(self, glue: int) -> Roots:
         """The tensors and gradients with which the backward of a glue begins; they are given away."""
@@ -244,26 +238,31 @@ class Trail:
 class _Input:
     """One tensor among a region's inputs."""
 
-    __slots__ = ("_version", "requires_grad", "sent", "slot", "value")
+    __slots__ = ("_kept", "_version", "slot")
 
     def __init__(self, value: torch.Tensor, version: int, sent: MovedTensor | None, trail: Trail) -> None:
-        self.requires_grad = value.requires_grad
         self.slot = trail.slot_of(value) if value.requires_grad else None
-        self.sent, self._version = sent, version
+        self._version = version
+        # A parameter, or a leaf of the user's, gets its gradient itself.
+        gets_gradient = value.requires_grad and self.slot is None
+        self._kept = sent or (value if gets_gradient else value.detach())
         if sent is not None:
             sent.arrived()
-        # A parameter, or a leaf of the user's, gets its gradient itself.
-        kept = value if self.requires_grad and self.slot is None else value.detach()
-        self.value = kept if sent is None else None
+
+    def fetch(self) -> None:
+        """Begins to bring it back, if it is on the host."""
+        if isinstance(self._kept, MovedTensor):
+            self._kept.fetch()
 
     def again(self, layer: str) -> torch.Tensor:
         """The input for another run, without the graph that made it."""
-        value = self.value if self.sent is None else self.sent.tensor()
-        if value is None or (self.sent is None and value._version != self._version):
+        kept = self._kept
+        if isinstance(kept, torch.Tensor) and kept._version != self._version:
             raise InputError(
                 f"an input of the layer {layer} was written to in place after the layer, which could not run again in "
                 "backward; leave the operation out"
             )
+        value = kept if isinstance(kept, torch.Tensor) else kept.tensor()
         return value if self.slot is None else self.slot.leaf(value)
 
 
@@ -292,7 +291,11 @@ class Region:
         versions = [(item, item._version) for item in flat if isinstance(item, torch.Tensor)]
         hooked = [(item, hooks_of(item)) for item, _ in versions]
         given = [item for item in args if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
-        sent = {id(item): self._swapping.input_of(self._name, number, item) for number, item in enumerate(given)}
+        sent = {
+            id(item): self._swapping.input_of(self._name, number, item)
+            for number, item in enumerate(given)
+            if not (item.is_leaf and item.requires_grad and Slot.of(item) is None)  # which gets its gradient itself
+        }
         self._random, self._autocast = RandomState(self._device), Autocast(self._device)
         collector = _collector()
         before = {key: len(items) for key, items in collector.items() if isinstance(items, list)}
@@ -320,19 +323,21 @@ class Region:
                 self._outputs.append((place, slot))
                 leaves[id(item)] = results[place]
         for key, first in before.items():  # what hooks inside have caught, such as router logits, is an output, too
-            for place, item in enumerate(collector[key][first:]):
+            items = collector[key]
+            for at in range(first, len(items)):
+                item = items[at]
                 if id(item) in leaves:  # one leaf, so that its gradient is one sum
-                    collector[key][first + place] = leaves[id(item)]
+                    items[at] = leaves[id(item)]
                 elif isinstance(item, torch.Tensor) and item.requires_grad:
-                    collector[key][first + place], slot = self._leaf(item)
-                    self._caught.append((key, place, slot))
+                    items[at], slot = self._leaf(item)
+                    self._caught.append((key, at - first, slot))
         return tree_unflatten(results, spec)
 
     def fetch(self) -> None:
         """Begins to bring back inputs that are on the host."""
         for kept in self._inputs:
-            if isinstance(kept, _Input) and kept.sent is not None:
-                kept.sent.fetch()
+            if isinstance(kept, _Input):
+                kept.fetch()
 
     def backward(self, differentiate: Callable[[Roots], None]) -> None:
         """Runs the layer again, and its backward, if any of its outputs has a gradient."""

@@ -75,10 +75,18 @@ def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() ->
 
 
 class Turned(Stack):
-    """Gives the layers gradients whose strides are not those of their outputs."""
+    """Gives layers, and what comes before them, gradients whose strides are not those of the tensors."""
 
-    def between(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        return x.t().contiguous().view(-1).mul(1.5).view(8, 4).t()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        entered = x = self.first(x)
+        for layer in self.layers:
+            x = _turned(self.run(layer, x))
+        out: torch.Tensor = self.last(x + _turned(entered))
+        return out
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().view(-1).mul(1.5).view(8, 4).t()
 
 
 def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() -> None:
@@ -87,10 +95,18 @@ def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() ->
     class Watching(Layer):
         def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
             out = super().forward(x, *more)
-            out.register_hook(lambda gradient: seen.append(gradient.stride()))
+            noting(self, x, out)
             return out
 
-    make, steps = seeded(lambda: Turned([Watching() for _ in range(2)])), vectors(2)
+    def build() -> nn.Module:
+        stack = Turned([Watching() for _ in range(2)])
+        stack.first.register_forward_hook(noting)
+        return stack
+
+    def noting(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(gradient.stride()))
+
+    make, steps = seeded(build), vectors(2)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
     seen.clear()
     plainly(make, steps, square_loss)
@@ -200,10 +216,10 @@ def test_5_but_not_mix_what_lies_before_and_after_a_layer() -> None:
 
 
 def _hooked(where: str) -> Callable[[], nn.Module]:
-    """Gradients are doubled by hooks on tensors, which a module's hook puts there."""
+    """Hooks that modules put on their tensors double gradients; what enters the layers is read by the tail, too."""
 
     def build() -> nn.Module:
-        stack = Stack(three())
+        stack = Turned(three())
         if where == "inputs":
             stack.layers[0].register_forward_pre_hook(lambda layer, args: _doubled(args[0]))
         for module in (stack.first, stack.layers[1]) if where == "outputs" else ():

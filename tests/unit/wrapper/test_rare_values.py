@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.access import swapping
 from elixir.chunk.lanes import Emulation
 from elixir.errors import ArtifactError, InputError
 from elixir.optimizer_states import DIRECTION_BYTES
@@ -451,6 +452,66 @@ def test_a_layer_whose_output_has_no_gradient_does_not_run_again_in_a_pass() -> 
     assert plan.step.checkpointed == ("layers.0", "layers.1")
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
     assert [layer.calls for layer in made[0].layers] == [4, 2]
+
+
+class Entered(Stack):
+    """Runs its layers first, so that the first one gets what the model gets."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        found: torch.Tensor = self.last(self.first(x))
+        return found
+
+
+def test_a_leaf_that_enters_a_layer_of_a_pass_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeping(leaves: list[torch.Tensor]) -> Callable[[nn.Module, dict[str, Any]], torch.Tensor]:
+        def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            leaves.append(batch["x"].clone().requires_grad_())
+            return square_loss(model, {"x": leaves[-1]})
+
+        return loss
+
+    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 1)
+    steps, make = vectors(2, steps=1), seeded(lambda: Entered([Layer(), Layer()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2, on_host=True)
+    ours, plain = list[torch.Tensor](), list[torch.Tensor]()
+    found, expected = in_passes(make, steps, plan, keeping(ours)), plainly(make, steps, keeping(plain))
+    assert found.same_as(expected)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class Nothing(torch.autograd.Function):
+    """Has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class Scaled(Stack):
+    """Reads what has entered its layers once more, without a derivative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        entered = x = self.first(x)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        scale: torch.Tensor = Nothing.apply(entered).mean()  # type: ignore[no-untyped-call]
+        found: torch.Tensor = self.last(x) * scale
+        return found
+
+
+def test_what_enters_a_layer_of_a_pass_may_get_no_gradient_elsewhere() -> None:
+    steps, make = vectors(2, steps=1), seeded(lambda: Scaled([Layer(), Layer()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
 
 
 def test_a_closed_model_has_its_own_kernels_again() -> None:
