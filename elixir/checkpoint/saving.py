@@ -304,7 +304,8 @@ class Saving:
         pool: SnapshotPool,
         group: Group,
     ) -> None:
-        self._user, self._options, self._id, self._captured, self._group = user, options, checkpoint_id, captured, group
+        self._options, self._id, self._captured, self._group = options, checkpoint_id, captured, group
+        self._shares = user.states.group  # not the module: who keeps a save that has ended must not keep its memory
         self._states = captured.state_slices()
         self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
         """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
@@ -405,7 +406,7 @@ class Saving:
 
         All that share a folder find each shard there once: replicas have the same, and the first of them writes it.
         """
-        chunks, own = self._user.states.group, self._captured.own_tensors
+        chunks, own = self._shares, self._captured.own_tensors
         name = rank_file(self._id, chunks.rank, chunks.size)
         if chunks.replicas == 1:
             found = [_Part(name, self._states + whole_slices(own), own, has_states=True)]

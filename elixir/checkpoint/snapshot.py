@@ -375,4 +375,5 @@ class Snapshot:
                     part.to(PartState.DONE)
                 self._drop(part)
                 vars(part).pop("states", None)  # a save that the caller keeps must not keep chunks, which may move
+            vars(self).pop("_pool", None)  # nor memory for copies of a module that may be closed
             self._turn.notify_all()

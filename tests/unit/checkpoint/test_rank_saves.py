@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,19 @@ def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) ->
     run.module.close()
 
 
+def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path) -> None:
+    run = Rank(ONE, 0)
+    run.step(0)
+    saving = save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
+    engine = engine_of(run.module)
+    kept = [weakref.ref(each) for each in (engine, engine.arena, engine.state_reader._pool, *engine.chunks)]  # type: ignore[union-attr]
+    run.module.close()
+    del run, engine
+    gc.collect()
+    assert saving.done()
+    assert [each() for each in kept] == [None] * len(kept)
+
+
 @pytest.mark.parametrize("missing", ["load_state_dict", "state_dict"])
 def test_an_object_that_cannot_both_save_and_load_is_refused(tmp_path: Path, missing: str) -> None:
     class Half:
@@ -178,6 +193,8 @@ def test_a_save_says_what_it_has_written_and_how_long_it_took(tmp_path: Path, ca
 
 def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(group, "_LOOK_S", 0.05)
+    closed, close = [], group.Group.close
+    monkeypatch.setattr(group.Group, "close", lambda self: (closed.append(self), close(self)))
 
     def message_of(call: Any, run: Rank, folder: str, more: dict[str, Any] | None = None, **options: Any) -> str:
         with pytest.raises(ElixirError) as caught:
@@ -193,6 +210,7 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
         load_checkpoint(tmp_path / "run", state, files=FILES)
         assert (own.value, state["n"]) == ({"position": rank}, 0), "rank 0's values are those of all"
         files = FailingFiles(3, only=("write",)) if rank else FILES
+        cleaning = FILES if rank else FailingFiles(3, only=("remove",))
         texts = [
             message_of(save_checkpoint, run, f"run{rank}"),
             message_of(save_checkpoint, run, "run", step=rank),
@@ -201,6 +219,7 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
             message_of(save_checkpoint, run, "run", {"x": object() if rank else 1}),
             message_of(load_checkpoint, run, "none"),
             message_of(save_checkpoint, run, "run", wait=True, files=files),
+            message_of(save_checkpoint, run, "run", {"own": own}, wait=True, files=cleaning),
         ]
         assert load_checkpoint(tmp_path / "run", state_of(run, own=own), files=FILES).world_size == 2
         run.module.close()
@@ -217,7 +236,10 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
     assert one[5].startswith("CheckpointNotFound: rank 0: ")
     assert one[6].startswith("CheckpointError: rank 1: ")
     assert "No space left" in one[6]
+    assert one[7].startswith("CheckpointError: rank 0: ")
+    assert "No space left" in one[7], "what a leader could not remove after its commit is an error of all"
     assert one[4:] == two[4:]
+    assert len(closed) == 4, "each rank gives back the group of its chunks and that of its saves"
 
 
 def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
@@ -319,6 +341,27 @@ def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monke
                 expected = flattened(plain + (kind == "exp_avg"), wanted)[start:stop].to(dtype)
                 assert torch.equal(target, expected), (kind, start, stop, dtype, wanted)
                 assert out.isnan().sum() == stop - start, "nothing else is written"
+
+
+def test_memory_is_taken_for_the_reordered_tensors_of_one_parameter_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(tensor: torch.Tensor, order: Any) -> torch.Tensor:
+        found = flattened(tensor, order)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(module, "flattened", noted)
+    keys = ["weight/v", "exp_avg/v", "weight/v", "weight/w"]
+    save(tmp_path, {key: torch.randn(2, 3) for key in keys})
+    with open_checkpoint(tmp_path) as saved:
+        states, kept = module.CheckpointStates(saved, ["v", "w"], {"v": (1, 0), "w": (1, 0)}), []
+        for kind, name in (key.split("/") for key in keys):
+            states.fill(kind, name, 0, torch.empty(6))
+            kept.append(sum(each() is not None for each in made))
+    assert (len(made), kept) == (3, [1, 2, 2, 1])
 
 
 def test_a_save_looks_at_the_others_after_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
