@@ -124,8 +124,8 @@ def _shards(reader: SliceReader, wanted: torch.dtype | None, largest: int) -> li
         kind, _, name = key.partition("/")
         if kind not in ("weight", "buffer"):
             continue
-        rounded = wanted is not None and kind == "weight" and saved.torch_dtype.is_floating_point
-        dtype = wanted if rounded and wanted is not None else saved.torch_dtype
+        floating = kind == "weight" and saved.torch_dtype.is_floating_point
+        dtype = wanted if floating and wanted is not None else saved.torch_dtype
         each = _Exported(key, dtype, saved.shape, saved.numel * dtype.itemsize)
         if shards[-1] and each.nbytes > room:
             shards.append({})

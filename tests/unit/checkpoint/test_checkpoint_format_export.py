@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
-from tests.common.checkpoints import save
+from tests.common.checkpoints import save, write
 from tests.common.file_faults import FailingFiles, RecordingFiles
 
 
@@ -116,7 +118,12 @@ def test_buffers_are_exported_as_they_are(tmp_path: Path) -> None:
         "value/x": torch.ones(1),
     }
     save(tmp_path / "in", tensors | {"weight/empty": torch.zeros(0, 4)})
+    others = [tmp_path / "out" / name for name in ("model_card.md", "adapter.safetensors")]
+    others[0].parent.mkdir()
+    for other in others:
+        other.touch()
     out = export_hf(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
+    assert all(other.stat().st_size == 0 for other in others), "files that are no model stay"
     found = load_file(out / "model.safetensors")
     assert set(found) == {"w", "mean", "n", "empty"}
     assert torch.equal(found["w"], tensors["weight/w"].half())
@@ -124,6 +131,22 @@ def test_buffers_are_exported_as_they_are(tmp_path: Path) -> None:
     assert found["n"] == 7
     assert found["empty"].shape == (0, 4)
     assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_lie_in_another_order_are_exported_by_position(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"weight/w": torch.randn(6, 4), "weight/v": torch.randn(3)}
+    index = write(tmp_path, tensors | {"weight/w": tensors["weight/w"].t()}, world_size=3)
+    turned = replace(index.tensors["weight/w"], shape=(6, 4), order=(1, 0))
+    commit(tmp_path, replace(index, tensors=index.tensors | {"weight/w": turned}))
+    size = dtype.itemsize * (24 + 3)
+    out = export_hf(tmp_path, tmp_path / "out", dtype=dtype, max_shard_size=size)
+    found = load_file(out / "model.safetensors")
+    assert {f"weight/{name}": each.tolist() for name, each in found.items()} == {
+        key: each.to(dtype).tolist() for key, each in tensors.items()
+    }
+    export_hf(tmp_path, tmp_path / "two", dtype=dtype, max_shard_size=size - 1)
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) == 2
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
