@@ -165,6 +165,20 @@ def test_values_in_each_other_are_saved_down_to_the_deepest(wrap: Callable[[Any]
         encode(wrap(value), "state")
 
 
+def test_containers_in_keys_count_as_those_in_values() -> None:
+    key: Any = 5
+    for _ in range(DEEPEST - 1):
+        key = (key,)
+    text, _ = encode({key: 1}, "state")
+    assert decode(text, {}.__getitem__, path="f", key="k") == {key: 1}
+    with pytest.raises(InputError, match="more than 64 containers in each other"):
+        encode({(key,): 1}, "state")
+    ((inner, _),) = text["pairs"]
+    text["pairs"] = [[{"$": "tuple", "items": [inner]}, 1]]
+    with pytest.raises(CheckpointCorrupt, match="more than 64 containers in each other"):
+        decode(text, {}.__getitem__, path="f", key="k")
+
+
 def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
@@ -178,14 +192,10 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
     nested: Any = 1
     by_name: Any = 1
     tuples: Any = 1
-    keys: Any = 1
     pairs: Any = 1
     for _ in range(66):
         nested, by_name, tuples = [nested], {"x": by_name}, {"$": "tuple", "items": [tuples]}
-        keys, pairs = (
-            {"$": "dict", "pairs": [[{"$": "tuple", "items": [keys]}, 1]]},
-            {"$": "dict", "pairs": [[1, pairs]]},
-        )
+        pairs = {"$": "dict", "pairs": [[1, pairs]]}
     wrong = [
         {"$": "call", "items": []}, {"$": "tuple"}, {"$": "tuple", "items": 3}, {"$": "tuple", "items": [], "x": 1}, {"$": ["tuple"]},
         {"$": "int", "hex": "12"}, {"$": "int", "hex": "__import__('os')"}, {"$": "float", "hex": "0x1p99999"}, {"$": "bytes", "base64": "*"},
@@ -194,7 +204,7 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         {"$": "tensor", "key": "no", "dtype": "float32", "shape": [1]}, {"$": "tensor", "key": "weight/w", "dtype": "int8", "shape": [4]},
         {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": [5]}, {"$": "tensor", "key": "weight/w", "dtype": "float32", "shape": ["4"]},
         {"$": "array", "key": "weight/w", "dtype": "object", "shape": [4]}, {"$": "array", "key": "weight/w", "dtype": "float32", "shape": [4]},
-        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name, tuples, keys, pairs,
+        {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name, tuples, pairs,
     ]  # fmt: skip
     index = write(tmp_path, {"weight/w": torch.ones(4)})
     commit(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))

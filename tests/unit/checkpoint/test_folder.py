@@ -369,8 +369,9 @@ def test_not_the_moment(run: Run, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "run", run.state())
     with pytest.raises(InputError, match="one ElixirModule"):
         save_checkpoint(tmp_path / "run", {"epoch": 3})
-    with pytest.raises(InputTypeError, match="must be a dict by name, such as .*, got list"):
-        save_checkpoint(tmp_path / "run", [run.module])  # type: ignore[arg-type]
+    for wrong in ([run.module], {0: run.module}):
+        with pytest.raises(InputTypeError, match="must be a dict by name, such as .*, got (list|dict)"):
+            save_checkpoint(tmp_path / "run", wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="value: a "):
         save_checkpoint(tmp_path / "run", run.state(value=lambda: 0))
 

@@ -179,12 +179,16 @@ def test_a_commit_is_made_on_all_machines_and_what_it_replaces_goes(machines: Ma
 
 @pytest.mark.parametrize("leader", [0, 1])
 def test_a_commit_that_fails_on_one_machine_is_taken_back_on_the_other(machines: Machines, leader: int) -> None:
+    machines.files = [RecordingFiles() for _ in MACHINES]
     machines.files[leader] = FailingFiles(1, only=("rename",))
     found, _ = committed(machines)
     assert [type(each) for each in found] == [CheckpointError] * RANKS
     assert all(str(each).startswith(f"rank {leader}: ") for each in found)
     assert isinstance(found[leader].__cause__, FileError)
     assert found[1 - leader].__cause__ is None
+    done = [[each.name for each in files.log] for files in machines.files]  # type: ignore[attr-defined]
+    assert done[2:] == [[], []], "only the first rank of a machine changes its files"
+    assert done[leader][-3:] == ["remove", "rename", "remove"], done
     other, failed = (machines.b, machines.a) if leader == 0 else (machines.a, machines.b)
     assert machines.names(other) == {INDEX_NAME, *machines.before.files}, "its new files are gone, too"
     assert machines.names(failed) >= {INDEX_NAME, *machines.before.files}
