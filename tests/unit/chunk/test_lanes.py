@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elixir.chunk.lanes import Emulation, Settled, StreamLane, ThreadLane, failure, is_reported, make_lanes
+from elixir.chunk import lanes as lanes_file
+from elixir.chunk.lanes import Emulation, Settled, StreamLane, ThreadLane, Ticket, failure, is_reported, make_lanes
 from elixir.errors import InputError
 
 
@@ -126,18 +127,75 @@ def test_work_builds_no_graph(lane: ThreadLane) -> None:
     lane.close()
 
 
-def test_an_emulated_link_takes_its_time() -> None:
-    lane, submitted = ThreadLane("link", Emulation(bytes_per_s=1e6)), threading.Event()
-    started = time.perf_counter()
-    tickets = [lane.submit(submitted.wait, nbytes=10_000) for _ in range(3)]  # submitting does not wait
-    assert not tickets[0].done()
-    last = tickets[-1]._event  # type: ignore[attr-defined]
-    sleep = last.wait
-    last.wait = lambda: (submitted.set(), sleep())  # this thread waits before anything is done
-    tickets[-1].wait()
-    assert time.perf_counter() - started >= 0.03
-    assert lane.waited_s >= 0.02  # the link of the first may be free by the time that its work is
+class Opening(threading.Event):
+    """Opens a gate when a thread waits for this."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._gate.set()
+        return super().wait(timeout)
+
+
+class Clock:
+    """A clock that only sleeping moves on."""
+
+    def __init__(self) -> None:
+        self.now_s, self.slept_s = 0.0, list[float]()
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lanes_file, "time", clock)
+    return clock
+
+
+def once_waited_for(lane: ThreadLane, work: Callable[[], object], nbytes: int = 0) -> Ticket:
+    """Work that a lane begins when somebody waits for it."""
+    gate = threading.Event()
+    ticket = lane.submit(lambda: (gate.wait(), work()), nbytes=nbytes)
+    ticket._event = Opening(gate)  # type: ignore[attr-defined]
+    return ticket
+
+
+def test_an_emulated_link_takes_its_time(clock: Clock) -> None:
+    lane = ThreadLane("link", Emulation(bytes_per_s=1e6))
+    once_waited_for(lane, lambda: clock.sleep(0.004), nbytes=10_000).wait()
+    assert clock.slept_s == [0.004, pytest.approx(0.006)]  # the rest of its time
+    once_waited_for(lane, lambda: clock.sleep(0.004), nbytes=4_000).wait()
+    once_waited_for(lane, lambda: clock.sleep(0.004), nbytes=1_000).wait()  # itself takes longer than that
+    assert clock.slept_s[2:] == [0.004, 0.004]
+    assert lane.waited_s == pytest.approx(clock.now_s) == pytest.approx(0.018)
+    assert lane.take_busy_s() == pytest.approx(0.018)
+    assert lane.take_busy_s() == 0.0
     lane.close()
+
+
+def test_delays_follow_from_the_seed_and_the_name(clock: Clock) -> None:
+    def delays(seed: int, name: str = "fetch") -> list[float]:
+        lane = ThreadLane(name, Emulation(delay_s=2.0, seed=seed))
+        clock.slept_s.clear()
+        for _ in range(5):
+            lane.submit(lambda: None).wait()
+        lane.close()
+        return clock.slept_s.copy()
+
+    first = delays(1)
+    assert len(set(first)) == 5
+    assert all(0.0 <= delay_s <= 2.0 for delay_s in first)
+    assert max(first) > 1.0
+    assert delays(1) == first
+    assert first not in (delays(2), delays(1, "offload"))
 
 
 def test_blocking_lanes_leave_nothing_running() -> None:
@@ -146,25 +204,18 @@ def test_blocking_lanes_leave_nothing_running() -> None:
     lane.close()
 
 
-def test_delays_follow_from_the_seed() -> None:
-    def delays(seed: int) -> list[float]:
-        lane = ThreadLane("fetch", Emulation(delay_s=0.002, seed=seed))
-        drawn = [lane._random.random() for _ in range(5)]
-        lane.close()
-        return drawn
-
-    assert delays(1) == delays(1) != delays(2)
-
-
-def test_only_compute_counts_as_waiting() -> None:
+def test_only_compute_counts_as_waiting(clock: Clock) -> None:
     """A lane that waits for another one keeps no compute waiting."""
-    first, second = ThreadLane("first", Emulation(bytes_per_s=1e6)), ThreadLane("second")
-    ticket = second.submit(lambda: None, after=[first.submit(lambda: None, nbytes=20_000)])
-    while not ticket.done():
-        time.sleep(0.001)
-    assert first.waited_s == second.waited_s == 0
-    first.submit(lambda: time.sleep(0.01)).wait()
-    assert 0 < first.waited_s < 60
+    first, second, gate = ThreadLane("first"), ThreadLane("second"), threading.Event()
+    before = first.submit(lambda: (gate.wait(), clock.sleep(0.02)))
+    before._event = Opening(gate)  # type: ignore[attr-defined]
+    ticket = second.submit(lambda: None, after=[before])
+    assert gate.wait(60)
+    ticket._event.wait(60)  # type: ignore[attr-defined]
+    assert clock.now_s == 0.02
+    assert first.waited_s == second.waited_s == 0.0
+    once_waited_for(first, lambda: clock.sleep(0.01)).wait()
+    assert first.waited_s == pytest.approx(0.01)
     first.close()
     second.close()
 
@@ -194,18 +245,6 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self.what = stream.told[-1] if stream.told else "compute"
-
-
-class Opening(threading.Event):
-    """Opens a gate when a thread waits for this."""
-
-    def __init__(self, gate: threading.Event) -> None:
-        super().__init__()
-        self._gate = gate
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._gate.set()
-        return super().wait(timeout)
 
 
 @pytest.fixture
