@@ -104,7 +104,7 @@ class RCache:
         self._position = -1
         self._view = schedule.policy.start()
         self._fresh: set[int] = set()  # loaded, and not required since
-        self._in_backward = False
+        self._in_backward = False  # of several ranks
         self._in_forward = False
         self._call_end: int | None = None
         self._disturbed = False
@@ -214,7 +214,7 @@ class RCache:
     def end_backward(self) -> None:
         """Ends backward, and with it the order."""
         with self._lock:
-            if self._together and self._in_backward:
+            if self._in_backward:
                 self._walk_to(len(self._required) - 1)
                 self._in_backward = False
 

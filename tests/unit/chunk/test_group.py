@@ -124,6 +124,22 @@ def test_a_mesh_says_which_ranks_form_a_replica() -> None:
     assert results(4, work) == [(2, 4)] * 4
 
 
+@pytest.mark.parametrize(("given", "expected"), [("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo,cuda:nccl",) * 2])
+def test_chunks_travel_over_the_backends_of_the_group_that_was_given(
+    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_group, asked = dist.new_group, list[tuple[Any, ...]]()
+
+    def new_group(ranks: list[int], *, backend: str, **options: Any) -> Any:
+        asked.append((ranks, backend))
+        return made_group(ranks, backend="gloo", **options)
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: given)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    results(2, lambda _: Group().exchange("ranks", None))
+    assert sorted(asked) == sorted([([0, 1], expected), ([0, 1], "gloo")] * 2)
+
+
 def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
     """The text of each rank's `RankError`; all further calls say the same at once."""
     monkeypatch.setattr(module, "_LOOK_S", look_s)

@@ -23,6 +23,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import make_lanes
 from elixir.chunk.rcache import RCache
+from elixir.errors import RankError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.schedule import Schedule
 
@@ -38,9 +39,14 @@ class Noting(Group):
         super().__init__()
         self.size = size
         self.issued: list[str] = []
+        self.fails = 0
+        """How many of the next gathers raise."""
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str = "weights") -> None:
         self.issued.append(what)
+        if self.fails:
+            self.fails -= 1
+            raise RankError(f"{what} did not come")
         whole.copy_(shard.clone().repeat(self.size))
 
     def exchange(self, what: str, value: Any) -> list[Any]:
@@ -51,6 +57,23 @@ class Noting(Group):
     def gathered(self) -> list[int]:
         """The chunks, in order."""
         return [int(what.removeprefix("chunk ")) for what in self.issued if what.removeprefix("chunk ").isdigit()]
+
+
+class NotingFlow(GradientFlow):
+    """Gradients of no chunk; notes what the cache reports to it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted: list[str] = []
+
+    def begin(self) -> None:
+        self.noted.append("begin")
+
+    def leave(self, position: int) -> None:
+        self.noted.append(f"leave {position}")
+
+    def enter(self, position: int) -> None:
+        self.noted.append(f"enter {position}")
 
 
 class Rank:
@@ -66,11 +89,11 @@ class Rank:
             chunks[-1].shard = torch.full((NUMEL // size,), float(index))
             chunks[-1].hold_placeholders()
         buffers, flow = HostBuffers(arena), FlowOptions(block_count=0, block_bytes=0)
-        none = GradientFlow([], arena, self.lanes, self.group, buffers, flow)
+        self.flow = NotingFlow([], arena, self.lanes, self.group, buffers, flow)
         pool = BlockPool(arena, blocks, NUMEL * 4, poison=True)
         self._uses, self._turn, self.schedule = uses, turn, Schedule(uses, depth)
         self.cache = RCache(
-            chunks, self.schedule, pool, self.lanes, buffers, self.group, none, backward_from=turn, **options
+            chunks, self.schedule, pool, self.lanes, buffers, self.group, self.flow, backward_from=turn, **options
         )
 
     def use(self, *chunks: int, pinned: bool = False) -> None:

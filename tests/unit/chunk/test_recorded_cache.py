@@ -64,12 +64,15 @@ class Walk:
     def step(self) -> None:
         cache, draw = self.cache, self.draw
         cache.begin()
+        self.rank.group.fails = draw.choice((0, 0, 0, 0, 1, 2))
         forward = self.uses[: self.turn]
         self.walk(forward[: draw.randint(0, len(forward))] if draw.random() < 0.2 else forward)
         if draw.random() < 0.1:
             cache.disturbed()
             return
-        cache.end_forward()
+        if draw.random() < 0.7:
+            cache.end_forward()  # otherwise backward begins in the middle of it
+        self.rank.flow.reducing = draw.random() < 0.8
         for _ in range(draw.choice((0, 1, 1, 2))):
             cache.enter_backward()
             self.walk(self.uses[self.turn :])
@@ -97,7 +100,7 @@ class Walk:
         found = []
         for _ in range(8):
             what = self.draw.choice((self.step, self.step, self.call, self.call, self.call, self.leave, self.renew))
-            before = len(self.rank.group.issued)
+            before, reported = len(self.rank.group.issued), len(self.rank.flow.noted)
             try:
                 what()
                 error = ""
@@ -107,6 +110,7 @@ class Walk:
             cache = self.cache
             state = [
                 error,
+                [str(failed) for failed in cache.failures()],
                 cache.held,
                 cache.is_disturbed,
                 cache.begins_with(frozenset({0})),
@@ -114,7 +118,8 @@ class Walk:
             ]
             self.rank.lanes.network.ask(lambda: None)
             self.rank.lanes.fetch.ask(lambda: None)
-            found.append([what.__name__, *state, asdict(cache.take_counts()), self.rank.group.issued[before:]])
+            seen = [self.rank.group.issued[before:], self.rank.flow.noted[reported:]]
+            found.append([what.__name__, *state, asdict(cache.take_counts()), *seen])
         self.leave()
         self.rank.close()
         return found
