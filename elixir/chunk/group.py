@@ -282,16 +282,15 @@ class Group:
         Raises:
             RankError: another rank is gone, or does something else.
         """
-        if self.size > 1:
-            # On a device from one replica to the others, and from there within each.
-            over = [self._across] * (not self.shard) + [self._data]
-            groups = [self._control] if value.device.type == "cpu" else over
-            with self._issuing("send from rank 0"):
-                # As bytes: what a backend can send does not depend on the dtype then.
-                for group in filter(None, groups):
-                    source = dist.get_global_rank(group, 0)
-                    for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
-                        self._wait(dist.broadcast(piece, source, group=group, async_op=_on_host(piece)))
+        # On a device from one replica to the others, and from there within each. One rank has no groups.
+        over = [self._across] * (not self.shard) + [self._data]
+        groups = [self._control] if value.device.type == "cpu" else over
+        with self._issuing("send from rank 0"):
+            # As bytes: what a backend can send does not depend on the dtype then.
+            for group in filter(None, groups):
+                source = dist.get_global_rank(group, 0)
+                for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                    self._wait(dist.broadcast(piece, source, group=group, async_op=_on_host(piece)))
 
     @contextlib.contextmanager
     def _issuing(self, what: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir.chunk import group as module
@@ -36,6 +38,7 @@ def test_collectives_give_what_their_names_say(size: int, replicas: int, monkeyp
     shards = size // replicas
 
     def work(rank: int) -> None:
+        known = set(distributed_c10d._world.pg_names.values())
         group = made(replicas)
         replica, shard = divmod(rank, shards)
         assert (group.rank, group.size, group.shards, group.shard, group.replicas) == (
@@ -75,11 +78,17 @@ def test_collectives_give_what_their_names_say(size: int, replicas: int, monkeyp
         assert group.exchange("numbers", {"rank": rank, "long": "x" * (1 + 100 * rank)}) == [
             {"rank": each, "long": "x" * (1 + 100 * each)} for each in range(size)
         ]
+        what = f"a note of {size}"
+        count = sys.getrefcount(what)
+        group.note(what)
+        group.exchange("numbers", None)
+        assert sys.getrefcount(what) == count  # what all ranks have done need not be kept
         other = group.for_values()
         assert other.exchange("others", rank) == list(range(size))
         assert not group.is_broken
         for each in (group, other):
             each.close()
+        assert set(distributed_c10d._world.pg_names.values()) == known
 
     results(size, work)
 
@@ -130,14 +139,17 @@ def test_chunks_travel_over_the_backends_of_the_group_that_was_given(
 ) -> None:
     made_group, asked = dist.new_group, list[tuple[Any, ...]]()
 
-    def new_group(ranks: list[int], *, backend: str, **options: Any) -> Any:
-        asked.append((ranks, backend))
-        return made_group(ranks, backend="gloo", **options)
+    def new_group(ranks: list[int], *, backend: str, use_local_synchronization: bool, **options: Any) -> Any:
+        asked.append((ranks, backend, use_local_synchronization))
+        return made_group(ranks, backend="gloo", use_local_synchronization=use_local_synchronization, **options)
 
     monkeypatch.setattr(dist, "get_backend_config", lambda _: given)
     monkeypatch.setattr(dist, "new_group", new_group)
+    results(1, lambda _: made(2).exchange("ranks", None))
+    assert not asked
     results(2, lambda _: Group().exchange("ranks", None))
-    assert sorted(asked) == sorted([([0, 1], expected), ([0, 1], "gloo")] * 2)
+    # All ranks make them: those that some ranks make alone would have the names of earlier ones.
+    assert sorted(asked) == sorted([([0, 1], expected, False), ([0, 1], "gloo", False)] * 2)
 
 
 def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
@@ -161,7 +173,7 @@ def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_exchange_for_another_purpose_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = said(2, lambda group: group.exchange("ab"[group.rank], None), monkeypatch)
+    found = said(2, lambda group: group.exchange("ab"[group.rank], None), monkeypatch, TIMEOUT_S)
     assert found[0].startswith(
         "rank 0 is at 'a' after 2 collectives, rank 1 at 'b' after 2 others: the ranks no longer"
     )
@@ -174,7 +186,7 @@ def test_other_collectives_before_an_exchange_are_told(monkeypatch: pytest.Monke
             group.note("more")
         group.exchange("step", None)
 
-    found = said(3, work, monkeypatch)
+    found = said(3, work, monkeypatch, TIMEOUT_S)
     assert found[0].startswith("rank 0 is at 'step' after 2 collectives, rank 1 at 'step' after 3: ")
     assert found[1].startswith("rank 1 is at 'step' after 3 collectives, rank 0 at 'step' after 2: ")
 
@@ -183,7 +195,7 @@ def test_other_collectives_before_an_exchange_are_told(monkeypatch: pytest.Monke
             group.note(what)
         group.exchange("step", None)
 
-    assert "rank 1 at 'step' after 4 others" in said(2, swapped, monkeypatch)[0]
+    assert "rank 1 at 'step' after 4 others" in said(2, swapped, monkeypatch, TIMEOUT_S)[0]
 
 
 def test_ranks_that_wait_for_each_other_find_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,10 @@ def test_a_second_backward_walks_the_order_from_where_backward_begins() -> None:
     rank.close()
     first = ["forward", "chunk 0", "chunk 1", "chunk 2", "backward", "chunk 1", "chunk 0"]
     assert rank.group.issued == [*first, "backward", "chunk 1", "chunk 0"]
+    rank = Rank([(0,), (1,)], 1, 1)
+    rank.step(backwards=2)
+    rank.close()
+    assert rank.flow.noted == ["begin", "leave 1", "enter 1"] * 2
 
 
 def test_ranks_agree_on_a_use_that_the_order_lacks_and_go_on_from_there() -> None:

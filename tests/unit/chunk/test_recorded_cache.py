@@ -32,7 +32,7 @@ def order(draw: random.Random) -> tuple[Uses, int]:
     forward = [tuple(draw.sample(range(LAYERS), draw.choice((1, 1, 2)))) for _ in range(draw.randint(1, 6))]
     if draw.random() < 0.3:
         forward.insert(draw.randrange(len(forward)), ())
-    backward = forward[::-1][draw.choice((0, 0, 1)) :]
+    backward = forward[::-1][draw.choice((0, 0, 0, 1, len(forward))) :]
     return [*forward, *backward], len(forward)
 
 
@@ -64,13 +64,13 @@ class Walk:
     def step(self) -> None:
         cache, draw = self.cache, self.draw
         cache.begin()
-        self.rank.group.fails = draw.choice((0, 0, 0, 0, 1, 2))
+        self.rank.group.fails = draw.choice((0,) * 8 + (1, 2))
         forward = self.uses[: self.turn]
         self.walk(forward[: draw.randint(0, len(forward))] if draw.random() < 0.2 else forward)
         if draw.random() < 0.1:
             cache.disturbed()
             return
-        if draw.random() < 0.7:
+        if draw.random() < 0.5:
             cache.end_forward()  # otherwise backward begins in the middle of it
         self.rank.flow.reducing = draw.random() < 0.8
         for _ in range(draw.choice((0, 1, 1, 2))):
