@@ -104,8 +104,9 @@ class Group:
             self.timeout_s = None if timeout is None else timeout.total_seconds()
             if data:
                 self.divide(1)
-            self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-            self._store = self._private_store(dist.get_global_rank(process_group, 0))
+            control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+            self._control = control
+            self._store = _private_store(control, dist.get_global_rank(process_group, 0))
 
     @property
     def shards(self) -> int:
@@ -345,7 +346,7 @@ class Group:
                 if time.monotonic() - began < period.total_seconds() / 2:
                     failed = error
             # A store may hang with the host that keeps it. The timeout of the group must hold all the same.
-            if self._store is not None and (look is None or not look.is_alive()):
+            if look is None or not look.is_alive():
                 first = self._issued - len(self._since)
                 look = threading.Thread(target=self._look, args=(first, list(self._since)), daemon=True)
                 look.start()
@@ -385,19 +386,6 @@ class Group:
                 if end == first + len(mine):
                     return  # that rank has come as far as this one, and compares itself with those after it
 
-    def _private_store(self, source: int) -> Any:
-        """Opens the store of the control group under a name of rank 0's.
-
-        Torch gives a group the name of an earlier one, where the default group was made anew or ranks share a part of
-        it; what was published there counts no more.
-        """
-        if self._control is None or not hasattr(self._control, "get_group_store"):
-            return None
-        name = torch.tensor([secrets.randbits(62)], device="cpu")
-        dist.broadcast(name, source, group=self._control)
-        store = self._control.get_group_store()
-        return dist.PrefixStore(f"elixir-{name.item()}", store)  # type: ignore[attr-defined]
-
     def _abandon(self) -> None:
         """Keeps the groups for good: gloo cannot abort, so to free a group with pending work waits for its timeout."""
         for group in (self._data, self._across, self._control):
@@ -409,6 +397,19 @@ _ADVICE = (
     "the ranks no longer do the same; every rank must call forward, backward and step equally often, and use what the "
     "plan does not foresee on all ranks alike or inside `model.gathered()`"
 )
+
+
+def _private_store(control: dist.ProcessGroup, source: int) -> Any:
+    """Opens the store of the control group under a name of rank 0's.
+
+    Torch gives a group the name of an earlier one, where the default group was made anew or ranks share a part of it;
+    what was published there counts no more.
+    """
+    if not hasattr(control, "get_group_store"):
+        return None
+    name = torch.tensor([secrets.randbits(62)], device="cpu")
+    dist.broadcast(name, source, group=control)
+    return dist.PrefixStore(f"elixir-{name.item()}", control.get_group_store())  # type: ignore[attr-defined]
 
 
 def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, int]:

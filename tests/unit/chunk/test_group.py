@@ -122,15 +122,15 @@ def test_a_group_of_some_ranks_is_a_group(among: list[int]) -> None:
 
 
 def test_a_mesh_says_which_ranks_form_a_replica() -> None:
-    def work(rank: int) -> tuple[int | None, int]:
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=MESH_DIMENSIONS)
-        group = Group(mesh, data=False)
+    def work(rank: int) -> list[tuple[int | None, int]]:
+        meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=MESH_DIMENSIONS) for ranks in ([[0, 1], [2, 3]], [[0], [1]])]
+        groups = [Group(mesh, data=False) for mesh in meshes[: 1 + (rank < 2)]]
         for other, names in (([[1, 0], [2, 3]], MESH_DIMENSIONS), ([[0, 1], [2, 3]], ("shard", "replicate"))):
             with pytest.raises(InputError, match="must have the dimensions"):
                 Group(DeviceMesh("cpu", other, mesh_dim_names=names), data=False)
-        return group.of_mesh, group.size
+        return [(group.of_mesh, group.size) for group in groups]
 
-    assert results(4, work) == [(2, 4)] * 4
+    assert results(4, work) == [[(2, 4), (2, 2)]] * 2 + [[(2, 4)]] * 2
 
 
 @pytest.mark.parametrize(("given", "expected"), [("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo,cuda:nccl",) * 2])
