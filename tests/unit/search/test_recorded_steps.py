@@ -1,0 +1,131 @@
+"""Steps of chunks with random homes take the memory and the seconds that were recorded, whatever searches choose.
+
+A commit that means to change them records them anew and says why:
+
+    python -m tests.unit.search.test_recorded_steps
+
+Searches choose few homes, and few of the plans that they find have several kinds of work at once. Here each chunk lives
+anywhere, so that every term of the memory and of the step counts somewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elixir.artifact import digest
+from elixir.hardware.scenario import Scenario
+from elixir.search.planner import setting_for, to_plan
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.pass_trace import pass_trace
+from elixir.search.problem.placement import HOMES, Placement, Spill
+from elixir.search.propose.candidate import Candidate, updated_early, weigh
+from elixir.search.propose.placement_batch import possible_homes
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import SearchRequest
+from elixir.search.simulator.simulation import simulate_step
+from elixir.step_trace import Form
+from tests.common.layered_steps import layered_step, some_layers
+from tests.unit.search.test_recorded_parts import measured_machine
+from tests.unit.search.test_recorded_plans import planned, rounded
+
+RECORDED = Path(__file__).with_suffix(".json")
+NAMES = tuple(f"steps {seed}" for seed in range(36))
+ROOM = Budgets(1 << 50, 1 << 50, 1 << 50, device_reserve_bytes=7, host_reserve_bytes=9)
+
+
+def some_space(draw: random.Random) -> tuple[SearchSpace, str]:
+    """A step of layers on a machine as it is asked to run, and its optimizer."""
+    form: Form = draw.choice(("plain", "checkpointed", "compiled"))
+    layers, kind = some_layers(draw, form), draw.choice(("", "", "adapters", "copies"))
+    trace = layered_step(layers, adapters=kind == "adapters", copies=kind == "copies")
+    parameters = [replace(each, dtype=draw.choice(("bfloat16", "bfloat16", "float32"))) for each in trace.parameters]
+    size = draw.choice((1, 2, 3)) if form == "checkpointed" else 1
+    trace = pass_trace(replace(trace, parameters=tuple(parameters)), size)
+    machine, ranks = measured_machine(draw), draw.choice((1, 1, 2, 4))
+    machine = replace(machine, flops_per_s=dict.fromkeys(("bfloat16", "float32"), machine.flops_per_s["bfloat16"]))
+    optimizer = draw.choice(("Adam", "AdamW", "SGD", "Muon + AdamW", "Muon + AdamW"))
+    options: dict[str, Any] = {
+        "optimizer_type": optimizer,
+        "moments": draw.choice(("float32", "bfloat16", "8bit")) if optimizer.startswith("Adam") else "float32",
+        "accumulation": draw.choice((1, 1, 2, 5)) * trace.pass_size,
+        "pass_size": trace.pass_size,
+        "clipping": draw.choice((None, False)),
+        "early_updates": draw.choice((None, True)),
+        "overlap": draw.random() < 0.7,
+        "frozen_weights": draw.choice(("host", "files")),
+        "replicas": draw.choice((1, ranks // 2 or 1)),
+    }
+    setting = setting_for(trace, machine, SearchRequest.of(ranks, **options))
+    return SearchSpace(trace, machine, setting, compute_scale=draw.choice((1.0, 1.3))), optimizer
+
+
+def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
+    """Homes of all kinds that the chunks may have together."""
+    gathered, early = draw.random() < 0.4, model.setting.early_updates is not False
+    ways = [possible_homes(model, chunk, gathered=gathered) for chunk in range(len(model.work.chunks))]
+    homes = [HOMES[draw.choice(way)] for way in ways]
+    for chunk, home in enumerate(homes):
+        able = model.work.chunks[chunk].trainable and not home.states_on_device
+        if able and draw.random() < 0.2:
+            homes[chunk] = home.having("disk")
+        elif able and early and draw.random() < 0.4 and model.work.can_update_early(chunk):
+            homes[chunk] = home.having(update="early")
+    return Placement(tuple(homes))
+
+
+def steps_of(draw: random.Random) -> list[Any]:
+    """Steps of one packing, and all that is predicted of them."""
+    (space, optimizer), found = some_space(draw), list[Any]()
+    model = space.model(draw.choice(space.sizes(outsized=True)))
+    spread = replace(space.setting, spill=Spill(1, 1 << 50))
+    with_disk = MemoryModel(model.work, spread)
+    for _ in range(4):
+        placement, depth = some_homes(draw, model), draw.choice((0, 1, 2))
+        fewest = model.work.schedule(placement.residents, depth).min_blocks
+        candidate = weigh(model, placement, fewest and fewest + draw.choice((0, 0, 1, 2)), depth, space.cost)
+        need = candidate.need
+        found.append([need.device_bytes, need.device_parts, need.host_parts, need.disk_bytes, need.grad_blocks])
+        found.append([candidate.seconds, candidate.moved, candidate.thrift[:4], with_disk.host_parts(placement)])
+        found.append(simulated(draw, space, candidate, optimizer))
+        codes, blocks = placement.codes[None], np.array([candidate.schedule.blocks])
+        rest = model.device(codes, all_stretches=True)
+        found.append([rest.live.tolist(), rest.gradients.tolist(), rest.temporary.tolist(), rest.rest_bytes.tolist()])
+        for early, ahead in ((False, True), (True, depth > 0)):
+            some = np.arange(len(placement.codes))
+            least_s = space.cost.lower_bound_s(model.work, some, codes, blocks, early=early, prefetch=ahead)
+            found.append(least_s.tolist())
+        for spare in (1 << 50, need.host_bytes + int(model.second_set_bytes.sum() // 2)):
+            early_one = updated_early(candidate.after_norm, replace(ROOM, host_bytes=spare))
+            found.append(None if early_one is None else [early_one.placement.codes.tolist(), early_one.seconds])
+        here = space.on(Scenario(host_adam=0.5, link=0.7, clipped=draw.random() < 0.5)).cost
+        found.append([candidate.seconds_by(here), here.lower_bound_of(model.work, placement, 1, depth)])
+    return found
+
+
+def simulated(draw: random.Random, space: SearchSpace, candidate: Candidate, optimizer: str) -> list[Any]:
+    """The candidate as a plan, and the work of its steps."""
+    plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
+    clipped, steps = draw.random() < 0.5, draw.choice((None, 1, 2, 3))
+    step = simulate_step(plan, space.trace, space.hardware, clipped=clipped, steps=steps, compute_scale=1.1)
+    return [planned(plan), step, step.utilisation, step.bound_by]
+
+
+def outcome(name: str) -> str:
+    return digest(rounded(steps_of(random.Random(name))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_takes_what_was_recorded(name: str) -> None:
+    assert outcome(name) == json.loads(RECORDED.read_text())[name]
+
+
+if __name__ == "__main__":
+    rows = [f" {json.dumps(name)}: {json.dumps(outcome(name))}" for name in NAMES]
+    RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
