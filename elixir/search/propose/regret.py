@@ -97,7 +97,7 @@ def _with_less(judged: Judged, fastest: Candidate, budgets: Budgets) -> None:
 def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> None:
     """Adds plans with the early updates that other rates suggest, for rates in the middle, and with homes between those
     of two plans, until the worst regret is small."""
-    rates = [scenario for scenario in judged.spaces if not scenario.clipped] or list(judged.spaces)
+    rates = [scenario for scenario in judged.spaces if scenario.clipped == judged.searched[0].clipped]
     slowest = min(rates, key=lambda scenario: (scenario.host_adam, scenario.link))
     middle = replace(slowest, host_adam=slowest.host_adam**0.5, link=slowest.link**0.5)
     costs = [judged.space.on(scenario).cost for scenario in (rates[0], middle, slowest)]

@@ -149,6 +149,8 @@ def rates_of(draw: random.Random) -> list[Any]:
 def kept_of(draw: random.Random) -> list[Any]:
     """The step in which units keep this or that, move it, or have other budgets, and in which batches pass them."""
     plain = shaken(layered_step(some_layers(draw, "plain")), draw)
+    units = tuple(replace(each, fetch=draw.choice(("either", "parameters"))) for each in plain.units)
+    plain = replace(plain, step=replace(plain.step, units=units))
     names = [name for forward in plain.forwards for name in forward.units]
     made = [Result(each.operator, each.occurrence) for forward in plain.forwards for each in forward.operators]
     found: list[StepTrace] = []
@@ -281,7 +283,13 @@ def spilled_of(draw: random.Random) -> list[Any]:
     """The states that leave for the disk, with budgets that are met exactly, and with one byte less."""
     search = small_search(draw.randrange(1000), most_chunks=16)
     setting = replace(search.space.setting, spill=Spill(1, draw.choice((1 << 50, 1 << 50, 300 * MIB))))
-    space = SearchSpace(search.space.trace, search.space.hardware, setting)
+    # Some parameters get no gradient, so that no update needs their states.
+    parameters = tuple(
+        replace(each, grad_access=draw.choice((each.grad_access, each.grad_access, None)))
+        for each in search.space.trace.parameters
+    )
+    trace = replace(search.space.trace, parameters=parameters)
+    space = SearchSpace(trace, search.space.hardware, setting)
     model = space.model(min(search.sizes))
     homes = (Home.HOST, Home.HOST, Home.HOST, Home.DEVICE)
     placement = Placement(tuple(draw.choice(homes) for _ in model.work.chunks))

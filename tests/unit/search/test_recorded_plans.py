@@ -45,11 +45,11 @@ from tests.common.observed import steady
 from tests.common.situations import made_up_machine, situation
 
 RECORDED = Path(__file__).with_suffix(".json")
-SEEDS = tuple(seed for seed in range(39) if seed not in (5, 7, 10, 12, 14, 19, 20, 22, 24, 37))
+SEEDS = tuple(seed for seed in range(39) if seed not in (5, 7, 9, 10, 12, 14, 19, 20, 22, 24, 37))
 """Seeds of steps of single parameters, without those that take longer than others."""
 LAYERED = (
-    2, 7, 9, 11, 13, 14, 25, 26, 28, 29, 33, 37, 40, 41, 44, 45, 53, 55, 57, 62,
-    66, 69, 70, 73, 77, 81, 85, 92, 93, 94, 95, 98, 104, 106, 108, 119, 133, 137, 177,
+    2, 7, 9, 11, 13, 14, 25, 26, 28, 29, 33, 37, 40, 41, 45, 55, 57, 62,
+    66, 69, 70, 73, 77, 81, 85, 92, 94, 95, 104, 106, 108, 119, 133, 137, 177,
 )  # fmt: skip
 """Seeds of steps of layers."""
 BATCHES = (0, 1, 2, 3, 6, 7, 9, 13)
