@@ -515,9 +515,10 @@ class WeightUses:
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is TrackedView:
             return _copied(tensor)  # a use: the module that created the view may have returned long ago
-        if type(tensor) in TRACKED_PARAMETERS and tensor in self._places:
+        place = self._places.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
+        if place is not None:
             # A module around this one announces its reads. Outside of all modules the weight is copied, which is a use.
-            stays = len(self._state().scopes) > 1 or self._places[tensor][0].plan.resident
+            stays = len(self._state().scopes) > 1 or place[0].plan.resident
             return tensor if stays else _copied(tensor)
         with DisableTorchFunctionSubclass():  # this asks for the tensor's place, not its values
             lies_in_block = self._cache.chunk_at(tensor) is not None

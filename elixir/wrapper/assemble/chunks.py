@@ -193,10 +193,10 @@ def _make_memory(
         chunk.masters = chunk.stored.region(MASTERS, chunk.shard_numel, wide)
         chunk.stored.show(chunk, chunk.masters, MASTERS)
     elif chunk.needs_masters:
-        # New weights are copied from masters of the same dtype, which then are pinned. Wider masters are rounded first,
-        # into a staging buffer or the weights' home.
-        copied = plan.weight_home == "device" and not chunk.low_precision
-        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=copied)
+        # New weights are copied from masters of the same dtype, which then are pinned: the weights are on the device.
+        # Wider masters are rounded first, into a staging buffer or the weights' home.
+        pin = not chunk.low_precision
+        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=pin)
     if plan.resident:
         chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
     else:

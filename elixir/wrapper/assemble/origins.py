@@ -222,10 +222,10 @@ def _as_rounded(error: Exception | None) -> ElixirError | None:
 
 def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
     """The weights of a chunk in the best precision that memory holds; on one rank without a copy."""
-    in_memory = chunk.masters is not None and chunk.stored is None
-    if chunk.whole is not None and not in_memory:
+    masters = chunk.masters if chunk.stored is None else None  # those on a disk are not in memory
+    if chunk.whole is not None and masters is None:
         return chunk.whole
-    shard = chunk.masters if chunk.masters is not None and in_memory else chunk.shard_weights
+    shard = chunk.shard_weights if masters is None else masters
     if engine.group.size == 1:
         return shard
     with engine.group.together("have room for a chunk"):
