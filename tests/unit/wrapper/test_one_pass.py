@@ -19,6 +19,8 @@ from elixir.plan.plan import Plan
 from elixir.search.problem import swapped_trace
 from elixir.search.replan import Correction, Observation
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.phase import Phase
 from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
 from tests.common.tiny_models import tiny
 
@@ -117,6 +119,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 def test_an_error_in_one_micro_batch_ends_all_and_the_next_step_is_right() -> None:
     make, steps = family("llama"), batches("llama", 4)
     plan = plan_for(make(), steps[0][0], accumulation=4)
+    expected, phases = plainly(make, steps), list[Phase]()
     for broken in (0, 2):
         module = ElixirModule(make(), plan, device="cpu")
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
@@ -130,17 +133,32 @@ def test_an_error_in_one_micro_batch_ends_all_and_the_next_step_is_right() -> No
         with pytest.raises(ValueError, match="mine"):
             optimizer.accumulate(failing, steps[0])
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batch")]
+        phase = engine_of(module).phase
+        assert phase.now is Phase.IDLE
         optimizer.zero_grad()
+        loss = hf_loss(module, steps[0][0])
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.backward(loss)  # the next pass ends it
         losses = []
         for step in steps:
-            losses += optimizer.accumulate(stepping(optimizer, hf_loss, 4), step)
+            phases.append(phase.now)
+
+            def trains(model: Any, batch: Any) -> torch.Tensor:
+                phases.append(phase.now)  # noqa: B023 - called in this turn
+                return stepping(optimizer, hf_loss, 4)(model, batch)  # noqa: B023
+
+            losses += optimizer.accumulate(trains, step)
             optimizer.step()
             optimizer.zero_grad()
-        expected = plainly(make, steps)
+        assert [phases[0], phases[1], phases[5], phases[6]] == [Phase.BACKWARD, *[Phase.IDLE] * 3]
         assert all(torch.equal(one, two) for one, two in zip(losses, expected.losses, strict=True))
         weights = module.state_dict()
         assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
         module.close()
+        with pytest.raises(InputError, match="closed"):
+            optimizer.accumulate(failing, steps[0])
+        phases.clear()
 
 
 def test_an_evaluation_and_a_loop_run_under_the_same_plan() -> None:

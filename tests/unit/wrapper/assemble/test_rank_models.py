@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.chunk.group import Group
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
+from elixir.wrapper.assemble.agreement import agree_on_values
 from tests.common.rank_threads import on_ranks, results
 from tests.unit.wrapper.test_rank_threads import Rank, Situation, batch_of, loss_of, model_of
 
@@ -65,6 +67,25 @@ def test_what_ranks_cannot_share_is_refused_on_all() -> None:
     assert all("the weights given are not the same on all ranks (2.weight)" in str(each) for each in found)
 
 
+def test_values_are_compared_place_by_place_and_only_where_none_are_given(caplog: pytest.LogCaptureFixture) -> None:
+    def work(rank: int) -> list[list[int]]:
+        found = []
+        for changed, weights, strict in (("counts", None, True), ("bias", {"weight": 1}, False), ("bias", {}, True)):
+            model = nn.Module()
+            model.weight, model.bias = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+            model.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+            getattr(model, changed).data[2] = rank
+            given = None if weights is None else {name: torch.ones(3) for name in weights}
+            agree_on_values(Group(), model, given, strict=strict)
+            found.append(getattr(model, changed).tolist())
+        return found
+
+    of_0 = [[0, 0, 0]] * 3
+    assert results(2, work) == [of_0, [*of_0[:2], [0, 0, 1]]]
+    said = [each.message for each in caplog.records if "the ranks built different models" in each.message]
+    assert [each.partition(")")[0].partition("(")[2] for each in said] == ["counts", "bias"]
+
+
 def planned(rank: int, plans: list[Plan]) -> str:
     module = ElixirModule(built(0.0), plans[rank], device="cpu")
     name = module.plan.fingerprint
@@ -74,15 +95,15 @@ def planned(rank: int, plans: list[Plan]) -> str:
 
 def test_of_plans_for_different_memory_all_run_the_first_that_fits(caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 found more memory than rank 1, whose plan also fits there."""
-    plan = Situation(homes="host").plan
+    plan = Situation(size=3, homes="host").plan
     needed = plan.predicted.host_peak_bytes
     large = replace(plan, read_budgets=("host",), host_budget_bytes=needed + 10)
     less = replace(large, host_budget_bytes=needed)
     with caplog.at_level(logging.INFO, "elixir.wrapper.assemble.agreement"):
-        assert results(2, lambda rank: planned(rank, [large, less])) == [large.fingerprint] * 2
-    assert f"so all run plan {large.fingerprint} of rank 0" in caplog.text
+        assert results(3, lambda rank: planned(rank, [large, less, less])) == [large.fingerprint] * 3
+    assert caplog.text.count(f"so all run plan {large.fingerprint} of rank 0") == 1
     short = replace(large, host_budget_bytes=needed - 1)
-    found = on_ranks(2, lambda rank: planned(rank, [large, short]))
+    found = on_ranks(3, lambda rank: planned(rank, [large, less, short]))
     assert all(isinstance(each, InputError) for each in found)
     assert all(f"plan with host_memory={needed - 1} (" in str(each) for each in found)
 
