@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.hardware import promises
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.engine import engine_of
@@ -35,6 +37,7 @@ def assert_plain(model: nn.Module) -> None:
     for parameter in model.parameters():
         assert type(parameter) is nn.Parameter
         assert not hasattr(parameter, "elixir_listener")
+        assert not hasattr(parameter, "elixir_lends")
         assert not parameter._post_accumulate_grad_hooks
         assert parameter.untyped_storage().nbytes() == parameter.nbytes  # separate memory
 
@@ -145,8 +148,9 @@ def test_states_in_transit_are_free_after_a_move_that_failed_twice(monkeypatch: 
 def test_its_memory_is_free_though_the_wrapper_and_its_optimizer_stay(mode: str) -> None:
     it = case("gpt2")
     numel = sum(each.numel() for each in it.model.parameters())
-    model = copy.deepcopy(it.model)
-    module = ElixirModule(model, make_plan(it, mode))
+    model, plan = copy.deepcopy(it.model), make_plan(it, mode)
+    before = _bytes_in_tensors()
+    module = ElixirModule(model, plan)
     optimizer = ElixirOptimizer(module, adamw(model))
     it.loss(module, it.inp).backward()
     optimizer.step()
@@ -156,6 +160,7 @@ def test_its_memory_is_free_though_the_wrapper_and_its_optimizer_stay(mode: str)
     optimizer.zero_grad()
     freed = held - _bytes_in_tensors()
     assert freed > 0.9 * 12 * numel  # two moments and a gradient, in float32
+    assert _bytes_in_tensors() == before
     for call in (
         optimizer.state_dict,
         lambda: optimizer.clip_grad_norm_(1.0),
@@ -166,6 +171,23 @@ def test_its_memory_is_free_though_the_wrapper_and_its_optimizer_stay(mode: str)
     it.loss(model, it.inp).backward()
     optimizer.zero_grad()
     assert all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize("error", [InputError("too late"), KeyboardInterrupt()])
+def test_a_model_whose_wrapping_fails_in_the_end_is_an_ordinary_one(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = case("llama", layers=1)
+    plan, state = make_plan(it, "mixed"), copy.deepcopy(it.model.state_dict())
+    before, threads = _bytes_in_tensors(), threading.active_count()
+    monkeypatch.setattr(promises, "enter", mock.Mock(side_effect=error))
+    with contextlib.suppress(type(error)):
+        ElixirModule(it.model, plan, device="cpu", use_fused_kernels=True)
+    error.with_traceback(None)
+    assert_plain(it.model)
+    assert not any("forward" in vars(each) for each in it.model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in it.model.state_dict().items())
+    assert (_bytes_in_tensors(), threading.active_count()) == (before, threads)
 
 
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
