@@ -363,8 +363,8 @@ class MovedStates(SavedStates):
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`; tensors stay tensors."""
-        states, segment = self._left.get(name, (None, None))
-        scalars = {} if states is None or segment is None else states.scalars(segment)
+        left = self._left.get(name)
+        scalars = {} if left is None else left[0].scalars(left[1])
         step = scalars.get("step")
         return SmallStates(None if step is None else int(step), scalars, are_live=True)
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.chunk.part_norms import norms_of
 from elixir.errors import InputError
+from elixir.kernels import HybridAdam
+from elixir.wrapper.step import gradient_norm
 from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.elementwise import options_of, set_options
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, KnownNorms, clip_factor, each_norm, norm_of_norms
@@ -22,6 +25,7 @@ from elixir.wrapper.step.user_optimizer import (
     shard_options,
     take_options,
 )
+from tests.common.one_shard import user_of
 
 
 @pytest.mark.parametrize(
@@ -176,9 +180,70 @@ def test_a_norm_is_known_until_its_gradient_changes() -> None:
     assert known.of(nn.Parameter(torch.ones(2)), None) is None
 
 
+def norm_over(model: nn.Module, *shards: Any, max_norm: float = 0.0) -> GradientNorm:
+    """The norm of the gradients of a model on one rank."""
+    engine: Any = SimpleNamespace(
+        model=model, loss_scale=SimpleNamespace(used=False), group=SimpleNamespace(size=1), device=torch.device("cpu")
+    )
+    return GradientNorm(engine, shards, max_norm, 1)  # type: ignore[arg-type]
+
+
+def test_a_norm_is_summed_once_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read, summed = nn.Linear(3, 2), [], []
+
+    def reading(gradients: Any) -> list[torch.Tensor]:
+        read.append(len(gradients))
+        return norms_of(gradients)
+
+    def summing(norms: Any) -> torch.Tensor:
+        summed.append([float(norm) for norm in norms])
+        return norm_of_norms(norms)
+
+    monkeypatch.setattr(gradient_norm, "norms_of", reading)
+    monkeypatch.setattr(gradient_norm, "norm_of_norms", summing)
+    model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 3.0)
+    known: list[torch.Tensor | None] = [None, None]
+    parts = [
+        (SimpleNamespace(source=source), gradient.flatten())
+        for source, gradient in ((model.bias, model.bias.grad), (model.weight, model.weight.grad))
+    ]
+    gradients = SimpleNamespace(
+        are_at_home=False,
+        of=lambda segments, used: parts,
+        with_norms=lambda arrived: list(zip(arrived, known, strict=True)),
+        empty_with_gradient=lambda used: [],
+    )
+    norm = norm_over(model, SimpleNamespace(gradients=gradients, segments=[]))
+    total = float(norm.sum(set()))
+    assert total == pytest.approx(math.sqrt(6 * 4 + 2 * 9))
+    assert float(norm.sum(set())) == total
+    assert read == [2]
+    norm.forget()
+    norm.sum(set())
+    assert read == [2, 2]
+    norm.forget()
+    known[0] = torch.tensor(7.0)  # from a lane that has summed it
+    norm.sum(set())
+    assert read == [2, 2, 1]
+    weight, bias = math.sqrt(24), math.sqrt(18)
+    assert summed == [pytest.approx([weight, each]) for each in (bias, bias, bias, 7.0)]
+
+
+def test_a_factor_is_a_number_only_if_some_shard_needs_one() -> None:
+    norm = norm_over(nn.Linear(1, 1), max_norm=2.0)
+    for needs_number in (False, True):
+        factor = norm.factor(4.0, torch.tensor(16.0), needs_number=needs_number)
+        assert isinstance(factor.value, float) == needs_number
+        assert float(factor.value) == pytest.approx(0.25 * 0.5)
+        assert factor.clips
+    for given, limit in ((None, 2.0), (torch.tensor(16.0), 0.0)):
+        norm.max_norm = limit
+        plain = norm.factor(4.0, given, needs_number=False)
+        assert (plain.value, plain.clips) == (0.25, False)
+
+
 def test_limits_are_for_the_next_step_and_the_smallest_holds() -> None:
-    engine: Any = SimpleNamespace(model=nn.Linear(1, 1), loss_scale=SimpleNamespace(used=False))
-    norm = GradientNorm(engine, [], 0.0, 1)  # type: ignore[arg-type]
+    norm = norm_over(nn.Linear(1, 1))
     assert (norm.limit, norm.is_wanted) == (None, False)
     for limit, holds in ((3.0, 3.0), (5.0, 3.0), (2.0, 2.0)):
         norm.ask(limit)
@@ -193,3 +258,46 @@ def test_limits_are_for_the_next_step_and_the_smallest_holds() -> None:
     norm.max_norm = 4.0
     norm.ask(9.0)
     assert norm.limit == 4.0
+
+
+def test_ranks_compare_numbers_of_the_class_and_which_parameters_are_in_which_group() -> None:
+    def said(*groups: tuple[int, ...], **options: Any) -> dict[str, str]:
+        weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+        given = torch.optim.AdamW([{"params": [weights[at] for at in group], **options} for group in groups], lr=0.5)
+        return user_of(given).options_to_compare(2.0)
+
+    one = said((0, 1, 2), lr=torch.tensor(0.25), note="mine", foreach=False)
+    assert {what.removesuffix(" of group 0"): value for what, value in one.items() if "groups" not in what} == {
+        "the limit of the norm": "2.0", "lr": "0.25", "betas": "(0.9, 0.999)", "eps": "1e-08", "weight_decay": "0.01",
+        "amsgrad": "False", "maximize": "False", "foreach": "False", "capturable": "False", "differentiable": "False",
+        "decoupled_weight_decay": "True",
+    }  # fmt: skip
+    members = "the groups of its parameters"
+    assert one[members].startswith("AdamW ")
+    assert one[members] == said((0, 1, 2))[members] != said((0, 1), (2,))[members]
+
+
+def test_loaded_options_are_those_of_the_class_and_how_it_steps_stays() -> None:
+    given = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5, foreach=False)
+    saved = {**given.param_groups[0], "params": [0], "lr": 0.25, "foreach": True, "decoupled_weight_decay": False}
+    betas = saved["betas"] = [torch.tensor(0.5), 0.75]
+    del saved["maximize"]
+    loaded = user_of(given).loaded_options(given.param_groups[0], saved)
+    assert "params" not in loaded
+    assert (loaded["lr"], loaded["foreach"], loaded["maximize"]) == (0.25, False, False)
+    assert loaded["decoupled_weight_decay"]
+    assert loaded["betas"] == betas
+    assert loaded["betas"][0] is not betas[0]
+    saved["amsgrad"] = True
+    assert user_of(given).loaded_options(given.param_groups[0], saved)["amsgrad"]
+    for options in ({"fused_kernels": True}, {"moments": "8bit"}):
+        with pytest.raises(InputError, match=r"\(amsgrad=True\) are none with which Adam steps over whole shards"):
+            user_of(given, **options).loaded_options(given.param_groups[0], saved)
+
+
+@pytest.mark.parametrize(
+    ("make", "predictable"),
+    [(torch.optim.SGD, True), (HybridAdam, True), (type("Mine", (torch.optim.SGD,), {}), False)],
+)
+def test_steps_of_known_classes_are_predictable(make: Any, predictable: bool) -> None:
+    assert user_of(make([nn.Parameter(torch.ones(1))], lr=0.5)).is_predictable is predictable

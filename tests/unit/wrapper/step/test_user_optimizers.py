@@ -217,6 +217,7 @@ def test_replaced_methods_are_refused_and_those_of_schedulers_are_not() -> None:
     with pytest.raises(InputError, match=r"step of the optimizer was replaced .* subclass, or use a hook"):
         ElixirOptimizer(module, plain)
     plain.step = original.__get__(plain)  # type: ignore[method-assign]
+    plain.note = print  # type: ignore[attr-defined]  # replaces nothing
     torch.optim.lr_scheduler.StepLR(plain, 1)
     ElixirOptimizer(module, plain)
     module.close()
