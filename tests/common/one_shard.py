@@ -63,6 +63,7 @@ class Saved(SavedStates):
         self.order: Order | None = None
         """The order of the elements of the parameters."""
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.largest_numel = 0
 
     def forms(self, name: str) -> dict[str, StateForm]:
         return {
@@ -76,6 +77,7 @@ class Saved(SavedStates):
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
         values = flattened(self._states[name][kind], self.order)
         self.coming.append((out, values[start : start + out.numel()]))
+        self.largest_numel = max(self.largest_numel, out.numel())
 
     def filled(self) -> None:
         for out, values in self.coming:

@@ -285,3 +285,42 @@ def test_neighbours_of_one_group_at_the_same_step_are_stepped_as_one(monkeypatch
         assert [float(states.count(each)) for each in states.segments] == [1, 1, 1, 3, 1, 0, 1]
     assert torch.equal(one.master[12:15], other.master[12:15])
     assert torch.equal(out[:12], one.master[:12].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
+def test_a_step_into_other_states_is_the_step_in_place_and_changes_nothing_else(kind: Any) -> None:
+    shapes = ((3,), (2,), (700,))
+    one, other = (fused_states(shapes, moments=kind) for _ in range(2))
+    gradients = torch.linspace(-1, 1, 705)
+
+    def arrived(states: States) -> list[Any]:
+        return [(segment, gradients[segment.part]) for segment in states.segments]
+
+    for states in (one, other):
+        states.step(arrived(states), gradients, 1.0, None)
+    into = one.empty_like(zeros(705, torch.float32), fused_states(shapes).segments, zeros)
+    before = [tensor.clone() for tensor in (one.master, *one.moments.tensors())]
+    out, there = (zeros(705, torch.bfloat16) for _ in range(2))
+    one.step(arrived(one), gradients, 0.5, out, into)
+    other.step(arrived(other), gradients, 0.5, there)
+    assert all(map(torch.equal, before, (one.master, *one.moments.tensors())))
+    assert {float(one.count(segment)) for segment in one.segments} == {1}
+    assert torch.equal(out, there)
+    for copied in (into, fused_states(shapes, moments=kind)):
+        if copied is not into:
+            copied.copy_from(into)
+        found, expected = ((states.master, *states.moments.tensors()) for states in (copied, other))
+        assert all(map(torch.equal, found, expected))
+        assert {float(copied.count(segment)) for segment in copied.segments} == {2}
+
+
+def test_saved_moments_become_codes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_states_module, "_PIECE_NUMEL", 512)
+    states = fused_states(((1024,), (300,)), moments="8bit")
+    saved = saved_adam(states)
+    states.load(saved)
+    assert (saved.coming, saved.largest_numel) == ([], 512)
+    values = {(each.name, each.kind): states.widened(each) for each in states.tensors() if each.width == 1}
+    assert {key: {*each.tolist()} for key, each in values.items()} == {
+        (name, kind): {value} for name in ("w0", "w1") for kind, value in (("exp_avg", 0.5), ("exp_avg_sq", 1.5))
+    }

@@ -16,6 +16,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step import stepper
+from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu
@@ -141,3 +142,54 @@ def test_states_that_have_left_do_not_come_back() -> None:
             shard.to(ShardState.STEADY)
     engine_of(module).steppers[0].take_states()
     module.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "steps_parameters", "fuses"),
+    [
+        ("resident", {}, True, False),
+        ("resident", {"moments": "8bit"}, False, True),
+        ("resident", {"unified_dtype": "bfloat16"}, False, False),
+        ("streamed", {}, False, False),
+        ("streamed", {"moments": "8bit"}, False, True),
+        ("streamed", {"unified_dtype": "bfloat16"}, False, False),
+    ],
+)
+def test_parameters_are_stepped_themselves_if_their_weights_and_states_are_resident(
+    mode: str, options: dict[str, Any], steps_parameters: bool, fuses: bool
+) -> None:
+    it = chain(2)
+    module = ElixirModule(it.model, make_plan(it, mode, split_number=2, **options), device="cpu")
+    first, second = (
+        ElixirOptimizer(module, torch.optim.AdamW(layer.parameters(), lr=1e-3)) for layer in it.model.layers
+    )
+    for optimizer in (first, second):
+        for shard in stepper_of(optimizer).shards:
+            assert shard.is_concerned == bool(shard.segments)
+            assert all((segment.weights is segment.source) == steps_parameters for segment in shard.segments)
+            assert shard.copied == ([] if steps_parameters else [segment.slot for segment in shard.segments])
+            assert isinstance(shard.states, FusedStates) == fuses
+            rounded = mode == "streamed" and "unified_dtype" in options
+            assert shard.states.weights is (shard.chunk.shard if rounded else None)
+            assert shard.accepts_tensor_factor == (mode == "resident" and not fuses)
+    module.close()
+
+
+class OfAUser(torch.optim.SGD):
+    """May do anything in a step without gradients."""
+
+
+@pytest.mark.parametrize(("kind", "predictable"), [(torch.optim.SGD, True), (OfAUser, False)])
+def test_only_steps_of_known_classes_without_gradients_are_left_out(kind: Any, predictable: bool) -> None:
+    it = chain(2)
+    module = ElixirModule(it.model, make_plan(it, "streamed", split_number=2), device="cpu")
+    optimizer = ElixirOptimizer(module, kind(it.model.layers[0].parameters(), lr=0.1, momentum=0.9))
+    mine, other = sorted(stepper_of(optimizer).shards, key=lambda shard: not shard.segments)
+    assert (mine.skips_without_gradients, other.skips_without_gradients) == (predictable, True)
+    assert (mine.has_stepped, mine.has_all_states) == (False, False)
+    optimizer.backward(it.loss(module, it.inp))
+    optimizer.step()
+    module.settle()
+    assert (mine.has_stepped, mine.has_all_states) == (True, predictable)
+    module.close()
+    assert not stepper_of(optimizer).has_states

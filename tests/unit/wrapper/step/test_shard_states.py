@@ -231,6 +231,7 @@ def test_scales_have_a_place_for_each_block() -> None:
     codes, scales = shown["w1", "exp_avg"], shown["w1", "exp_avg_scale"]
     assert (codes.shape, codes.first, codes.start, codes.dtype, codes.nbytes) == ((300,), 0, 512, torch.int8, 300)
     assert (scales.shape, scales.first, scales.start, scales.nbytes) == ((2,), 0, 2, 8)
+    assert (shown["w0", "exp_avg_scale"].start, shown["w0", "exp_avg_scale"].nbytes) == (0, 8)
     assert scales.in_chunk(scales.tensor) is scales.tensor
     assert (codes.has_codes, scales.has_codes, codes.keeps_dtype) == (True, False, False)
     second_half = Held(segments[0].slot, 0, 256, slice(0, 256))

@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
-from tests.common.early import all_early
+from tests.common.early import all_early, chain
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan
 from tests.common.spawn import child
@@ -148,6 +148,25 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
         pass
     module.close()
     twin.close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_path: Path) -> None:
+    it = chain()
+    plan = on_disk(make_plan(it, "streamed", split_number=4))
+    with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path) as pair:
+        pair.train(2)
+        (resting,) = (chunk for chunk in pair.engine.chunks if any("layers.1." in slot.name for slot in chunk.slots))
+        assert resting.stored is not None
+        moved = []
+        for skip in (None, 1):
+            pair.module.settle()
+            pair.backward({**it.inp, "skip": skip})
+            pair.step()
+            report = pair.module.last_report or pytest.fail("nothing was reported")
+            moved.append(report.observed["disk_read"])
+        assert moved[0] - moved[1] == resting.stored.used_bytes
+        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])

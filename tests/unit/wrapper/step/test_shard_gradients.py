@@ -1,0 +1,200 @@
+"""The gradients of one shard, the writes to its weights, and the inputs of its updates, without a module around them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
+from elixir.wrapper.step.shard import ShardGradients, WrittenWeights
+from elixir.wrapper.step.update import can_share
+from tests.common.one_shard import class_states, fused_states, shard_of, transposed, weights_of, zeros
+
+
+class Ticket:
+    """Notes who waits for it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waits: list[str] = []
+        self._error = error
+
+    def wait(self) -> None:
+        self.waits.append("compute")
+
+    def synchronize(self) -> None:
+        self.waits.append("this thread")
+        if self._error is not None:
+            raise self._error
+
+
+def test_gradients_that_autograd_holds_are_those_of_the_parameters() -> None:
+    first, second, empty = transposed(2, 3), weights_of((2,))[0], nn.Parameter(torch.ones(0))
+    segments = shard_of(first, second)[1]
+    slots: Any = [*(each.slot for each in segments), SimpleNamespace(parameter=empty, numel=0, name="empty")]
+    chunk: Any = SimpleNamespace(plan=SimpleNamespace(update_home="host"))
+    gradients = ShardGradients(chunk, None, slots)
+    assert (gradients.are_at_home, gradients.whole, gradients.changes) == (False, None, 0)
+    assert gradients.of(segments, {"w0", "w1"}) == []
+    assert gradients.empty_with_gradient({"empty"}) == []
+    first.grad = given = torch.zeros(2, 3).t().contiguous().t()
+    empty.grad = torch.ones(0)
+    ((segment, flat),) = gradients.of(segments, ())
+    assert (segment, first.grad is given, flat.data_ptr()) == (segments[0], True, given.data_ptr())
+    first.grad = torch.arange(6.0).view(2, 3)
+    ((segment, flat),) = gradients.of(segments, ())
+    assert flat.tolist() == [0, 3, 1, 4, 2, 5]
+    flat.mul_(2)  # as clipping does
+    assert first.grad.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert gradients.empty_with_gradient(()) == [empty]
+    assert gradients.with_norms([(segment, flat)]) == [((segment, flat), None)]
+    gradients.forget_norms()
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_gradients_that_are_brought_home_are_read_once_they_have_arrived(home: str) -> None:
+    first, second, empty = *weights_of((3,), (2,)), nn.Parameter(torch.ones(0))
+    segments, ticket = shard_of(first, second)[1], Ticket()
+    slots: Any = [*(each.slot for each in segments), SimpleNamespace(parameter=empty, numel=0, name="empty")]
+    chunk: Any = SimpleNamespace(plan=SimpleNamespace(update_home=home))
+    uses = SimpleNamespace(to_read=lambda: [ticket])
+    brought: Any = SimpleNamespace(memory=torch.arange(5.0), changes=4, norms=None, uses=uses)
+    gradients = ShardGradients(chunk, brought, slots)
+    assert (gradients.are_at_home, gradients.whole is brought.memory, gradients.changes) == (True, True, 4)
+    ((segment, flat),) = arrived = gradients.of(segments, {"w1"})
+    assert (segment, flat.tolist()) == (segments[1], [3, 4])
+    empty.grad = torch.ones(0)
+    assert gradients.empty_with_gradient({"w1"}) == []
+    assert gradients.empty_with_gradient({"empty"}) == [empty]
+    assert gradients.with_norms(arrived) == [(arrived[0], None)]
+    assert ticket.waits == (["compute", "this thread"] if home == "host" else ["compute"])
+    norms, waited = [torch.ones(()), torch.zeros(())], []
+    brought.norms = SimpleNamespace(wait=lambda: waited.append(1), of=norms.__getitem__)
+    assert gradients.with_norms(arrived)[0][1] is norms[1]
+    assert (waited, len(ticket.waits)) == ([1], 2 if home == "host" else 1)
+    gradients.forget_norms()
+    assert brought.norms is None
+
+
+def test_writes_to_weights_reach_masters_once() -> None:
+    """Other weights of the chunk that got a gradient count as written if other ranks may have stepped a part."""
+    mine, theirs, idle, other = weights_of((3,), (2,), (1,), (1,))
+    segments = shard_of(mine, theirs, idle)[1]
+    seen: list[str] = []
+    slots = [*(each.slot for each in segments), SimpleNamespace(parameter=other, name="other")]
+    chunk: Any = SimpleNamespace(
+        slots=slots, whole=torch.ones(1), data_writes=0,
+        synchronize_weights=lambda: seen.append("synchronize"), follow_writes=lambda: seen.append("follow"),
+    )  # fmt: skip
+    writes = WrittenWeights(chunk, [segments[0], segments[2]], {theirs, idle})  # another rank has the second
+    before = [each._version for each in (mine, theirs, idle, other)]
+    writes.record_step([(segments[0], torch.ones(3))], {"w0", "w1", "other"})
+    assert [each._version - old for each, old in zip((mine, theirs, idle, other), before, strict=True)] == [1, 1, 0, 0]
+    assert not writes.exist
+    writes.copy_to_masters()
+    assert seen == []
+    with torch.no_grad():
+        mine.add_(1)
+    assert writes.exist
+    writes.copy_to_masters()
+    assert seen == ["synchronize", "follow"]
+    assert not writes.exist
+    chunk.data_writes += 1
+    assert writes.exist
+    writes.copy_to_masters()
+    assert not writes.exist
+    chunk.data_writes, chunk.whole = 5, None
+    assert not writes.exist
+
+
+def inputs(factor: Any, *gradients: torch.Tensor, in_place: bool = True, **options: Any) -> Inputs:
+    segments = shard_of(*weights_of(*(each.shape for each in gradients)))[1]
+    arrived = list(zip(segments, gradients, strict=True))
+    return Inputs(arrived, None, factor, [options], 0, 0, in_place)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, torch.tensor(0.5)])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_multiplied_in_place_if_they_may_and_have_the_dtype(
+    factor: Any, in_place: bool, dtype: torch.dtype
+) -> None:
+    gradients = [torch.ones(3, dtype=dtype), torch.ones(2, dtype=dtype)]
+    left = inputs(factor, *gradients, in_place=in_place).multiply_in_place(torch.float32)
+    multiplied = in_place and dtype == torch.float32 and not (isinstance(factor, float) and factor == 1.0)
+    assert [each.sum().item() for each in gradients] == ([1.5, 1.0] if multiplied else [3.0, 2.0])
+    assert left == 1.0 if multiplied else left is factor
+    assert inputs(factor, in_place=in_place).multiply_in_place(torch.float32) is factor
+
+
+@pytest.mark.parametrize(
+    ("factor", "in_place", "dtype", "shares_call", "can"),
+    [
+        (1.0, False, torch.float32, True, True),
+        (0.5, False, torch.float32, True, False),
+        (0.5, True, torch.float32, True, True),
+        (torch.tensor(1.0), False, torch.float32, True, False),
+        (torch.tensor(1.0), True, torch.float32, True, True),
+        (1.0, True, torch.bfloat16, True, False),
+        (1.0, True, torch.float32, False, False),
+    ],
+)
+def test_shards_share_a_call_if_no_gradient_is_copied(
+    factor: Any, in_place: bool, dtype: torch.dtype, shares_call: bool, can: bool
+) -> None:
+    states = SimpleNamespace(shares_call=shares_call, master=torch.ones(1))
+    shard: Any = SimpleNamespace(states=states, chunk=SimpleNamespace(dtype=dtype))
+    assert can_share(shard, inputs(factor, torch.ones(3), in_place=in_place)) is can
+
+
+def early_of(after: Any = (), **options: Any) -> tuple[Any, Any, EarlyUpdate]:
+    """Current states, other ones, and an early update from the ones into the others."""
+    old: Any = fused_states()
+    new = old.empty_like(zeros(25, torch.float32), class_states().segments, zeros)
+    old.weights, new.weights = torch.full((25,), 7.0, dtype=torch.bfloat16), zeros(25, torch.bfloat16)
+    arrived = [(each, torch.ones(each.slot.numel)) for each in old.segments]
+    given = Inputs(arrived, None, 1.0, [options, options], 0, 0)
+    return old, new, EarlyUpdate(given, old, new, list(after))
+
+
+def test_an_early_update_computes_new_states_after_what_it_waits_for() -> None:
+    tickets, released, forms = [Ticket(), Ticket()], [], deque[str]()
+    old, new, early = early_of(tickets, lr=2.0)
+    before = old.master.clone()
+    early.run(lambda: released.append([each.waits for each in tickets]), forms)
+    assert released == [[["this thread"]] * 2]
+    assert len(forms) == 1
+    assert [states.param_groups[0]["lr"] for states in (old, new)] == [2.0, 2.0]
+    assert torch.equal(old.master, before)
+    assert (before - new.master).tolist() == pytest.approx(
+        [2.0 + 2.0 * 0.01 * each for each in before.tolist()], rel=1e-4
+    )
+    assert torch.equal(new.weights, new.master.bfloat16())
+    assert early.keep()
+    *_, later = early_of([tickets[0]])
+    later.discard()
+    later.run(None, forms)
+    assert (len(forms), tickets[0].waits) == (1, ["this thread"])
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("kept_before", [False, True])
+def test_an_early_update_that_fails_gives_the_old_states_if_it_was_kept(kept_before: bool, rounded: bool) -> None:
+    ticket = Ticket(MemoryError("made by a test"))
+    old, new, early = early_of([ticket])
+    if not rounded:
+        early.rounded = None
+    if not kept_before:
+        early.run(None, deque())
+        assert not early.keep()
+        assert float(new.master.abs().sum()) == 0
+        return
+    assert early.keep()
+    with pytest.raises(MemoryError, match="made by a test"):
+        early.run(None, deque())
+    assert torch.equal(new.master, old.master)
+    assert float(new.weights[0]) == (7.0 if rounded else 0.0)
