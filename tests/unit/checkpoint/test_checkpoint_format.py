@@ -22,7 +22,7 @@ from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import merge_tensors, parse_index
 from elixir.checkpoint_format.run_folders import find_checkpoints, next_sequence
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES
+from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
 from elixir.checkpoint_format.slices import Slice, SliceWriter
 from elixir.checkpoint_format.values import encode
@@ -145,6 +145,9 @@ def test_slices_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         Slice("k", (4,), torch.complex128, 0, 4)
     with pytest.raises(InputError, match="elements 2 to 6 of 4"):
         Slice("k", (4,), torch.int8, 2, 4)
+    with pytest.raises(InputError, match="blocks of 0 elements"):
+        SavedTensor("int8", (2,), None, 0, ())
+    assert SavedTensor("int8", (2,), None, 1, ()).uncovered() == "pieces end at element 0, the tensor has 2"
     with pytest.raises(InputError, match="twice"):
         SliceWriter(tmp_path / "a", [Slice("k", (4,), torch.int8, 0, 2), Slice("k", (4,), torch.int8, 2, 2)])
     assert list(tmp_path.iterdir()) == []

@@ -258,6 +258,8 @@ AT_THE_END: list[Callable[[dict[str, Any]], Any]] = [
     lambda d: d.update(id="0badcafe", files={}, tensors={}, aliases={}),
     lambda d: d.update(id="0badcafe" * 4, files={}, tensors={}, aliases={}),
     lambda d: first_piece(d).update(checksums=[2**64 - 1]),
+    lambda d: first_piece(d).update(checksums=[0]),
+    lambda d: d["tensors"].update({"weight/w": {**d["tensors"]["weight/v"], "shape": [3], "pieces": [at_8(d)]}}),
     lambda d: d["tensors"]["weight/w"].update(shape=[0, 2**61 - 1], pieces=[]),
     lambda d: d["tensors"]["weight/w"].update(order=[0]),
     lambda d: d["files"].update(ends(d)),
@@ -265,6 +267,11 @@ AT_THE_END: list[Callable[[dict[str, Any]], Any]] = [
     lambda d: d.update(rng=[1, 2], rank_values=[]),
 ]
 """Changes that are only just right."""
+
+
+def at_8(data: dict[str, Any]) -> dict[str, Any]:
+    """A piece of three elements that begins as early as any can."""
+    return first_piece(data) | {"start": 0, "numel": 3, "offset": 8}
 
 
 def ends(data: dict[str, Any]) -> dict[str, int]:

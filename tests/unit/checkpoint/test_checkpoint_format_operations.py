@@ -50,6 +50,29 @@ def operations(files: RecordingFiles, folder: Path) -> list[str]:
     ]
 
 
+class DroppingFiles(RecordingFiles):
+    """Also notes which files the page cache need not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[str] = []
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == "drop":
+            self.dropped.append(path)
+        return super().call(operation, path, function, *args)
+
+
+class OpeningFiles(Files):
+    """Counts the files that are opened."""
+
+    opened = 0
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        self.opened += operation == "open"
+        return super().call(operation, path, function, *args)
+
+
 def uncommitted(folder: Path) -> Index:
     return write(folder, TENSORS, world_size=1)
 
@@ -99,7 +122,7 @@ def test_a_commit_that_fails_anywhere_leaves_what_was_there(tmp_path: Path, repl
 
 
 def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> None:
-    files, values = RecordingFiles(), torch.arange(5, dtype=torch.int8)
+    files, values = DroppingFiles(), torch.arange(5, dtype=torch.int8)
     writer = SliceWriter(tmp_path / "a", [Slice("k", (5,), torch.int8, 0, 5)], files=files)
     writer.write_tensor("k", values)
     before = threading.active_count()
@@ -107,6 +130,7 @@ def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> N
     assert threading.active_count() == before - 1, "the thread that made checksums is over"
     assert operations(files, tmp_path) == ["create a", "resize a", "write a", "write a", "sync a"]
     assert [each.offset for each in files.log] == [0, HEADER_MULTIPLE_BYTES + 5, 0, HEADER_MULTIPLE_BYTES, 0]
+    assert files.dropped == [str(tmp_path / "a")]
     assert written.nbytes == (tmp_path / "a").stat().st_size == HEADER_MULTIPLE_BYTES + 5
     assert str(tmp_path / "a") not in open_paths()
     other = SliceWriter(tmp_path / "b", [Slice("k", (5,), torch.int8, 0, 5)], files=files)
@@ -114,12 +138,16 @@ def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> N
     other.abandon()
     assert threading.active_count() == before - 1
     assert operations(files, tmp_path)[-1] == "remove b"
+    with pytest.raises(FileError):
+        SliceWriter(tmp_path / "b", [Slice("k", (5,), torch.int8, 0, 5)], files=FailingFiles(1, only=("write",)))
+    assert threading.active_count() == before - 1
+    assert not (tmp_path / "b").exists()
     assert str(tmp_path / "b") not in open_paths()
 
 
 def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_path: Path) -> None:
     save(tmp_path / "saved", TENSORS)
-    files = RecordingFiles()
+    files = DroppingFiles()
     export_hf(tmp_path / "saved", tmp_path / "out", max_shard_size=12, config={"a": 1}, files=files)
     shards = [f"model-0000{number}-of-00002" for number in (1, 2)]
     texts = ["config.json", "model.safetensors.index"]
@@ -128,6 +156,7 @@ def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_pat
     found = operations(files, tmp_path / "out")
     assert found[:2] == ["make folder", f"sync_folder {tmp_path.name}"]
     assert found[2:-5] == made
+    assert all(f".{shard}." in path for shard, path in zip(shards, files.dropped, strict=True))
     assert [each.rpartition(" to ")[2] for each in found[-5:-1]] == [*shards, *texts]
     assert found[-1] == "sync_folder folder"
     assert not any(str(tmp_path) in path for path in open_paths())
@@ -145,6 +174,13 @@ def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
         assert reader.read("weight/w", 0, 1).item() == 0
         reader.begin_to_read("weight/w", 0, torch.empty(5))
     assert not any(str(tmp_path) in path for path in open_paths())
+    files = OpeningFiles()
+    with SliceReader(tmp_path, files=files) as reader:
+        before = files.opened
+        for number in (*range(OPEN_FILES), 0, OPEN_FILES, 0):  # what was used last stays open
+            first = -(-3 * OPEN_FILES * number // (OPEN_FILES + 3))
+            assert reader.read("weight/w", first, first + 1).item() == first
+        assert files.opened == before + OPEN_FILES + 1
 
 
 def test_files_are_closed_when_what_reads_them_is_done(tmp_path: Path) -> None:

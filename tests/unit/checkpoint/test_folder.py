@@ -494,7 +494,9 @@ def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> N
             assert differing(expected, run.bits()) == [], number
 
 
-def test_a_weight_that_is_written_to_by_hand_fails_the_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "dtype"), [("resident", None), ("resident", "bfloat16"), ("streamed", None)])
+def test_a_weight_that_is_written_to_by_hand_fails_the_save(mode: str, dtype: str | None, tmp_path: Path) -> None:
+    """A step writes to the weights of the model, too. It fails no save: a save has masters, or a copy of weights."""
     written = threading.Event()
 
     class Held(UnsyncedFiles):
@@ -503,15 +505,22 @@ def test_a_weight_that_is_written_to_by_hand_fails_the_save(tmp_path: Path) -> N
                 assert written.wait(60)
             return super().call(operation, path, function, *args)
 
-    it = planned("cnn", "mixed")[0]
-    with Run(it, make_plan(it, "resident"), adamw) as run:
+    it, by_hand = planned("cnn", "mixed")[0], (mode, dtype) == ("resident", None)
+    with Run(it, make_plan(it, mode, unified_dtype=dtype), adamw) as run:
         run.train(1)
         saving = save_checkpoint(tmp_path / "run", run.state(), files=Held())
-        with torch.no_grad():
-            next(run.module.module.parameters()).add_(1)
+        if by_hand:
+            with torch.no_grad():
+                next(run.module.module.parameters()).add_(1)
+        else:
+            threading.Timer(0.05, written.set).start()
+            run.train(1)
         written.set()
-        with pytest.raises(CheckpointError, match="was written to while it was being saved"):
-            saving.wait()
+        if by_hand:
+            with pytest.raises(CheckpointError, match="was written to while it was being saved"):
+                saving.wait()
+        else:
+            assert saving.wait().exact
         run.train(1)
 
 

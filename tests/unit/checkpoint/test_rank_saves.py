@@ -296,6 +296,31 @@ def test_of_replicas_the_first_writes_their_shard_and_counts_its_bytes(tmp_path:
     assert [nbytes == own[rank] for rank, (nbytes, _) in enumerate(found)] == [False, False, True, True]
 
 
+def test_a_rank_whose_save_has_failed_trains_on_before_the_others_know(tmp_path: Path) -> None:
+    free = threading.Event()
+
+    class Held(UnsyncedFiles):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            assert operation != "write" or free.wait(20)
+            return super().call(operation, path, function, *args)
+
+    def work(rank: int) -> str:
+        run = Rank(Situation(), rank)
+        files = FailingFiles(1, only=("write",)) if rank else Held()
+        saving = save_checkpoint(tmp_path, state_of(run), files=files)
+        if rank:
+            saving.snapshot.wait_for_live()
+            free.set()
+        with pytest.raises(CheckpointError) as caught:
+            saving.wait()
+        run.module.close()
+        return str(caught.value)
+
+    one, two = results(2, work)
+    assert one == two
+    assert one.startswith("rank 1: cannot write")
+
+
 def test_each_file_system_gets_the_values_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on machines with separate disks, where the same path is another folder."""
     here = threading.local()
