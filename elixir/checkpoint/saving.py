@@ -367,7 +367,8 @@ class Saving:
             self._outcome = CheckpointError(f"{self._options.folder} was not saved: {error}")
             self.snapshot.end()  # training goes on before the ranks have come together
             failed = ranks.fail(error)
-            failed.__cause__ = None if failed is error else error
+            if failed is not error:
+                failed.__cause__ = error
             self._outcome = failed
             logger.error("%s was not saved: %s", self._options.folder, failed)
         finally:

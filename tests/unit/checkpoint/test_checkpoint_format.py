@@ -96,6 +96,9 @@ def test_any_range_is_read_across_spans_and_files(tmp_path: Path, world_size: in
             reader.read("weight/v")
         with pytest.raises(InputError, match="float32"):
             reader.read_into("weight/w", 0, torch.empty(3))
+        for start in (-1, numel - 2):
+            with pytest.raises(InputError, match=f"asked for {start} to {start + 3} of"):
+                reader.read_into("weight/w", start, torch.empty(3, dtype=tensor.dtype))
         with pytest.raises(InputError, match=r"contiguous tensor in host memory is needed, found cpu, strides \(2,\)"):
             reader.read_into("weight/w", 0, torch.empty(6, dtype=tensor.dtype)[::2])
 

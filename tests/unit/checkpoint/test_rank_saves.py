@@ -19,16 +19,17 @@ from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkp
 from elixir.checkpoint import loading as module
 from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
+from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import saved_tensor, slice_reader, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
-from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, InputError
+from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened
 from elixir.wrapper.engine import engine_of
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.rank_threads import results
-from tests.unit.wrapper.test_rank_threads import Rank, Situation
+from tests.unit.wrapper.test_rank_threads import Rank, Situation, batch_of, loss_of
 
 FILES = UnsyncedFiles()
 ONE = Situation(size=1)
@@ -105,12 +106,30 @@ def test_a_save_names_the_form_of_moments_if_it_has_any(tmp_path: Path) -> None:
     run.module.close()
 
 
+def test_norms_are_asked_for_after_a_load_if_they_were_before_the_save(tmp_path: Path) -> None:
+    """Norms that are summed while gradients arrive are rounded in another way than later sums."""
+    run, other = Rank(ONE, 0), Rank(ONE, 0)
+    save_checkpoint(tmp_path / "before", state_of(run), wait=True, files=FILES)
+    run.optimizer.backward(loss_of(run.module, batch_of(0, 0)))
+    run.optimizer.clip_grad_norm_(1.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    save_checkpoint(tmp_path / "after", state_of(run), wait=True, files=FILES)
+    for name, asked in (("after", True), ("before", False)):
+        load_checkpoint(tmp_path / name, state_of(other), files=FILES)
+        found = UserState.of(state_of(other)).states.optimizer_values("optimizer")
+        assert found == {"class": "AdamW", "asked_for_norm": asked}
+    run.module.close()
+    other.module.close()
+
+
 def test_a_save_that_cannot_be_committed_gives_its_room_back(tmp_path: Path) -> None:
     run = Rank(ONE, 0)
     save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left") as caught:
         save_checkpoint(tmp_path, state_of(run), wait=True, files=FailingFiles(1, only=("rename",)))
+    assert isinstance(caught.value.__cause__, FileError)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     run.module.close()
 
@@ -122,8 +141,9 @@ def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_pa
         save_checkpoint(tmp_path / "a", state_of(run), files=FILES)
     assert save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES).done()
     failed = save_checkpoint(tmp_path / "a", state_of(run), files=FailingFiles(2))
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left") as caught:
         failed.wait()
+    assert isinstance(caught.value.__cause__, FileError)
     assert save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES).done(), "it was seen"
     run.module.close()
 
@@ -223,6 +243,7 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
         ]
         assert load_checkpoint(tmp_path / "run", state_of(run, own=own), files=FILES).world_size == 2
         run.module.close()
+        texts.append(message_of(save_checkpoint, run, "run"))
         return texts
 
     one, two = results(2, work)
@@ -238,6 +259,8 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
     assert "No space left" in one[6]
     assert one[7].startswith("CheckpointError: rank 0: ")
     assert "No space left" in one[7], "what a leader could not remove after its commit is an error of all"
+    assert one[8].startswith("InputError: ")
+    assert "rank" not in one[8], "ranks that are closed exchange nothing"
     assert one[4:] == two[4:]
     assert len(closed) == 4, "each rank gives back the group of its chunks and that of its saves"
 
@@ -366,6 +389,20 @@ def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monke
                 expected = flattened(plain + (kind == "exp_avg"), wanted)[start:stop].to(dtype)
                 assert torch.equal(target, expected), (kind, start, stop, dtype, wanted)
                 assert out.isnan().sum() == stop - start, "nothing else is written"
+
+
+def test_codes_are_read_as_they_are_or_as_values_and_whole_numbers_exactly(tmp_path: Path) -> None:
+    codes, count = torch.randint(-127, 128, (300,), dtype=torch.int8), torch.arange(300) + 2**24
+    tensors = {"exp_avg/w": codes, "exp_avg_scale/w": torch.rand(2), "count/w": count}
+    save(tmp_path, tensors, blocks={"exp_avg/w": 256}, world_size=1)
+    with open_checkpoint(tmp_path) as saved:
+        states = module.CheckpointStates(saved, ["w"], {})
+        for kind, expected in (
+            ("exp_avg", codes), ("exp_avg", saved.read_float32("exp_avg/w")), ("count", count.double()),
+        ):  # fmt: skip
+            out = torch.zeros(590, dtype=expected.dtype)[::2]
+            states.fill(kind, "w", 5, out)
+            assert torch.equal(out, expected[5:])
 
 
 def test_memory_is_taken_for_the_reordered_tensors_of_one_parameter_at_a_time(
