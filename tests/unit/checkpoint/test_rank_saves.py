@@ -26,6 +26,7 @@ from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.training_states import ChunkStates
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.rank_threads import results
@@ -103,6 +104,29 @@ def test_a_save_names_the_form_of_moments_if_it_has_any(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / name, state, wait=True, files=FILES)
         with open_checkpoint(tmp_path / name) as saved:
             assert saved.index.moments == expected
+    run.module.close()
+
+
+def test_the_thread_of_a_save_waits_for_the_step_before_it_and_the_caller_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begins, waited = Rank(ONE, 0), threading.Event(), set[str]()
+    wait = ChunkStates.wait
+
+    def begin_and_wait(states: ChunkStates) -> None:
+        waited.add(threading.current_thread().name)
+        threading.Timer(0.02, begins.set).start()  # whoever does not wait reads what the step has not changed yet
+        wait(states)
+
+    monkeypatch.setattr(ChunkStates, "wait", begin_and_wait)
+    run.step(0)
+    run.module.settle()
+    engine_of(run.module).lanes.host_adam.submit(lambda: begins.wait(20))
+    run.step(1)
+    save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
+    assert waited == {"elixir save"}
+    with open_checkpoint(tmp_path) as saved:
+        assert all(torch.equal(saved.weights()[name], each) for name, each in run.weights().items())
     run.module.close()
 
 
