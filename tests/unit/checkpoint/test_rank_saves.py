@@ -76,6 +76,11 @@ def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog
     assert "going on after a save that failed" in caplog.text
     assert first.steps() == [1, 2]
     assert first.latest() == tmp_path / "step-00000002"
+    held = HeldFiles()
+    save_checkpoint(tmp_path / "one", state_of(run), files=held)
+    assert held.written.wait(20)
+    threading.Timer(0.05, held.go.set).start()
+    assert load_checkpoint(tmp_path / "one", state_of(run), files=FILES).exact
     run.module.rehome(run.it.plan)  # after loads and saves, none of which is under way
     run.module.close()
 
