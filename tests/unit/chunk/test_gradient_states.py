@@ -89,6 +89,10 @@ def test_zeros_for_other_ranks_are_not_taken_for_what_was_dropped_before() -> No
     gradient.hold_zeros()
     gradient.drop(chunk.slots[0].name, flow._lanes.offload, one_rank=False)
     assert gradient.state is GradState.HOME
+    gradient.clear({slot.name for slot in chunk.slots}, to_none=False)
+    for slot in chunk.slots[1:]:
+        gradient.drop(slot.name, flow._lanes.offload, one_rank=False)
+    assert gradient.state is GradState.HOME
 
 
 def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened() -> None:

@@ -18,10 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
 from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import Pair, adamw, case, make_plan
@@ -133,6 +136,17 @@ def test_large_memory_of_a_cpu_has_separate_pages_unless_each_step_frees_it(
     assert all(in_separate_pages(buffer) for buffer in buffers) == (paged and (home == "host" or nbytes > 1000))
     if sys.platform == "linux":
         assert ["dc" in kernel_flags(buffer) for buffer in buffers] == [home == "host" and "paged" in options] * 3
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_gradients_of_a_device_pass_and_those_of_a_host_last(home: Literal["device", "host"]) -> None:
+    numel = HUGE_PAGE_BYTES // 4
+    plan = ChunkPlan("float32", True, numel, (ParamSlot("p", 0, numel),), home, home, resident=False)
+    chunk, arena = Chunk(0, plan, [nn.Parameter(torch.empty(numel))], rank=0, world_size=1), Arena(torch.device("cpu"))
+    gradients = [ChunkGradient(chunk, arena) for _ in range(3)]
+    for gradient in gradients:
+        gradient.make_memory()
+    assert all(in_separate_pages(gradient.memory) for gradient in gradients) is (home == "host")
 
 
 @pytest.mark.parametrize(("numel", "paged"), [(HUGE_PAGE_BYTES // 4, True), (HUGE_PAGE_BYTES // 4 - 1, False)])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elixir.chunk import lanes
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
-from elixir.chunk.lanes import Emulation, ThreadLane
+from elixir.chunk.lanes import ThreadLane, failure
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
 from elixir.files import Files
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
+from tests.unit.chunk.test_chunks import make_chunk
 
 CPU = torch.device("cpu")
 BLOCK, NUMEL = 4096, 1000
@@ -152,7 +151,11 @@ def test_a_step_that_fails_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
     it.window.settle()
     assert [what for what, _ in it.log] == ["fill 0", "fill 1", "store 0"]
     assert it.masters[1].isnan().all()
-    it.chunks[1].forget_failure()
+    chunk = make_chunk()
+    chunk.stored = it.chunks[1]
+    assert [failure(ticket) is None for ticket in chunk.stored.extent_uses.to_read()] == [False]
+    assert chunk.failures() == []  # the step that has failed reports it
+    assert chunk.stored.extent_uses.to_read() == []
     assert it.window.lost is None
     assert it.values() == [1.0, 1.0, 2.0]
     it.close()
@@ -218,21 +221,3 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()
     it.close()
-
-
-def test_lanes_count_how_long_they_work_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only sleeping moves: a link of 100 bytes per second takes 10 s for 1000 bytes."""
-    now = [50.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
-    lane = ThreadLane("link", Emulation(bytes_per_s=100.0))
-    for nbytes, work_s, expected in ((1000, 0.0, 10.0), (1000, 4.0, 10.0), (1000, 25.0, 25.0), (0, 3.0, 3.0)):
-        begin = now[0]
-        lane.submit(lambda work_s=work_s: sleep(work_s), nbytes=nbytes).synchronize()
-        assert now[0] - begin == lane.take_busy_s() == expected
-    assert lane.take_busy_s() == 0.0
-    assert 0.0 <= lane.waited_s <= 48.0
-    lane.close()
