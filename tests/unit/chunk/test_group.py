@@ -152,6 +152,22 @@ def test_chunks_travel_over_the_backends_of_the_group_that_was_given(
     assert sorted(asked) == sorted([([0, 1], expected, False), ([0, 1], "gloo", False)] * 2)
 
 
+def test_on_a_device_rank_0_sends_to_other_replicas_and_each_sends_on_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcast, sent = dist.broadcast, [list[Any]() for _ in range(4)]
+
+    def noted(value: torch.Tensor, source: int, *, group: Any, async_op: bool = False) -> Any:
+        if not value.is_meta:
+            return broadcast(value, source, group=group, async_op=async_op)
+        assert not async_op  # compute waits, not the host
+        sent[dist.get_rank()].append((dist.get_process_group_ranks(group), source))
+        return None
+
+    monkeypatch.setattr(dist, "broadcast", noted)
+    results(4, lambda _: made(2).send_from_rank_0(torch.empty(4, device="meta")))
+    across, first, second = ([0, 2], 0), ([0, 1], 0), ([2, 3], 2)
+    assert sent == [[across, first], [first], [across, second], [second]]
+
+
 def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
     """The text of each rank's `RankError`; all further calls say the same at once."""
     monkeypatch.setattr(module, "_LOOK_S", look_s)
