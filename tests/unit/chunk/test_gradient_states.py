@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from elixir.chunk.arena import Arena
+from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import _NEXT, ChunkGradient, GradState
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
+from elixir.chunk.lanes import ThreadLane
 from elixir.errors import StateError
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
 
@@ -112,3 +116,31 @@ def test_a_block_taken_twice_is_more_memory_and_says_so() -> None:
     assert first.memory is not second.memory
     assert blocks.extra == 1
     assert arena.parts("device") == {"gradient_blocks": 2 * chunk.weight_bytes}
+
+
+def test_a_gradient_larger_than_a_block_waits_for_others_like_it_and_for_no_block() -> None:
+    small, large, waited = make_chunk(0), make_chunk(1, ((4, 8),) * 5), list[str]()
+    blocks = GradientBlocks(Arena(CPU), 1, small.weight_bytes)
+
+    def leave(chunk: Chunk, what: str) -> None:
+        ticket: Any = SimpleNamespace(wait=lambda: waited.append(what))
+        blocks.leave(Leaving(blocks.open(chunk).memory, ticket, (), is_extra=False))
+
+    leave(small, "block")
+    leave(large, "large")
+    assert not waited
+    leave(large, "another")
+    assert waited == ["block", "large"]  # in the order in which they left
+
+
+def test_memory_of_work_that_failed_is_given_back_with_its_error() -> None:
+    chunk, lane = make_chunk(0), ThreadLane("offload")
+    blocks = GradientBlocks(Arena(CPU), 3, chunk.weight_bytes)
+    taken = [blocks.open(chunk).memory for _ in range(3)]
+    assert blocks.are_taken
+    for memory, work in zip(taken, (lambda: None, lambda: [][0], lambda: None), strict=True):
+        blocks.leave(Leaving(memory, lane.submit(work), (), is_extra=False))
+    assert [type(error) for error in blocks.failures()] == [IndexError]
+    assert all(blocks.open(chunk).memory is memory for memory in taken)
+    assert (blocks.extra, blocks.failures()) == (0, [])
+    lane.close()
