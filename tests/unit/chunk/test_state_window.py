@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,31 @@ def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Pat
 
     with pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
         both()
+    it.close()
+
+
+def test_a_step_lets_go_of_states_that_were_kept_and_refuses_those_in_use(tmp_path: Path) -> None:
+    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
+    with it.window.keeping():
+        with it.chunks[1].at_hand(write=True):
+            it.masters[1].fill_(8.0)
+        it.step(1, lambda: it.masters[1].add_(1), adam)
+    assert it.values() == [0.0, 9.0, 2.0]
+    with it.chunks[0].at_hand(), pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
+        it.window.begin_step(it.chunks[1])
+    it.close()
+    adam.close()
+
+
+def test_a_buffer_is_in_use_while_states_are_read_into_it(tmp_path: Path) -> None:
+    it, gate = Window(tmp_path, UnsyncedFiles()), threading.Event()
+    it.lane.submit(gate.wait)
+    buffer, read = it.window.begin_step(it.chunks[0])
+    (use,) = buffer.uses.to_write()
+    assert not use.done()
+    gate.set()
+    use.synchronize()
+    assert read.done()
     it.close()
 
 
