@@ -165,39 +165,30 @@ class Trail:
     def slot_of(self, value: torch.Tensor) -> Slot | None:
         """The slot for the gradient of a region's input; None for an input without a graph, such as a parameter."""
         slot = Slot.of(value)
-        if slot is not None:
-            hooks: LateHooks = getattr(value, "elixir_hooks", None) or self._watched(value)
-            hooks.refuse()
-            return slot
-        if value.grad_fn is None:
-            return None
-        if value.retains_grad:
-            raise late_hook(value.shape)
-        glue = self._made_in(value)
-        if value._is_view():  # cannot be detached in place
-            views = self._views.setdefault(glue, {})
-            return views.setdefault(id(value), (value, Slot(glue)))[1]
-        edge = torch.autograd.graph.get_gradient_edge(value)
-        slot = Slot(glue)
-        slot.cut(value)
-        self._edges.setdefault(glue, []).append((edge, slot))
-        self._watched(value)
+        if slot is None:
+            if value.grad_fn is None:
+                return None
+            if value.retains_grad:
+                raise late_hook(value.shape)
+            glue = self._made_in(value)
+            if value._is_view():  # cannot be detached in place
+                views = self._views.setdefault(glue, {})
+                return views.setdefault(id(value), (value, Slot(glue)))[1]
+            edge = torch.autograd.graph.get_gradient_edge(value)
+            slot = Slot(glue)
+            slot.cut(value)
+            self._edges.setdefault(glue, []).append((edge, slot))
+        self._entered.append(LateHooks.watched(value))
         return slot
 
     def refuse_hooked(self) -> None:
-        """Refuses hooks that tensors got since they entered a region, whose gradients come without them.
+        """Refuses hooks of tensors that have entered a region, whose gradients come without them.
 
         Raises:
             InputError: there are some.
         """
         for entered in self._entered:
             entered.refuse()
-
-    def _watched(self, value: torch.Tensor) -> LateHooks:
-        """Notes the hooks of a tensor that enters a region."""
-        value.elixir_hooks = hooks = LateHooks.watched(value)  # type: ignore[attr-defined]
-        self._entered.append(hooks)
-        return hooks
 
     def roots(self, glue: int) -> Roots:
         """The tensors and gradients with which the backward of a glue begins; they are given away."""
