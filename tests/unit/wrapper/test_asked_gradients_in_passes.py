@@ -46,6 +46,8 @@ def asking(of: str, how: str, found: list[torch.Tensor]) -> LossFn:
         x = batch["x"].clone().requires_grad_()
         made = model(x)
         item = made.get(of) if of in made else x if of == "x" else model.get_parameter(of)
+        if how == "materialize_grads":
+            item = torch.autograd.graph.get_gradient_edge(item)
         if how == "inputs":
             torch.autograd.backward(made["loss"], inputs=[item], retain_graph=True)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import threading
 from dataclasses import replace
 from typing import Any
@@ -97,8 +99,12 @@ def _early(plan: Plan) -> Plan:
 
 
 def test_several_passes_a_step_sum_their_gradients() -> None:
+    """Every second chunk is on the device, and its gradients stay with the parameters."""
     make, steps = family("llama"), batches("llama", 5)
     plan = plan_for(make(), steps[0][0], accumulation=4, pass_size=2)
+    there = [replace(chunk, resident=True, weight_home="device", state_home="device") for chunk in plan.chunks[::2]]
+    pairs = itertools.zip_longest(there, plan.chunks[1::2])
+    plan = replace(plan, chunks=tuple(chunk for pair in pairs for chunk in pair if chunk is not None))
     found, expected = in_passes(make, steps, plan), plainly(make, steps)
     assert all(torch.equal(one, two) for one, two in zip(found.losses[:5], expected.losses[:5], strict=True))
     for name, value in expected.weights.items():
@@ -116,7 +122,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert in_passes(make, steps).same_as(plainly(make, steps))
 
 
-def test_an_error_in_one_micro_batch_ends_all_and_the_next_step_is_right() -> None:
+def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next_step_is_right() -> None:
     make, steps = family("llama"), batches("llama", 4)
     plan = plan_for(make(), steps[0][0], accumulation=4)
     expected, phases = plainly(make, steps), list[Phase]()
@@ -127,11 +133,24 @@ def test_an_error_in_one_micro_batch_ends_all_and_the_next_step_is_right() -> No
         def failing(model: Any, batch: Any) -> None:
             loss = hf_loss(model, batch)
             if batch is steps[0][broken]:  # noqa: B023 - called in this turn
-                raise ValueError("mine")
+                if broken:  # noqa: B023
+                    raise ValueError("mine")
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                handled.wait()  # noqa: B023
             optimizer.backward(loss)  # noqa: B023
 
-        with pytest.raises(ValueError, match="mine"):
-            optimizer.accumulate(failing, steps[0])
+        handled = threading.Event()
+
+        def interrupting(*_: Any) -> None:
+            handled.set()  # noqa: B023
+            raise ValueError("mine")
+
+        before = signal.signal(signal.SIGINT, interrupting)
+        try:
+            with pytest.raises(ValueError, match="mine"):
+                optimizer.accumulate(failing, steps[0])
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batch")]
         phase = engine_of(module).phase
         assert phase.now is Phase.IDLE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.errors import InputError
@@ -307,7 +308,7 @@ def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -
     make = seeded(lambda: Dropping(three()))
     with torch.random.fork_rng(devices=[]):
         expected = plainly(make, steps, dropping_loss)
-        object.__setattr__(plan, "model_fingerprint", _fingerprint(make()))
+        object.__setattr__(plan, "model_fingerprint", fingerprint(make()))
         assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
 
 
@@ -349,10 +350,6 @@ def test_7_those_that_skip_the_end_of_a_round_wait_for_the_others() -> None:
     assert Noted.ran == [*forward, *forward, *forward[1::-1], *forward[::-1]]
 
 
-def _fingerprint(model: nn.Module) -> str:
-    return fingerprint(model)
-
-
 _level: contextvars.ContextVar[int] = contextvars.ContextVar("level", default=0)
 
 
@@ -372,6 +369,10 @@ def test_8_autocast_and_context_variables_reach_the_threads_and_layers_that_run_
         with torch.autocast("cpu", torch.bfloat16):
             return square_loss(model, batch)
 
+    def outside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return square_loss(model, batch)
+
     expected = plainly(make, steps, inside)
     seen.clear()
     token = _level.set(7)
@@ -383,16 +384,26 @@ def test_8_autocast_and_context_variables_reach_the_threads_and_layers_that_run_
         _level.reset(token)
     assert {level for level, _ in seen} == {7}
     assert found.same_as(plainly(make, steps[:1], inside))
+    seen.clear()
+    in_passes(make, steps[:1], plan, outside, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert {kind for _, kind in seen} == {torch.float32}
 
 
-def test_8_a_mode_that_other_threads_would_escape_is_refused() -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions])
+def test_8_a_mode_that_other_threads_would_escape_is_refused(mode: Any) -> None:
     make, steps = seeded(lambda: Stack(three())), vectors(3)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=3)
-    with pytest.raises(InputError, match="enter it inside of step_fn"), Mode():
+    with pytest.raises(InputError, match="enter it inside of step_fn"), mode():
         in_passes(make, steps, plan, square_loss)
 
 
@@ -415,6 +426,8 @@ def test_8_the_default_device_reaches_the_threads() -> None:
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
     in_passes(make, steps, plan, loss, around=lambda: torch.device("meta"))
     assert seen == ["meta"] * 2
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        in_passes(make, steps, plan, square_loss, around=torch.no_grad)
 
 
 class Remembering(Stack):
@@ -497,7 +510,7 @@ def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, messa
     make = seeded(lambda: Glued([layer(), layer()]))
     if layer is Normed:
         plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    object.__setattr__(plan, "model_fingerprint", _fingerprint(make()))
+    object.__setattr__(plan, "model_fingerprint", fingerprint(make()))
     with pytest.raises(InputError, match=message):
         in_passes(make, steps, plan, loss)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.access import swapping
 from elixir.chunk.lanes import Emulation
@@ -430,13 +431,25 @@ class Noted(Layer):
         return super().forward(x)
 
 
+class Nothing(torch.autograd.Function):
+    """Has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
 class HalfUsed(Stack):
-    """Leaves the output of its last layer alone, unlike in the traced step."""
+    """Has a last layer whose output gets no gradient, unlike in the traced step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.run(self.layers[0], self.first(x))
-        self.run(self.layers[1], x)
-        found: torch.Tensor = self.last(x)
+        rest: torch.Tensor = Nothing.apply(self.run(self.layers[1], x)).sum()  # type: ignore[no-untyped-call]
+        found: torch.Tensor = self.last(x) + rest
         return found
 
 
@@ -452,6 +465,41 @@ def test_a_layer_whose_output_has_no_gradient_does_not_run_again_in_a_pass() -> 
     assert plan.step.checkpointed == ("layers.0", "layers.1")
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
     assert [layer.calls for layer in made[0].layers] == [4, 2]
+
+
+class Casting(Layer):
+    """Counts its calls, and the casts of its weight that they make."""
+
+    calls = casts = 0
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        with Casts(self):
+            return super().forward(x, *more)
+
+
+class Casts(TorchDispatchMode):
+    def __init__(self, layer: Casting) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._layer.casts += func is torch.ops.aten._to_copy.default and args[0].shape == (8, 8)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_cast_of_a_weight_outlasts_a_call_of_its_layer_in_a_pass() -> None:
+    made: list[nn.Module] = []
+
+    def twice_through(layers: nn.ModuleList) -> nn.Module:
+        made.append(Stack([*layers, *layers]))
+        return made[-1]
+
+    steps, make = vectors(2, steps=1), seeded(lambda: twice_through(nn.ModuleList([Casting(), Casting()])))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2, home="cuda")
+    in_passes(make, steps, plan, square_loss, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    layers = [each for each in made[-1].modules() if isinstance(each, Casting)]
+    assert [(each.calls, each.casts) for each in layers] == [(8, 8)] * 2
 
 
 class Entered(Stack):
@@ -482,18 +530,6 @@ def test_a_leaf_that_enters_a_layer_of_a_pass_gets_its_gradient(monkeypatch: pyt
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
-
-
-class Nothing(torch.autograd.Function):
-    """Has no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
 
 
 class Scaled(Stack):
