@@ -41,7 +41,8 @@ def refuse_incomplete(outputs: Sequence[Any], inputs: Sequence[Any], is_new: Cal
 
 def _ends(outputs: Sequence[Any]) -> list[Slot]:
     """The ends of the graphs of some outputs at layers."""
-    found = [slot for each in outputs if _is_leaf(each) and (slot := Slot.of(each)) is not None]
+    tensors = (each for each in outputs if isinstance(each, torch.Tensor))
+    found = [slot for each in tensors if (slot := Slot.of(each)) is not None]  # such as leaves, which no node has made
     todo, seen = [_node(each) for each in outputs], set()
     while todo:
         node = todo.pop()

@@ -118,14 +118,16 @@ def test_outputs_that_are_made_of_each_other_have_whole_gradients(part_first: bo
         in_passes(make, steps, plan, asking("hidden", "allow_unused", []))
 
 
-def test_the_gradient_of_the_very_output_of_a_layer_is_refused() -> None:
-    """The output is a leaf in a pass; no operator comes after the layer."""
+@pytest.mark.parametrize("of", ["output", "input"])
+def test_the_gradient_of_what_leaves_or_enters_a_layer_is_refused(of: str) -> None:
+    """No operator comes after an output; an input is a leaf in a pass."""
 
     def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         outputs: list[torch.Tensor] = []
         with model.layers[2].register_forward_hook(lambda layer, args, output: outputs.append(output)):
             made = model(batch["x"])
-        torch.autograd.grad(outputs[0], model.first.weight, torch.ones_like(outputs[0]), allow_unused=True)
+        asked = outputs[0] if of == "output" else made["entered"]
+        torch.autograd.grad(asked, model.first.weight, torch.ones_like(asked), allow_unused=True)
         found: torch.Tensor = made["loss"]
         return found
 

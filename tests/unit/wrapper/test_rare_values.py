@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -465,6 +466,28 @@ def test_a_layer_whose_output_has_no_gradient_does_not_run_again_in_a_pass() -> 
     assert plan.step.checkpointed == ("layers.0", "layers.1")
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
     assert [layer.calls for layer in made[0].layers] == [4, 2]
+
+
+def test_layers_of_an_evaluation_inside_of_a_pass_take_no_turns() -> None:
+    ran: list[tuple[str, bool]] = []
+
+    class Watched(Layer):
+        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            ran.append((threading.current_thread().name, torch.is_grad_enabled()))
+            return super().forward(x, *more)
+
+    def evaluating(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch["x"])
+        return square_loss(model, batch)
+
+    steps, make = vectors(2, steps=1), seeded(lambda: Stack([Watched(), Watched()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    ran.clear()
+    in_passes(make, steps, plan, evaluating)
+    first, second = "micro-batch 0", "micro-batch 1"
+    assert [name for name, trains in ran if not trains] == [first, first, second, second]
+    assert [name for name, trains in ran if trains][:4] == [first, second, first, second]
 
 
 class Casting(Layer):
