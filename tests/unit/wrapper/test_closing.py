@@ -102,13 +102,14 @@ def test_low_precision_comes_back_as_its_masters_in_the_dtype_in_which_it_came(m
 
 def test_a_model_from_meta_has_values_on_the_host() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
     it = Case(model, {"input": torch.randn(2, 4)}, square_loss)
-    module = ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    module = ElixirModule(model, make_plan(it, "streamed", unified_dtype="bfloat16"), device=gpu.DEVICE)
     state = module.state_dict()
     module.close()
     assert_plain(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model[1].running_var.dtype is torch.float32
     torch.testing.assert_close(model(it.inp["input"]).isfinite().all(), torch.tensor(True))
 
 
@@ -178,7 +179,7 @@ def test_a_model_whose_wrapping_fails_in_the_end_is_an_ordinary_one(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("llama", layers=1)
-    plan, state = make_plan(it, "mixed"), copy.deepcopy(it.model.state_dict())
+    plan, kept = make_plan(it, "mixed", unified_dtype="bfloat16"), copy.deepcopy(it.model)
     before, threads = _bytes_in_tensors(), threading.active_count()
     monkeypatch.setattr(promises, "enter", mock.Mock(side_effect=error))
     with contextlib.suppress(type(error)):
@@ -186,7 +187,8 @@ def test_a_model_whose_wrapping_fails_in_the_end_is_an_ordinary_one(
     error.with_traceback(None)
     assert_plain(it.model)
     assert not any("forward" in vars(each) for each in it.model.modules())
-    assert all(torch.equal(value, state[name]) for name, value in it.model.state_dict().items())
+    for found, expected in ((it.model.parameters(), kept.parameters()), (it.model.buffers(), kept.buffers())):
+        assert all(torch.equal(*pair) and pair[0].dtype is pair[1].dtype for pair in zip(found, expected, strict=True))
     assert (_bytes_in_tensors(), threading.active_count()) == (before, threads)
 
 
