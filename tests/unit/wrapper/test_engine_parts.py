@@ -1,4 +1,4 @@
-"""The heap that threads share, and the order of streams that use weights: of other devices than this machine has."""
+"""The heap that threads share, weights that count writes, and the order of streams that use weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.access.interception import CountedParameter
 from elixir.chunk.group import Group
 from elixir.hardware import process_memory
+from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.weight_uses import WeightUses
+from tests.common.parity import Case, make_plan, square_loss
 
 
 def test_threads_share_a_heap_where_compute_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +28,14 @@ def test_threads_share_a_heap_where_compute_is_on_the_cpu(monkeypatch: pytest.Mo
     assert engine.end()
     assert engine.phase.closed
     engine.stop()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", nn.Parameter), ("bfloat16", CountedParameter)])
+def test_only_weights_with_masters_count_writes_through_data(dtype: str, kind: type) -> None:
+    it = Case(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, square_loss)
+    module = ElixirModule(it.model, make_plan(it, "resident", unified_dtype=dtype), device="cpu")
+    assert {type(each) for each in it.model.parameters()} == {kind}
+    module.close()
 
 
 class Stream:
