@@ -25,13 +25,15 @@ from elixir.search.planner import setting_for, to_plan
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import HOMES, Placement, Spill
+from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.propose.candidate import Candidate, updated_early, weigh
 from elixir.search.propose.placement_batch import possible_homes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import Form
+from elixir.step_trace import Form, StepTrace
+from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers
 from tests.common.observed import steady
 from tests.unit.search.test_recorded_parts import measured_machine
@@ -42,14 +44,33 @@ NAMES = (*(f"steps {seed}" for seed in range(36)), *(f"seen {seed}" for seed in 
 ROOM = Budgets(1 << 50, 1 << 50, 1 << 50, device_reserve_bytes=7, host_reserve_bytes=9)
 
 
-def some_space(draw: random.Random) -> tuple[SearchSpace, str]:
-    """A step of layers on a machine as it is asked to run, and its optimizer."""
+def some_space(draw: random.Random) -> tuple[SearchSpace, str, StepTrace]:
+    """A step of layers on a machine as it is asked to run, its optimizer, and the step of one micro-batch."""
     form: Form = draw.choice(("plain", "checkpointed", "compiled"))
     layers, kind = some_layers(draw, form), draw.choice(("", "", "adapters", "copies"))
     trace = layered_step(layers, adapters=kind == "adapters", copies=kind == "copies")
-    parameters = [replace(each, dtype=draw.choice(("bfloat16", "bfloat16", "float32"))) for each in trace.parameters]
+    parameters = [
+        replace(
+            each,
+            dtype=draw.choice(("bfloat16", "bfloat16", "float32")),
+            grad_access=draw.choice((each.grad_access,) * 7 + (None,)),
+            grad_arrivals=draw.choice((1, 1, 1, 2)),
+        )
+        for each in trace.parameters
+    ]
+    last, known = len(trace.accesses) - 1, draw.random() < 0.7
+    accesses = [
+        replace(
+            each,
+            arriving_bytes=draw.choice((0, 50 * MIB)) * (each.phase == "backward") if known else None,
+            pin_until=min(each.pin_until + draw.choice((0, 0, 0, 1, 3)), last),
+        )
+        for each in trace.accesses
+    ]
+    whole = replace(trace, parameters=tuple(parameters), accesses=tuple(accesses))
     size = draw.choice((1, 2, 3)) if form == "checkpointed" else 1
-    trace = pass_trace(replace(trace, parameters=tuple(parameters)), size)
+    moves = size > 1 and draw.random() < 0.5
+    trace = pass_trace(with_inputs_on_host(whole, movable_inputs(whole)) if moves else whole, size)
     machine, ranks = measured_machine(draw), draw.choice((1, 1, 2, 4))
     machine = replace(machine, flops_per_s=dict.fromkeys(("bfloat16", "float32"), machine.flops_per_s["bfloat16"]))
     optimizer = draw.choice(("Adam", "AdamW", "SGD", "Muon + AdamW", "Muon + AdamW"))
@@ -65,7 +86,7 @@ def some_space(draw: random.Random) -> tuple[SearchSpace, str]:
         "replicas": draw.choice((1, ranks // 2 or 1)),
     }
     setting = setting_for(trace, machine, SearchRequest.of(ranks, **options))
-    return SearchSpace(trace, machine, setting, compute_scale=draw.choice((1.0, 1.3))), optimizer
+    return SearchSpace(trace, machine, setting, compute_scale=draw.choice((1.0, 1.3))), optimizer, whole
 
 
 def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
@@ -84,7 +105,7 @@ def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
 
 def steps_of(draw: random.Random) -> list[Any]:
     """Steps of one packing, and all that is predicted of them."""
-    (space, optimizer), found = some_space(draw), list[Any]()
+    (space, optimizer, whole), found = some_space(draw), list[Any]()
     model = space.model(draw.choice(space.sizes(outsized=True)))
     spread = replace(space.setting, spill=Spill(1, 1 << 50))
     with_disk = MemoryModel(model.work, spread)
@@ -95,7 +116,7 @@ def steps_of(draw: random.Random) -> list[Any]:
         need = candidate.need
         found.append([need.device_bytes, need.device_parts, need.host_parts, need.disk_bytes, need.grad_blocks])
         found.append([candidate.seconds, candidate.moved, candidate.thrift[:4], with_disk.host_parts(placement)])
-        found.append(simulated(draw, space, candidate, optimizer))
+        found.append(simulated(draw, space, candidate, optimizer, whole))
         codes, blocks = placement.codes[None], np.array([candidate.schedule.blocks])
         rest = model.device(codes, all_stretches=True)
         found.append([rest.live.tolist(), rest.gradients.tolist(), rest.temporary.tolist(), rest.rest_bytes.tolist()])
@@ -111,17 +132,19 @@ def steps_of(draw: random.Random) -> list[Any]:
     return found
 
 
-def simulated(draw: random.Random, space: SearchSpace, candidate: Candidate, optimizer: str) -> list[Any]:
+def simulated(
+    draw: random.Random, space: SearchSpace, candidate: Candidate, optimizer: str, whole: StepTrace
+) -> list[Any]:
     """The candidate as a plan, and the work of its steps."""
     plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
     clipped, steps = draw.random() < 0.5, draw.choice((None, 1, 2, 3))
-    step = simulate_step(plan, space.trace, space.hardware, clipped=clipped, steps=steps, compute_scale=1.1)
+    step = simulate_step(plan, whole, space.hardware, clipped=clipped, steps=steps, compute_scale=1.1)
     return [planned(plan), step, step.utilisation, step.bound_by]
 
 
 def seen_of(draw: random.Random) -> list[Any]:
     """The machine as runs of a plan show it: with lanes that worked for too little to tell, or moved nothing."""
-    space, optimizer = some_space(draw)
+    space, optimizer, whole = some_space(draw)
     model = space.model(min(space.sizes(outsized=True)))
     placement = some_homes(draw, model)
     fewest = model.work.schedule(placement.residents, 0).min_blocks
@@ -146,8 +169,8 @@ def seen_of(draw: random.Random) -> list[Any]:
         )
 
     ranks = [one_rank() for _ in range(3)]
-    machine, scale = calibrated(space.trace, space.hardware, plan, worst(ranks))
-    here_s = [simulated_s(plan, space.trace, machine, each, compute_scale=1.1) for each in ranks]
+    machine, scale = calibrated(whole, space.hardware, plan, worst(ranks))
+    here_s = [simulated_s(plan, whole, machine, each, compute_scale=1.1) for each in ranks]
     return [worst(ranks), replace(machine, learned=None), float(f"{scale:.5g}"), here_s]
 
 
