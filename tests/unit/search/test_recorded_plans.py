@@ -32,7 +32,7 @@ from elixir.search.advise.answer import Answer
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.question import Question, StepQuestion
-from elixir.search.replan import EarlyShares, Observation, calibrated, correct, worst
+from elixir.search.replan import LEAST_KEPT, EarlyShares, Observation, calibrated, correct, worst
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
@@ -114,12 +114,14 @@ def corrected(draw: random.Random, name: str) -> dict[str, Any]:
     lanes = ("fetch", "offload", "host_adam", "refresh")
 
     def seen() -> Observation:
-        kept = draw.choice((0.0, 0.6, 1.0))
+        kept = draw.choice((0.0, LEAST_KEPT, 1.0))
+        host_bytes = plan.predicted.host_step_bytes * draw.choice((0.9, 1.0, 1.1, 3.0))
         return steady(
             plan,
             step_s=step.step_s * draw.uniform(0.7, 2),
             busy_s={lane: step.busy_s.get(lane, 0.0) * draw.uniform(0.5, 2) for lane in lanes},
             device_peak_bytes=int(plan.predicted.device_peak_bytes * draw.uniform(0.9, 1.1)),
+            host_peak_bytes=int(host_bytes / machine.ranks_per_host(plan.world_size)),
             batches=draw.choice((None, plan.passes, 3)),
             early=EarlyShares(max(kept, 0.8), max(kept, 0.5), kept),
         )

@@ -31,6 +31,7 @@ from elixir.search.propose.placement_batch import possible_homes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import Form, StepTrace
 from elixir.units import MIB
@@ -40,7 +41,7 @@ from tests.unit.search.test_recorded_parts import measured_machine
 from tests.unit.search.test_recorded_plans import planned, rounded
 
 RECORDED = Path(__file__).with_suffix(".json")
-NAMES = (*(f"steps {seed}" for seed in range(36)), *(f"seen {seed}" for seed in range(10)))
+NAMES = (*(f"steps {seed}" for seed in range(36)), *(f"seen {seed}" for seed in (*range(8), 17, 51)))
 ROOM = Budgets(1 << 50, 1 << 50, 1 << 50, device_reserve_bytes=7, host_reserve_bytes=9)
 
 
@@ -147,18 +148,20 @@ def seen_of(draw: random.Random) -> list[Any]:
     space, optimizer, whole = some_space(draw)
     model = space.model(min(space.sizes(outsized=True)))
     placement = some_homes(draw, model)
+    if model.setting.early_updates is not False and draw.random() < 0.6:
+        placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
     fewest = model.work.schedule(placement.residents, 0).min_blocks
     candidate = weigh(model, placement, fewest, 0, space.cost)
     plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
 
-    def one_rank() -> Observation:
+    busy = {name: draw.choice((0.0, LEAST_BUSY_S, 0.02)) for name in ("refresh", "fetch", "offload", "host_adam")}
+
+    def one_rank(part: float) -> Observation:
         kept = draw.choice((0.0, 0.25, 1.0))
         return steady(
             plan,
             step_s=plan.predicted.step_s * draw.uniform(0.7, 2),
-            busy_s={
-                name: draw.choice((0.0, LEAST_BUSY_S, 0.02)) for name in ("refresh", "fetch", "offload", "host_adam")
-            },
+            busy_s={name: part * seconds for name, seconds in busy.items()},
             fetched_bytes=draw.choice((0, 10**9)),
             refreshed_bytes=draw.choice((0, 10**8)),
             offloaded_bytes=draw.choice((0, 10**9)),
@@ -168,7 +171,7 @@ def seen_of(draw: random.Random) -> list[Any]:
             early=EarlyShares(max(kept, draw.choice((0.5, 1.0))), draw.choice((0.25, 0.75)), kept),
         )
 
-    ranks = [one_rank() for _ in range(3)]
+    ranks = [one_rank(part) for part in draw.choice(((0.5, 1.0), (1.0, 0.5)))]
     machine, scale = calibrated(whole, space.hardware, plan, worst(ranks))
     here_s = [simulated_s(plan, whole, machine, each, compute_scale=1.1) for each in ranks]
     return [worst(ranks), replace(machine, learned=None), float(f"{scale:.5g}"), here_s]
