@@ -16,7 +16,7 @@ from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.wrapper.step import gradient_norm
 from elixir.wrapper.step.class_states import wide_dtype
-from elixir.wrapper.step.elementwise import options_of, set_options
+from elixir.wrapper.step.elementwise import Rehearsal, options_of, set_options
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, KnownNorms, clip_factor, each_norm, norm_of_norms
 from elixir.wrapper.step.user_optimizer import (
     accepted_options,
@@ -301,3 +301,29 @@ def test_loaded_options_are_those_of_the_class_and_how_it_steps_stays() -> None:
 )
 def test_steps_of_known_classes_are_predictable(make: Any, predictable: bool) -> None:
     assert user_of(make([nn.Parameter(torch.ones(1))], lr=0.5)).is_predictable is predictable
+
+
+class Watching(torch.optim.Optimizer):
+    """Notes in its groups what it has found, and makes a state in its constructor and another one in each step."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["made"] = 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                group["found"] = (weight.item(), weight.grad is not None, sorted(self.state[weight]))
+                self.state[weight]["stepped"] = weight.add_(1)
+
+
+def test_a_rehearsal_is_always_of_a_first_step_with_the_given_options() -> None:
+    rehearsal = Rehearsal(lambda groups: Watching([{"params": each} for each in groups]), 2)
+    for stepped in (1, 0):
+        given = [{"lr": 1.0, "more": 2}, {"lr": 2.0}]
+        found = rehearsal.after(given, {stepped})
+        assert found == [{**each, "found": (0.0, index == stepped, ["made"])} for index, each in enumerate(given)]
+    assert rehearsal.after([{}, {}], ())[0] == {"found": (0.0, False, ["made"])}

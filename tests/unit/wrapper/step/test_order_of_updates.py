@@ -148,9 +148,11 @@ def test_states_that_have_left_do_not_come_back() -> None:
     ("mode", "options", "steps_parameters", "fuses"),
     [
         ("resident", {}, True, False),
+        ("resident", {"use_fused_kernels": True}, True, False),
         ("resident", {"moments": "8bit"}, False, True),
         ("resident", {"unified_dtype": "bfloat16"}, False, False),
         ("streamed", {}, False, False),
+        ("streamed", {"use_fused_kernels": True}, False, True),
         ("streamed", {"moments": "8bit"}, False, True),
         ("streamed", {"unified_dtype": "bfloat16"}, False, False),
     ],
@@ -158,8 +160,13 @@ def test_states_that_have_left_do_not_come_back() -> None:
 def test_parameters_are_stepped_themselves_if_their_weights_and_states_are_resident(
     mode: str, options: dict[str, Any], steps_parameters: bool, fuses: bool
 ) -> None:
-    it = chain(2)
-    module = ElixirModule(it.model, make_plan(it, mode, split_number=2, **options), device="cpu")
+    it, planning = chain(2), {name: value for name, value in options.items() if name != "use_fused_kernels"}
+    module = ElixirModule(
+        it.model,
+        make_plan(it, mode, split_number=2, **planning),
+        device="cpu",
+        use_fused_kernels="use_fused_kernels" in options,
+    )
     first, second = (
         ElixirOptimizer(module, torch.optim.AdamW(layer.parameters(), lr=1e-3)) for layer in it.model.layers
     )
@@ -191,5 +198,6 @@ def test_only_steps_of_known_classes_without_gradients_are_left_out(kind: Any, p
     optimizer.step()
     module.settle()
     assert (mine.has_stepped, mine.has_all_states) == (True, predictable)
+    assert stepper_of(optimizer).has_states
     module.close()
     assert not stepper_of(optimizer).has_states
