@@ -120,7 +120,7 @@ def test_the_thread_of_a_save_waits_for_the_step_before_it_and_the_caller_does_n
 
     def begin_and_wait(states: ChunkStates) -> None:
         waited.add(threading.current_thread().name)
-        threading.Timer(0.02, begins.set).start()  # whoever does not wait reads what the step has not changed yet
+        threading.Timer(0.02, begins.set).start()  # a thread that does not wait reads what the step has not changed
         wait(states)
 
     monkeypatch.setattr(ChunkStates, "wait", begin_and_wait)
