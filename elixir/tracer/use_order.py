@@ -143,6 +143,8 @@ class UseOrder:
                 self.backward_position = min(self.backward_position, len(self._log))
                 self._forward_depth = len(self._scopes)
                 self._backward_grad_mode = _creates_graph()
+            else:
+                self._end_node()
         if not running:
             return "forward"
         if len(self._scopes) > self._forward_depth:
@@ -368,9 +370,7 @@ class UseOrder:
 
     def finish(self) -> None:
         """Closes open uses: the step is over."""
-        for position in self._node_uses:
-            self.uses[position].pin_until = max(position, self.uses[position].pin_until)
-        self._node_uses = []
+        self._end_node()
         self._finished = True
 
     def join_units(self, units: Iterable[str]) -> None:
@@ -468,9 +468,14 @@ class UseOrder:
         """Ends the uses of the previous autograd node once another one runs."""
         sequence = current_node_number()
         if sequence != self._node:
-            for position in self._node_uses:
-                self.uses[position].pin_until = max(position, len(self.uses) - 1)
-            self._node, self._node_uses, self._node_parameters = sequence, [], set()
+            self._end_node()
+            self._node = sequence
+
+    def _end_node(self) -> None:
+        """Ends the uses of an autograd node: another one runs, or backward is over, after which a run unpins too."""
+        for position in self._node_uses:
+            self.uses[position].pin_until = len(self.uses) - 1
+        self._node, self._node_uses, self._node_parameters = -1, [], set()
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)

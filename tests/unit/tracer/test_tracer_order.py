@@ -238,6 +238,8 @@ def test_accumulation_keeps_the_last_moment_of_a_gradient() -> None:
     trace = cpu_trace(Mlp(), INP, accumulates)
     assert [event.phase for event in trace.accesses] == ["forward", "forward", "backward"] * 2
     assert {p.grad_access for p in trace.parameters} == {5}
+    # The last node of a backward ends with it, and not when the next backward begins.
+    assert [event.pin_until for event in trace.accesses] == [0, 1, 2, 3, 4, 5]
 
 
 def test_one_function_that_reads_two_parameters_is_one_access() -> None:
