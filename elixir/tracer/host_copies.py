@@ -17,7 +17,7 @@ import torch.autograd.graph
 from elixir.torch_private import DisableTorchDispatch, parsed_to, swap_tensors, tree_leaves
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.operator_cache import Arguments, Category, Traits
+from elixir.tracer.operator_cache import Arguments, Traits
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.values.shadows import Shadows
 
@@ -67,10 +67,9 @@ class HostCopies:
             self._comes_back(args[0])
             return NotImplemented
         result = op.func(*args, **kwargs)
-        if op.category is not Category.MUTATES:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and self._ledger.find(tensor) is None:  # it may be a second name
-                    self._add(tensor, pinned=False)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self._ledger.find(tensor) is None:  # it may be a second name
+                self._add(tensor, pinned=False)
         return result
 
     def _out(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -94,6 +93,7 @@ class HostCopies:
             return func(*args, **plain)  # type: ignore[no-any-return]
         made: torch.Tensor = func(*args, **plain | {"device": torch.device("meta")})
         self._add(made, pinned=True)
+        self._shadows.derive(func, args, plain, [], [made])
         return made
 
     def _fill(self, target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -102,11 +102,12 @@ class HostCopies:
         if target.is_meta:
             there, here = self.holds(target), self.holds(source)
             if there and not here and source.is_meta:
-                if (known := self._shadows.of(source)) is not None:
-                    self._shadows.attach(target, known.value().expand(target.shape))
                 self._crosses(source, target)
             elif here and not there:
                 self._comes_back(source)
+            record = self._ledger.find(target)
+            if record is not None and (there or here):
+                self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
             return there or here
         if not source.is_meta:
             return False

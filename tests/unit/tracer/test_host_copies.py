@@ -14,12 +14,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 from elixir import optimal_search
-from elixir.errors import PlanError
+from elixir.errors import PlanError, TraceError
 from elixir.models import default_input
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from tests.common.tiny_models import tiny
-from tests.common.tracing import H200, Seen, cpu_trace, trace_step
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, trace_step
 
 FORMS = ("save_on_cpu", "save_on_cpu pinned", "offload_wrapper", "offloaded checkpoints")
 PINNED = FORMS[1:]
@@ -197,3 +197,29 @@ def test_a_known_number_is_known_on_the_host_too(shape: tuple[int, ...]) -> None
     trace = trace_step(nn.Linear(4, 4), {"x": torch.rand(2, 4), "number": torch.tensor(2.5)}, step, hardware=H200)
     assert list(seen) == [True]
     assert trace.host_peak_bytes == (16 if shape else 4)  # pinned memory comes in powers of two
+
+
+def test_copies_of_known_numbers_are_known_where_they_go_and_nothing_else_is() -> None:
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        ids, device = inp["ids"], inp["ids"].device
+        there, back = torch.empty(2, 3, dtype=torch.int64, pin_memory=True), torch.empty_like(ids)
+        there[1].copy_(ids)
+        there[0].copy_(ids + 1)
+        back.copy_(there[1])
+        other = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        for source in (ids, there[0], torch.tensor([7, 8, 9])):
+            other.copy_(source)
+            seen.append(other.to(device).tolist())
+        seen.append([*there.to(device).tolist(), back.tolist(), torch.empty_like(ids).copy_(ids.cpu()).tolist()])
+        model(inp["x"]).sum().backward()
+        there[0].copy_(model(inp["x"])[0].detach())
+        if "decides" in inp:
+            int(there.to(device)[0, 0])
+
+    seen = Seen()
+    inp = {"x": torch.rand(2, 4), "ids": torch.tensor([3, 1, 2])}
+    for hardware in (H200, CPU):
+        trace_step(nn.Linear(4, 3), inp, step, hardware=hardware)
+    with pytest.raises(TraceError, match="the code decides by"):
+        trace_step(nn.Linear(4, 3), inp | {"decides": 1}, step, hardware=H200)
+    assert list(seen) == [[3, 1, 2], [4, 2, 3], [7, 8, 9], [[4, 2, 3], [3, 1, 2], [3, 1, 2], [3, 1, 2]]] * 3

@@ -148,6 +148,43 @@ def to_the_host(pinned: bool) -> Step:
     return step
 
 
+def further_copies(model: nn.Module, inp: dict[Any, Any]) -> None:
+    """Copies of known values, of views, of other layouts and dtypes, of nothing, and of what was on the host."""
+    ids, hidden = inp["ids"], model(inp["x"])
+    device, detached, real = hidden.device, hidden.detach(), torch.arange(8.0)
+    known, rows, turned = ids.cpu(), detached.cpu(), detached.t().cpu()
+    room, pinned = torch.empty_like(rows), torch.empty(8, dtype=torch.int64, pin_memory=True)
+    room.copy_(real.expand(8, 8))
+    room.copy_(rows.mul(2))
+    pinned.copy_(ids)
+    nothing = torch.empty(0, 8, pin_memory=True)
+    nothing.copy_(detached[:0])
+    halves = torch.empty(2, 4, 8, device="cpu", dtype=detached.dtype)
+    halves[0].copy_(detached[:4])
+    narrow = torch.empty(8, 8, device="cpu", dtype=torch.float16)
+    narrow.copy_(detached)
+    values = torch.zeros(8, device="cpu", dtype=torch.int64)
+    values.copy_(ids)
+    again = torch.empty_like(ids)
+    again.copy_(known)
+    turned.add_(1).mul_(turned)
+    F.rrelu_(turned, training=True)
+    found = [
+        hidden[known.to(device)],
+        hidden[pinned.to(ids)],
+        hidden[: int(values[1]) + 1],
+        hidden[: int(again[1]) + 1],
+    ]
+    found += [hidden * each.to(device).float().mean() for each in (rows, turned, room, nothing, halves, narrow)]
+    found += [hidden * rows.to(detached).mean(), hidden * rows.to(torch.float64).to(device, hidden.dtype, copy=True)]
+    found += [
+        hidden * (rows + torch.arange(8, device="cpu")).to(device).to(hidden.dtype),
+        hidden[..., rows.shape[0] - 1 :],
+    ]
+    found += [hidden * detached[:, :1].expand(8, 8).cpu().to(device), hidden * detached[:1, ::2].cpu().to(device).sum()]
+    torch.stack([each.float().sum() for each in found]).nansum().backward()
+
+
 def without_gradients(model: Any, inp: dict[Any, Any]) -> None:
     """Attention that keeps nothing for backward: nothing needs a gradient, or gradients are off."""
     plain, trained = inp["x"], model.a(inp["x"])
@@ -331,6 +368,7 @@ CASES: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...]]] = {
     "values of weights": (with_ids, values_of_weights, TWO),
     "to the host": (lambda: (mlp(), x(64, 64)), to_the_host(False), TWO),
     "to the host, pinned": (lambda: (mlp(), x(64, 64)), to_the_host(True), TWO),
+    "further copies to the host": (with_ids, further_copies, TWO),
     "checkpoints": (with_two, checkpoints, TWO),
     "unusual uses": (unusual, sum_step, TWO),
     "attention without gradients": (with_attention, without_gradients, ALL),
