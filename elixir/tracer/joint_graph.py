@@ -119,9 +119,7 @@ class JointGraph:
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A module whose graph may be changed; its tensors are those of the other."""
-    copied = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
-    copied.meta.update(module.meta)
-    return copied
+    return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 class _FirstUses(TorchFunctionMode):

@@ -161,7 +161,7 @@ def _accesses(
         np.maximum.reduceat(np.append(live, 0), between)[::2].tolist()
         for live in (other, other if arriving is None else other + arriving)
     )
-    kept = np.maximum(np.minimum([use.kept_position for use in order.uses], len(other) - 1) - 1, 0)
+    kept = [use.kept_position - 1 for use in order.uses]  # the log begins with the parameters
     number = numbers.__getitem__
     return tuple(
         Access(

@@ -264,16 +264,16 @@ class Shadows:
 
     def exchange(self, func: Any, args: Any) -> None:
         """Follows a collective, whose schema does not say that it writes to its first argument: other ranks have what
-        this one has. One without a second argument changes the first in place, which stays as it is here."""
-        if func.namespace != "c10d" or len(args) < 2:
+        this one has. One without tensors in its second changes the first in place, which stays as it is here."""
+        if func.namespace != "c10d":
             return
         written, given, *_ = args
         sources = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
         for tensor in tree_leaves(written) if sources else ():
             record = self._ledger.find(tensor)
-            value = self.real(sources[0])
-            if record is None or record.shadow is None:
+            if record is None:  # a tensor on the host, which has values
                 continue
+            value = self.real(sources[0])
             if value is None or tensor.numel() % max(value.numel(), 1):
                 record.shadow = None
                 continue
