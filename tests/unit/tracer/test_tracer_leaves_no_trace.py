@@ -387,11 +387,12 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
 def test_a_trace_is_gone_without_the_garbage_collector() -> None:
     """It holds tens of thousands of objects, and would be collected as soon as it has ended."""
     model = tiny("opt", checkpoint="non-reentrant")
-    inp = default_input(model, batch=2, seq=16)
+    inp, kept = default_input(model, batch=2, seq=16), Seen()
 
     def with_values_nobody_asks_for(model: nn.Module, batch: Any) -> None:
         default_step(model, batch)
         batch["input_ids"].cumsum(0)
+        kept.append(batch["input_ids"].cumsum(1))
 
     gc.collect()
     gc.disable()

@@ -481,10 +481,15 @@ def test_what_is_gathered_from_ranks_is_what_this_rank_has(one_rank: None) -> No
         dist.all_gather(listed, mine)
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(at_once, mine)
         assert [int(listed[0]), int(at_once[0])] == [3, 3]
+        on_host = [torch.zeros(2)]
+        dist.all_gather(on_host, torch.ones(2))
+        dist.all_reduce(on_host[0])
+        assert on_host[0].tolist() == [1, 1]
         model(inp["x"]).sum().backward()
 
     inp = {"x": torch.randn(2, 4), "ids": torch.tensor([1, 2, -1, 3])}
-    trace_step(nn.Linear(4, 8), inp, step, hardware=CPU)
+    for hardware in (CPU, H200):
+        trace_step(nn.Linear(4, 8), inp, step, hardware=hardware)
 
     def decides(model: nn.Module, inp: dict[Any, Any]) -> None:
         total = model(inp["x"]).sum()
