@@ -172,7 +172,40 @@ def test_the_forward_of_units_is_known_operator_by_operator() -> None:
     assert (forward.again, forward.accesses_again) == (2, 2)
 
 
-def test_weights_of_layers_that_choose_experts_come_one_by_one() -> None:
-    model = test_units_as_one.Stack(test_units_as_one.Chooses)
-    units = cpu_trace(model, test_units_as_one.INP, sum_step).units
-    assert [unit.fetch for unit in units] == ["parameters"] * len(units) != []
+class KeepsAView(test_units_as_one.Layer):
+    """Transposes a weight once, and uses that in all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.up.weight.t()
+        return x + self.down(torch.tanh(x @ self.kept))
+
+
+def fetches(model: nn.Module) -> set[str]:
+    return {unit.fetch for unit in cpu_trace(model, INP, sum_step).units}
+
+
+@pytest.mark.parametrize("layer", ["Layer", "Writes", "Chooses", "KeepsAView"])
+def test_layers_may_be_fetched_as_one_unless_they_write_choose_or_keep(layer: str) -> None:
+    kind = KeepsAView if layer == "KeepsAView" else getattr(test_units_as_one, layer)
+    assert fetches(test_units_as_one.Stack(kind)) == {"either" if layer == "Layer" else "parameters"}
+
+
+def test_layers_that_others_read_are_fetched_by_parameter() -> None:
+    tied = test_units_as_one.Stack()
+    tied.begin.weight = tied.layers[1].get_submodule("up").weight
+    assert [unit.fetch for unit in cpu_trace(tied, INP, sum_step).units] == ["either", "parameters", "either"]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 2)
+    assert fetches(nn.ModuleDict({"a": encoder})["a"]) == {"parameters"}
+
+
+def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
+    trace = cpu_trace(test_units_as_one.Stack(test_units_as_one.RunsAPartAgain), INP, sum_step)
+    assert trace.checkpointed_modules == ("layers.0.up", "layers.1.up", "layers.2.up")
+    assert {unit.fetch for unit in trace.units} == {"parameters"}
+    with pytest.raises(InputError, match=r"layers.0 is no unit of Stack that can be fetched as one"):
+        trace.fetching_as_one(["layers.0"])

@@ -182,29 +182,6 @@ class Chooses(Layer):
 INP = {"x": torch.ones(2, 4)}
 
 
-def fetches(model: nn.Module) -> set[str]:
-    return {unit.fetch for unit in cpu_trace(model, INP, sum_step).units}
-
-
-def test_layers_that_may_be_fetched_as_one() -> None:
-    assert fetches(Stack()) == {"either"}
-    assert fetches(Stack(Writes)) == {"parameters"}
-    assert fetches(Stack(Chooses)) == {"parameters"}
-    tied = Stack()
-    tied.begin.weight = tied.layers[1].get_submodule("up").weight
-    assert [unit.fetch for unit in cpu_trace(tied, INP, sum_step).units] == ["either", "parameters", "either"]
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 2)
-    assert fetches(nn.ModuleDict({"a": encoder})["a"]) == {"parameters"}
-
-
-def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
-    trace = cpu_trace(Stack(RunsAPartAgain), INP, sum_step)
-    assert trace.checkpointed_modules == ("layers.0.up", "layers.1.up", "layers.2.up")
-    assert {unit.fetch for unit in trace.units} == {"parameters"}
-    with pytest.raises(InputError, match=r"layers.0 is no unit of Stack that can be fetched as one"):
-        trace.fetching_as_one(["layers.0"])
-
-
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Case(Stack(), INP, square_loss)
@@ -223,23 +200,6 @@ def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: p
     with pytest.raises(InputError, match=r"the forward wrote to layers.\d.up.weight in place.* fetched as one and did"):
         train(it, model, optimizer, 1)
     model.close()
-
-
-class KeepsAView(Layer):
-    """Transposes a weight once, and uses that in all steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kept is None:
-            self.kept = self.up.weight.t()
-        return x + self.down(torch.tanh(x @ self.kept))
-
-
-def test_a_layer_that_keeps_a_view_of_a_weight_is_fetched_by_parameter() -> None:
-    assert fetches(Stack(KeepsAView)) == {"parameters"}
 
 
 def test_the_joined_step_has_the_same_costs() -> None:
