@@ -146,7 +146,7 @@ class HostCopies:
                 tensor = tensor.clone()
             if known is not None:
                 self._shadows.attach(tensor, known.value())
-        return tensor if dtype is None or dtype == tensor.dtype else tensor.to(dtype)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def _comes_back(self, tensor: torch.Tensor) -> None:
         """A tensor is copied to the device."""

@@ -182,6 +182,12 @@ def further_copies(model: nn.Module, inp: dict[Any, Any]) -> None:
         hidden[..., rows.shape[0] - 1 :],
     ]
     found += [hidden * detached[:, :1].expand(8, 8).cpu().to(device), hidden * detached[:1, ::2].cpu().to(device).sum()]
+    row = torch.empty(8, 1, dtype=detached.dtype, pin_memory=True)
+    row.copy_(detached.t()[:, :1])
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        found.append(hidden[:5].sigmoid())
+    with torch.autograd.graph.save_on_cpu():
+        found.append(hidden[:3].exp())
     torch.stack([each.float().sum() for each in found]).nansum().backward()
 
 
@@ -386,7 +392,7 @@ def moved() -> tuple[UnitActivations, ...]:
     return (
         UnitActivations("layers.0", (), (Result(INPUT, 0),)),
         UnitActivations("layers.1", None, (Result(SAVED, 0),)),
-        UnitActivations("layers.2", stays),
+        UnitActivations("layers.2", stays, (Result(INPUT, 0),)),
     )
 
 

@@ -318,6 +318,7 @@ def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None
 
     first, second = first_and_second()
     found = events(cpu_trace(Mlp(), INP, step))
+    assert all(event[1] for event in found)
     assert [event for event in found if event[2]] == [
         ("forward", first, "first.0"),
         ("forward", second, "second.0"),
@@ -339,3 +340,14 @@ def test_a_tensor_that_takes_the_memory_of_a_weight_uses_it() -> None:
 
     found = events(cpu_trace(Mlp(), INP, step))
     assert next(event for event in found if event[2]) == ("forward", ("second.0.weight",), "first.0")
+
+
+def test_what_is_read_outside_of_modules_is_used_each_time_and_at_once() -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        turned = model.get_parameter("weight").t()
+        read = turned.sum() + turned.mean() + model.get_parameter("weight").sum()
+        (model(inp["x"]).sum() + read).backward()
+
+    trace = cpu_trace(nn.Linear(8, 4), INP, step)
+    found = [(access.operator, access.parameters, access.pin_until) for access in trace.accesses]
+    assert found == [("t", (0,), 0), ("sum", (0,), 1), ("mean", (0,), 2), ("sum", (0,), 3), ("linear", (0, 1), 4)]
