@@ -101,14 +101,15 @@ class HostCopies:
         it does."""
         if target.is_meta:
             there, here = self.holds(target), self.holds(source)
+            if not there and not here:
+                return False
             if there and not here and source.is_meta:
                 self._crosses(source, target)
-            elif here and not there:
+            elif not there:
                 self._comes_back(source)
-            record = self._ledger.find(target)
-            if record is not None and (there or here):
+            if (record := self._ledger.find(target)) is not None:
                 self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
-            return there or here
+            return True
         if not source.is_meta:
             return False
         known = self._shadows.of(source)

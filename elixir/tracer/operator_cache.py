@@ -314,7 +314,7 @@ class OperatorCache:
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
         )
         key = self._key(op, arguments) if op.makes_tensors else None
-        if key is not None and type(result) in (torch.Tensor, tuple, list) and _repeatable(outputs, arguments.tensors):
+        if key is not None and _repeatable(outputs, arguments.tensors):
             self._seen[key] = Remembered(type(result), [self._spec(item) for item in outputs], cost)
         return result, tensors, cost
 
@@ -332,7 +332,7 @@ class OperatorCache:
 
     def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """Result of a MUTATES operator: on meta there is nothing to write, once its arguments are known to fit."""
-        key = self._key(op, arguments) if op.rewrites_first and args else None
+        key = self._key(op, arguments) if op.rewrites_first else None
         if key is None:
             return self._call(op, args, kwargs, arguments)
         if key in self._fits:

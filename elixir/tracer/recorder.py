@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
             if cost.transient_bytes:
                 self._ledger.touch(cost.transient_bytes, module, func)
-        if func is _CAST and self._target.counts_host_tensors and tensors:
+        if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         if cost.operation is not None:
             if self.fused_costs.units:

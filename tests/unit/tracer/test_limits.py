@@ -100,9 +100,10 @@ def test_objects_are_looked_into_as_far_as_a_limit_says(
         found.append(([len(each) for each in held], len(caplog.records)))
         caplog.clear()
     assert found == [([3, 3], 0), ([3, 4], 1), ([3, 4], 1)]
-    for most, value in ((3, 0.0), (2, 1.0)):  # and an array with as many words
+    for most, value in ((3, 0.0), (2, 1.0)):  # and an array with as many words, before a list with more
         monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
         array, objects = np.zeros(3), user_objects.UserObjects()
+        objects.push([0] * 9)
         objects.push(array)
         objects.remember()
         array += 1

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.tracer import user_objects
 from elixir.tracer.user_objects import MOST_ENTRIES, user_objects_restored
 from tests.unit.tracer import test_user_objects
 from tests.unit.tracer.test_user_objects import INP, LOSSES, Meter, Owner, by_name
@@ -126,3 +127,17 @@ def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_kee
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "something that the trace has changed could not be put back"
     ]
+
+
+def test_names_of_a_notebook_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module has no file, as has one of Python's own."""
+    monkeypatch.setattr(user_objects, "_is_of_user", user_objects._is_of_user.__wrapped__)
+    monkeypatch.delattr("__main__.__file__", raising=False)
+    counts = []
+    for module in ("__main__", "builtins"):
+        names: dict[str, Any] = {"__name__": module, "count": 0}
+        exec("def step():\n    global count\n    count += 1", names)
+        with user_objects_restored(nn.Linear(1, 1), nn.Linear(1, 1), names["step"]):
+            names["step"]()
+        counts.append(names["count"])
+    assert counts == [0, 1]

@@ -150,8 +150,9 @@ def to_the_host(pinned: bool) -> Step:
 
 def further_copies(model: nn.Module, inp: dict[Any, Any]) -> None:
     """Copies of known values, of views, of other layouts and dtypes, of nothing, and of what was on the host."""
+    early = inp["x"].cpu()  # belongs to no use
     ids, hidden = inp["ids"], model(inp["x"])
-    device, detached, real = hidden.device, hidden.detach(), torch.arange(8.0)
+    device, detached, real = hidden.device, hidden.detach(), torch.arange(8.0) + early.shape[0]
     known, rows, turned = ids.cpu(), detached.cpu(), detached.t().cpu()
     room, pinned = torch.empty_like(rows), torch.empty(8, dtype=torch.int64, pin_memory=True)
     room.copy_(real.expand(8, 8))

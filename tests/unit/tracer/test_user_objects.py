@@ -172,6 +172,7 @@ class Counts(nn.Module):
         Counts.total += 1
         y = self.layer(x)
         self.history.append(y)
+        self.last = y
         self.note(y)
         LOSSES.append(y)
         return y
@@ -183,6 +184,7 @@ def test_the_model_and_its_class_are_as_before(device: str) -> None:
     model = Counts(noted.append if device == "cpu" else lambda y: noted.append(y)).to(device)
     cpu_trace(model, INP, lambda m, i: m(i["x"]).sum().backward())
     assert (model.calls, model.history, noted, Counts.total, LOSSES) == (0, [], [], 0, [])
+    assert not hasattr(model, "last")
 
 
 def test_a_step_that_wrap_traces_leaves_no_number_in_a_list() -> None:
@@ -236,6 +238,7 @@ def test_wide_data_next_to_a_list_do_not_keep_it_from_being_put_back(
 
 @functools.cache
 def positions(count: int, device: Any) -> torch.Tensor:
+    LOSSES.append(count)
     return torch.arange(count, device=device).float()
 
 
@@ -248,10 +251,12 @@ class Adding(nn.Linear):
 def test_what_a_trace_makes_is_not_in_a_cache_afterwards(hardware: Any, caplog: pytest.LogCaptureFixture) -> None:
     positions.cache_clear()
     cpu_trace(Adding(4, 4), INP, sum_step, hardware=hardware)
-    assert positions.cache_info().currsize == 0
+    assert (positions.cache_info().currsize, LOSSES) == (0, [])
     kept = positions(3, None)
     cpu_trace(Adding(4, 4), INP, sum_step, hardware=hardware)
     assert positions(3, None) is kept
+    assert LOSSES == [3]
+    LOSSES.clear()
     assert "positions" in caplog.text
 
 
