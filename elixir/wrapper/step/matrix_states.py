@@ -162,7 +162,7 @@ class Exchange:
             parts = [part_of(slot.offset, slot.numel, chunk.shard_numel, rank) for rank in range(group.shards)]
             mine = parts[group.shard]
             first = slot.offset + mine.start - chunk.shard_start
-            here = self.directions[first : first + mine.stop - mine.start] if mine.stop > mine.start else room.own[:0]
+            here = self.directions[first : first + mine.stop - mine.start]
             if slot.parameter not in group_of:
                 continue
             if owner != group.shard:

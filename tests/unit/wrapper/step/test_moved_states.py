@@ -316,7 +316,7 @@ def test_a_step_into_other_states_is_the_step_in_place_and_changes_nothing_else(
 
 def test_saved_moments_become_codes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_states_module, "_PIECE_NUMEL", 512)
-    states = fused_states(((1024,), (300,)), moments="8bit")
+    states = fused_states(((1536,), (300,)), moments="8bit")
     saved = saved_adam(states)
     states.load(saved)
     assert (saved.coming, saved.largest_numel) == ([], 512)

@@ -303,12 +303,25 @@ def test_steps_of_known_classes_are_predictable(make: Any, predictable: bool) ->
     assert user_of(make([nn.Parameter(torch.ones(1))], lr=0.5)).is_predictable is predictable
 
 
-class Watching(torch.optim.Optimizer):
-    """Notes in its groups what it has found, and makes a state in its constructor and another one in each step."""
+class Needing(torch.optim.SGD):
+    """Cannot be made without a learning rate."""
 
-    def __init__(self, groups: Any) -> None:
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+
+def test_shards_get_an_optimizer_made_with_the_arguments_of_the_given_one() -> None:
+    made = user_of(Needing([nn.Parameter(torch.ones(1))], 0.5)).over([])
+    assert type(made) is Needing
+    assert [group["lr"] for group in made.param_groups] == [0.5]
+
+
+class Watching(torch.optim.Optimizer):
+    """Notes in its groups what it has found, and makes a state in each step, and others in its constructor if asked."""
+
+    def __init__(self, groups: Any, begins_with_states: bool) -> None:
         super().__init__(groups, {})
-        for group in self.param_groups:
+        for group in self.param_groups if begins_with_states else ():
             for weight in group["params"]:
                 self.state[weight]["made"] = 1
 
@@ -320,10 +333,12 @@ class Watching(torch.optim.Optimizer):
                 self.state[weight]["stepped"] = weight.add_(1)
 
 
-def test_a_rehearsal_is_always_of_a_first_step_with_the_given_options() -> None:
-    rehearsal = Rehearsal(lambda groups: Watching([{"params": each} for each in groups]), 2)
+@pytest.mark.parametrize("begins_with_states", [False, True])
+def test_a_rehearsal_is_always_of_a_first_step_with_the_given_options(begins_with_states: bool) -> None:
+    states = ["made"] if begins_with_states else []
+    rehearsal = Rehearsal(lambda groups: Watching([{"params": each} for each in groups], begins_with_states), 2)
     for stepped in (1, 0):
         given = [{"lr": 1.0, "more": 2}, {"lr": 2.0}]
         found = rehearsal.after(given, {stepped})
-        assert found == [{**each, "found": (0.0, index == stepped, ["made"])} for index, each in enumerate(given)]
-    assert rehearsal.after([{}, {}], ())[0] == {"found": (0.0, False, ["made"])}
+        assert found == [{**each, "found": (0.0, index == stepped, states)} for index, each in enumerate(given)]
+    assert rehearsal.after([{}, {}], ())[0] == {"found": (0.0, False, states)}
