@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -99,9 +100,11 @@ def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) ->
     assert it.values() == [10.0, 12.0, 14.0]
     assert it.arena.parts("disk") == {"optimizer_states": 6 * BLOCK}
     assert it.arena.parts("host") == {"state_window": 4 * BLOCK}
+    files = len(os.listdir("/dev/fd"))
     it.close()
     adam.close()
     assert it.arena.parts("disk") == {}
+    assert len(os.listdir("/dev/fd")) < files
 
 
 def test_a_chunk_that_is_stepped_again_is_written_before_it_is_read(tmp_path: Path) -> None:
