@@ -115,6 +115,11 @@ def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: 
         count = len(it.announced)
         chunk.follow_writes()
         assert len(it.announced) == count, "nothing was written since"
+        if chunk.masters is not None and 8 in range(NUMEL)[chunk.mine]:
+            chunk.shard_weights[8 - chunk.shard_start] = 5.0
+            chunk.follow_writes()
+            assert len(it.announced) == chunk.writes == count + 1
+            assert chunk.masters[8 - chunk.shard_start] == 5.0
 
 
 def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
@@ -202,6 +207,13 @@ def test_parameters_with_other_memory_are_found_and_taken_back() -> None:
     assert chunk.moved(whole) == []
     assert (chunk.taken_back, chunk.data_writes) == (2, 2)
     assert chunk.writes == len(it.announced) == 2, "before each of them changes"
+    first = chunk.slots[0].parameter
+    with torch.no_grad():
+        for other in (first.data[:1], first.data.view(3, 2), first.data.as_strided((2, 3), (1, 2)), first.data.half()):
+            first.data = whole[:6].view(torch.float16).view(2, 3) if other.dtype == torch.float16 else other
+            assert [slot.name for slot in chunk.moved(whole)] == ["p0"], "it begins at the same address"
+            first.data = whole[:6].view(2, 3)
+    assert chunk.moved(whole) == []
     third.data = torch.zeros(6, dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"p2 was given \[6\] values of torch.bfloat16, its weights are \[5\]"):
         take_back([(chunk, whole, chunk.slots)])

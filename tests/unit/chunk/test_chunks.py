@@ -26,9 +26,15 @@ from elixir.plan.chunk_plan import ChunkPlan, Memory, ParamSlot
 CPU = torch.device("cpu")
 
 
-def make_chunk(index: int = 0, shapes: tuple[tuple[int, ...], ...] = ((4, 8), (), (3,)), *, rank: int = 0) -> Chunk:
+def make_chunk(
+    index: int = 0,
+    shapes: tuple[tuple[int, ...], ...] = ((4, 8), (), (3,)),
+    *,
+    rank: int = 0,
+    device: str = "cpu",
+) -> Chunk:
     """Parameters at multiples of 128 elements."""
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     slots = tuple(ParamSlot(f"p{index}.{i}", 128 * i, p.numel()) for i, p in enumerate(parameters))
     plan = ChunkPlan("float32", True, 128 * len(slots), slots, weight_home="host", state_home="host", resident=False)
     return Chunk(index, plan, parameters, rank=rank, world_size=1)
@@ -84,13 +90,24 @@ def test_parameters_point_where_the_weights_are() -> None:
     assert all(is_absent(parameter) for parameter in parameters)
 
 
-def test_a_chunk_whose_weights_stay_is_resident_once_attached() -> None:
-    chunk = make_chunk()
-    chunk.whole = torch.zeros(384)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_chunk_whose_weights_stay_is_resident_once_attached(device: str) -> None:
+    chunk = make_chunk(device=device)
+    chunk.whole = torch.arange(384.0)
     for _ in range(2):
         chunk.attach()
         assert chunk.state is ChunkState.RESIDENT
         assert all(chunk.shows(slot) for slot in chunk.slots)
+        assert [slot.parameter.flatten()[-1].item() for slot in chunk.slots] == [31.0, 128.0, 258.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_of_a_chunk_at_home_have_no_memory_once_attached(device: str) -> None:
+    chunk = make_chunk(device=device)
+    assert not any(chunk.shows(slot) for slot in chunk.slots)
+    chunk.attach()
+    assert all(chunk.shows(slot) and is_absent(slot.parameter) for slot in chunk.slots)
+    assert chunk.state is ChunkState.HOME
 
 
 def test_a_chunk_without_memory_says_so() -> None:
@@ -358,4 +375,7 @@ def test_resident_weights_whose_update_failed_are_shown_unless_gathered_ones_are
         chunk.home_uses.written_by(lane.submit(lambda: [][0]))
         assert [type(error) for error in chunk.failures()] == [IndexError]
         assert chunk.slots[0].parameter.data.eq(float(gathered)).all()
+        chunk.filled = lane.submit(lambda: {}[0])
+        assert [type(error) for error in chunk.failures()] == [KeyError]
+        assert chunk.filled is None
         lane.close()
