@@ -249,7 +249,6 @@ class WorkTimes:
             record: entries as well.
         """
         reached = self._reached(placement.resident, schedule)
-        end = len(self._before_s) - 1
         positions, chunks = np.array(walk.positions, dtype=np.int64), np.array(walk.chunks, dtype=np.int64)
         entries = reached[positions]
         access = self._access_of[entries]
@@ -274,7 +273,7 @@ class WorkTimes:
         order = np.argsort(keys, kind="stable")
         access, place = np.divmod(keys[order] // self._behind, _PLACES)
         # A gradient comes at the end of its access, everything else before.
-        compute_s = self._before_s[np.minimum(access + (place == _AT["gradient"]), end)]
+        compute_s = self._before_s[access + (place == _AT["gradient"])]
         compute_s[place == _AT["transfer"]] = moves.at_s
         return Events(
             kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
