@@ -106,14 +106,3 @@ def test_saved_options_that_cannot_be_fused_are_refused() -> None:
     ):
         optimizer.load_state_dict(state)
     module.close()
-
-
-def test_what_cannot_be_fused_is_stepped_by_its_own_class() -> None:
-    for make in (
-        lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    ):
-        it = case("opt", layers=1)
-        module, _ = wrapped(it, "streamed", make)
-        assert not any(isinstance(part.states, FusedStates) for part in engine_of(module).steppers[0].shards)
-        module.close()
