@@ -169,7 +169,8 @@ def further_copies(model: nn.Module, inp: dict[Any, Any]) -> None:
     again = torch.empty_like(ids)
     again.copy_(known)
     turned.add_(1).mul_(turned)
-    F.rrelu_(turned, training=True)
+    for each in (turned, real):
+        F.rrelu_(each, training=True)
     found = [
         hidden[known.to(device)],
         hidden[pinned.to(ids)],
@@ -278,6 +279,7 @@ def further_values(model: nn.Module, inp: dict[Any, Any]) -> None:
     found = [hidden[:, mask], hidden[mask, ids[mask]], hidden[mask[:, None].expand(8, 8)], hidden[room]]
     found += [hidden[ids.new_tensor([0, 1], device=ids.device)], hidden[: int(real.new_tensor([3, 2])[0])]]
     found += [hidden[torch.tensor(data=[0, 1], device=ids.device)], hidden[: int(ids.new_tensor([4.0], dtype=None)[0])]]
+    found += [hidden[: int(ids.unique()[2])], hidden[: int(mask.nonzero()[0, 0])], hidden[: int(ids[mask][1])]]
     loss = hidden.float().mean()
     said = f"{hidden} {real} {real[0]:.2f} {loss:.2f} {hidden.sum(0)}"
     unknown = torch.tensor([loss, 2.0], device=hidden.device)
