@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -371,13 +372,18 @@ class Saving:
                 failed.__cause__ = error
             self._outcome = failed
             logger.error("%s was not saved: %s", self._options.folder, failed)
+            _let_go_of_frames(failed)
+            del failed
         finally:
             self.snapshot.end()
-            for states in self._hooked():
-                states.chunk.before_write = None
-            self._captured.readers.clear()
-            del self._captured.own_tensors, self._captured.shared_tensors
+            self._let_go()
             self._ended.set()
+
+    def _let_go(self) -> None:
+        for states in self._hooked():
+            states.chunk.before_write = None
+        self._captured.readers.clear()
+        del self._captured.own_tensors, self._captured.shared_tensors
 
     def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
@@ -436,6 +442,14 @@ class Saving:
         except BaseException:
             writer.abandon()
             raise
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Clears what the functions held that an error has left, and its causes, such as chunks; its printed text stays."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        _let_go_of_frames(error.__cause__)
+        _let_go_of_frames(error.__context__)
 
 
 def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:

@@ -190,16 +190,18 @@ def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) ->
     run.module.close()
 
 
-def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [FILES, FailingFiles(1, only=("write",))], ids=["whole", "failed"])
+def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, files: Any) -> None:
     run = Rank(ONE, 0)
     run.step(0)
-    saving = save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
+    saving = save_checkpoint(tmp_path, state_of(run), files=files)
+    failed = saving.end()
     engine = engine_of(run.module)
     kept = [weakref.ref(each) for each in (engine, engine.arena, engine.state_reader._pool, *engine.chunks)]  # type: ignore[union-attr]
     run.module.close()
     del run, engine
     gc.collect()
-    assert saving.done()
+    assert (failed is not None) == (files is not FILES)
     assert [each() for each in kept] == [None] * len(kept)
 
 
