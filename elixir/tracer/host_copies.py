@@ -107,8 +107,7 @@ class HostCopies:
                 self._crosses(source, target)
             elif not there:
                 self._comes_back(source)
-            if (record := self._ledger.find(target)) is not None:
-                self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
+            self._follow(target, source)
             return True
         if not source.is_meta:
             return False
@@ -133,6 +132,17 @@ class HostCopies:
             self._add(target, pinned=_would_pin())
             self._crosses(source, target)
         return True
+
+    def _follow(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target` (meta) has the values of `source`, where that has known ones."""
+        record = self._ledger.find(target)
+        if record is None:
+            return
+        if target.nbytes < target.untyped_storage().nbytes():
+            self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
+        else:  # all of it, whatever it held
+            record.shadow = None
+            self._shadows.derive(_CAST, (source,), {"dtype": target.dtype}, [source], [target])
 
     def back(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """``tensor.to(...)`` of a tensor on the host: on the device if that is where it goes."""

@@ -102,7 +102,8 @@ class Shadow:
         """The storage's elements as a flat CPU tensor; views of it see each other's writes."""
         if self._value is None:
             assert self._compute is not None
-            self._value = self._compute()
+            with DisableTorchDispatch():  # it is no operator of the step
+                self._value = self._compute()
             self._compute = None
         return self._value
 
@@ -271,7 +272,7 @@ class Shadows:
         sources = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
         for tensor in tree_leaves(written) if sources else ():
             record = self._ledger.find(tensor)
-            if record is None:  # a tensor on the host, which has values
+            if record is None or record.shadow is None:  # on the host, where it has values, or unknown as it was
                 continue
             value = self.real(sources[0])
             if value is None or tensor.numel() % max(value.numel(), 1):

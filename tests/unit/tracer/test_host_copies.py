@@ -185,11 +185,12 @@ def test_what_is_computed_on_the_host_stays_there_until_it_is_sent_back() -> Non
 
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_a_known_number_is_known_on_the_host_too(shape: tuple[int, ...]) -> None:
-    """Also if it fills a tensor there."""
+    """Also if it fills a tensor there, whatever that held before."""
     seen = Seen()
 
     def step(model: nn.Module, inp: dict[Any, Any]) -> None:
         there = torch.empty(shape, pin_memory=True)
+        there.copy_(model(inp["x"]).detach()[0, 0])
         there.copy_(inp["number"])
         seen.append(bool((there.to(inp["x"].device) > 2).all()))
         model(inp["x"]).sum().backward()
