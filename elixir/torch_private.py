@@ -295,7 +295,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-_looking: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
+_looking: list[Callable[[Sequence[Any], Sequence[Any], bool], None]] = []
 _replaced: list[tuple[Any, Any]] = []  # PyTorch's function, or what a library has put in its place, and ours
 _changing = threading.Lock()
 
@@ -304,15 +304,16 @@ def _seeing(run_backward: Any) -> Any:
     def seen_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else ()
         for look in tuple(_looking) if inputs else ():
-            look(outputs, inputs)
+            look(outputs, inputs, kwargs.get("accumulate_grad", False))
         return run_backward(outputs, *args, **kwargs)
 
     return seen_backward
 
 
 @contextmanager
-def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
-    """Calls ``look(outputs, inputs)`` before any thread computes the gradients of some inputs, meanwhile.
+def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Iterator[None]:
+    """Calls ``look(outputs, inputs, kept)`` before any thread computes the gradients of some inputs, meanwhile; `kept`
+    says whether these are added to ``.grad`` instead of returned.
 
     No torch function sees plain tensors, and code may have imported `torch.autograd.grad` under another name.
     Nothing is seen where PyTorch runs backward by another name. A function that a library has put there instead of

@@ -11,12 +11,15 @@ from elixir.errors import InputError
 from elixir.wrapper.one_pass.regions import Slot, leaf_of
 
 
-def refuse_incomplete(outputs: Sequence[Any], inputs: Sequence[Any], is_new: Callable[[torch.Tensor], bool]) -> None:
-    """Refuses gradients that would lack the parts that go through layers, at which graphs end.
+def refuse_incomplete(
+    outputs: Sequence[Any], inputs: Sequence[Any], kept: bool, is_new: Callable[[torch.Tensor], bool]
+) -> None:
+    """Refuses gradients that would lack the parts that go through layers, at which graphs end, or go on from there.
 
     Args:
         outputs: tensors, or edges of the graph, where the backward begins.
         inputs: likewise, where it ends.
+        kept: whether they are added to ``.grad``, in whose place an end at a layer sends them on.
         is_new: whether a weight was not used before the last layer.
 
     Raises:
@@ -31,7 +34,7 @@ def refuse_incomplete(outputs: Sequence[Any], inputs: Sequence[Any], is_new: Cal
             made = max((end.made for end in ends), default=0) if is_new(leaf) else -1
         else:
             made = _node(each)._sequence_nr()
-        if any(end is not slot and end.made > made for end in ends):
+        if (kept and slot is not None) or any(end is not slot and end.made > made for end in ends):
             raise InputError(
                 "torch.autograd.grad, or backward(inputs=), asks inside of a pass for a gradient that goes through "
                 "layers, at which graphs end while several micro-batches pass them together; leave it out, ask for "

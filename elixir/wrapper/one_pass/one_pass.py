@@ -184,11 +184,11 @@ class OnePass:
         MicroBatch.waits_after_layer()
         self._stages.use(parameters)
 
-    def _asked(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def _asked(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: bool) -> None:
         """User code asks for gradients, on some thread."""
         here = MicroBatch.here()
         if any(course.call is here for course in self._courses):
-            refuse_incomplete(outputs, inputs, self._stages.begins_with)
+            refuse_incomplete(outputs, inputs, kept, self._stages.begins_with)
 
     # --- called on the thread of the pass -----------------------------------------------------------------------
 

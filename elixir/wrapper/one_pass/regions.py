@@ -72,14 +72,22 @@ class Slot:
         value.detach_().requires_grad_()
         value._backward_hooks = None  # these stay with the graph, where they get the sum of all gradients
         value.elixir_slot = self, None  # type: ignore[attr-defined]
-        # Autograd would give the gradient the strides of the leaf, with which other kernels may be chosen.
-        value.register_hook(self.arrived)
-        value.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+        strides, restrided = value.stride(), list[torch.Tensor]()
 
-    def arrived(self, gradient: torch.Tensor | None) -> None:
-        """Adds it, unless it is None, as from an operator without a derivative."""
-        if gradient is not None:
-            self.add(gradient)
+        def passes(gradient: torch.Tensor | None) -> None:
+            """Keeps a gradient to which autograd would give the strides of the leaf: other kernels may follow it. This
+            runs for `torch.autograd.grad` of the leaf, too, which returns the gradient instead."""
+            restrided[:] = [] if gradient is None or gradient.stride() == strides else [gradient]
+
+        def arrived(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if restrided:
+                gradient = restrided.pop()
+            if gradient is not None:
+                self.add(gradient)
+
+        value.register_hook(passes)
+        value.register_post_accumulate_grad_hook(arrived)
 
     @staticmethod
     def of(value: torch.Tensor) -> Slot | None:
@@ -99,7 +107,8 @@ class _Caught(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
-        ctx.slot.arrived(gradient)
+        if gradient is not None:
+            ctx.slot.add(gradient)
         return None, None
 
 

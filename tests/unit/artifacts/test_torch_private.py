@@ -125,13 +125,14 @@ def autograd() -> None:
         weight.add_(1)
     assert weight._version == version
     asked: list[Any] = []
-    with private.seeing_asked_gradients(lambda outputs, inputs: asked.append((outputs, inputs))):
+    with private.seeing_asked_gradients(lambda *found: asked.append(found)):
         loss = (weight * 2).sum()
         loss.backward(retain_graph=True)
         torch.autograd.backward(loss, inputs=[weight], retain_graph=True)
         torch.autograd.grad(loss, weight)
     torch.autograd.grad((weight * 2).sum(), weight)
-    assert [(outputs[0] is loss, inputs[0] is weight) for outputs, inputs in asked] == [(True, True)] * 2
+    assert [(outputs[0] is loss, inputs[0] is weight) for outputs, inputs, _ in asked] == [(True, True)] * 2
+    assert [kept for *_, kept in asked] == [True, False]
 
 
 def tensors() -> None:

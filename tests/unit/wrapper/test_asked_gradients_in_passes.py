@@ -137,6 +137,33 @@ def test_the_gradient_of_what_leaves_or_enters_a_layer_is_refused(of: str) -> No
         in_passes(make, steps, plan, loss)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_has_entered_a_layer_gives_the_gradients_of_what_else_is_made_of_it(create_graph: bool) -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        made = model(batch["x"])
+        penalty = made["entered"].square().mean()
+        (slope,) = torch.autograd.grad(penalty, made["entered"], retain_graph=True, create_graph=create_graph)
+        found: torch.Tensor = made["loss"] + slope.square().sum() * penalty
+        return found
+
+    steps = vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2)
+    assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
+
+
+def test_but_not_to_its_own_grad() -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        made = model(batch["x"])
+        torch.autograd.backward(made["entered"].sum(), inputs=[made["entered"]], retain_graph=True)
+        found: torch.Tensor = made["loss"]
+        return found
+
+    steps = vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], loss_of, accumulation=2)
+    with pytest.raises(InputError, match=r"backward\(inputs=\).*pass_size=1"):
+        in_passes(make, steps, plan, loss)
+
+
 @pytest.mark.parametrize("of", ["x", "layers.1.weight", "entered"])
 def test_a_backward_to_some_tensors_that_layers_cut_off_is_refused(of: str) -> None:
     steps = vectors(2, steps=1)
@@ -152,13 +179,13 @@ def test_a_library_in_the_place_of_backward_is_called_in_a_pass_and_stays(monkey
         calls.append(len(args))
         return original(*args, **kwargs)
 
-    look = seeing_asked_gradients(lambda outputs, inputs: None)
+    look = seeing_asked_gradients(lambda outputs, inputs, kept: None)
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
     weight = torch.ones(2, requires_grad=True)
     with look:
         torch.autograd.grad(weight.sum(), weight)
     assert len(calls) == 1
     assert torch.autograd._engine_run_backward is counted  # type: ignore[attr-defined]
-    with seeing_asked_gradients(lambda outputs, inputs: None):
+    with seeing_asked_gradients(lambda outputs, inputs, kept: None):
         monkeypatch.setattr(torch.autograd, "_engine_run_backward", original)
     assert torch.autograd._engine_run_backward is original  # type: ignore[attr-defined]
