@@ -56,5 +56,15 @@ def late_hook(shape: torch.Size) -> InputError:
     )
 
 
+def refuse_retained(leaf: torch.Tensor) -> None:
+    """Makes ``retain_grad()`` of a leaf raise, of which PyTorch would do nothing."""
+    error = late_hook(leaf.shape)
+
+    def refused() -> None:
+        raise error
+
+    leaf.retain_grad = refused  # type: ignore[method-assign]
+
+
 def _nothing(gradient: torch.Tensor) -> None:
     return None

@@ -21,7 +21,7 @@ from torch import nn
 from elixir.access.swapping import MovedTensor, Swapping
 from elixir.errors import InputError
 from elixir.torch_private import sequence_number, tree_flatten, tree_unflatten
-from elixir.wrapper.one_pass.late_hooks import LateHooks, hooks_of, late_hook
+from elixir.wrapper.one_pass.late_hooks import LateHooks, hooks_of, late_hook, refuse_retained
 from elixir.wrapper.one_pass.settings import Autocast, RandomState
 
 Roots = list[tuple[Any, torch.Tensor]]
@@ -88,6 +88,7 @@ class Slot:
 
         value.register_hook(passes)
         value.register_post_accumulate_grad_hook(arrived)
+        refuse_retained(value)
 
     @staticmethod
     def of(value: torch.Tensor) -> Slot | None:
@@ -328,7 +329,7 @@ class Region:
                 item = items[at]
                 if id(item) in leaves:  # one leaf, so that its gradient is one sum
                     items[at] = leaves[id(item)]
-                elif isinstance(item, torch.Tensor) and item.requires_grad:
+                elif isinstance(item, torch.Tensor) and item.requires_grad and id(item) not in inputs:
                     items[at], slot = self._leaf(item)
                     self._caught.append((key, at - first, slot))
         return tree_unflatten(results, spec)

@@ -274,11 +274,12 @@ def test_each_run_of_a_layer_adds_to_a_cache_only_it_sees() -> None:
 
 
 @pytest.mark.parametrize("late", [lambda x: x.register_hook(lambda gradient: 2 * gradient), lambda x: x.retain_grad()])
-def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Tensor], Any]) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Tensor], Any], layer: int) -> None:
     def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch, output_hidden_states=True)
-        late(output.hidden_states[1])
-        kept.append(output.hidden_states[1])
+        kept.append(output.hidden_states[layer])
+        late(kept[-1])
         found: torch.Tensor = output.loss
         return found
 
