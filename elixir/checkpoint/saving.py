@@ -446,10 +446,13 @@ class Saving:
 
 def _let_go_of_frames(error: BaseException | None) -> None:
     """Clears what the functions held that an error has left, and its causes, such as chunks; its printed text stays."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        _let_go_of_frames(error.__cause__)
-        _let_go_of_frames(error.__context__)
+    todo, seen = [error], set[int]()
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            todo += [each.__cause__, each.__context__]
 
 
 def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
