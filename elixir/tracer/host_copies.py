@@ -19,7 +19,7 @@ from elixir.tracer.device.common.target import Target
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operator_cache import Arguments, Traits
 from elixir.tracer.use_order import UseOrder
-from elixir.tracer.values.shadows import Shadows
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows
 
 aten = torch.ops.aten
 
@@ -138,11 +138,13 @@ class HostCopies:
         record = self._ledger.find(target)
         if record is None:
             return
-        if target.nbytes < target.untyped_storage().nbytes():
-            self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
-        else:  # all of it, whatever it held
+        whole = target.nbytes == target.untyped_storage().nbytes()
+        is_lasting = source.is_meta or source.numel() <= MAX_EAGER_SHADOW_NUMEL  # of a larger one no copy is kept
+        if whole and is_lasting and self._shadows.of(target) is None:
             record.shadow = None
             self._shadows.derive(_CAST, (source,), {"dtype": target.dtype}, [source], [target])
+        else:
+            self._shadows.mutate(_COPY, (target, source), {}, [target, source], [record])
 
     def back(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """``tensor.to(...)`` of a tensor on the host: on the device if that is where it goes."""

@@ -211,6 +211,11 @@ def test_copies_of_known_numbers_are_known_where_they_go_and_nothing_else_is() -
         for source in (ids, there[0], torch.tensor([7, 8, 9])):
             other.copy_(source)
             seen.append(other.to(device).tolist())
+        other.copy_(other)
+        for _ in range(3):  # each is worked out at once
+            back.copy_(there[1])
+            other.copy_(back)
+        seen.append(other.to(device).tolist())
         seen.append([*there.to(device).tolist(), back.tolist(), torch.empty_like(ids).copy_(ids.cpu()).tolist()])
         model(inp["x"]).sum().backward()
         there[0].copy_(model(inp["x"])[0].detach())
@@ -223,4 +228,4 @@ def test_copies_of_known_numbers_are_known_where_they_go_and_nothing_else_is() -
         trace_step(nn.Linear(4, 3), inp, step, hardware=hardware)
     with pytest.raises(TraceError, match="the code decides by"):
         trace_step(nn.Linear(4, 3), inp | {"decides": 1}, step, hardware=H200)
-    assert list(seen) == [[3, 1, 2], [4, 2, 3], [7, 8, 9], [[4, 2, 3], [3, 1, 2], [3, 1, 2], [3, 1, 2]]] * 3
+    assert list(seen) == [[3, 1, 2], [4, 2, 3], [7, 8, 9], [3, 1, 2], [[4, 2, 3], [3, 1, 2], [3, 1, 2], [3, 1, 2]]] * 3
