@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +59,11 @@ def late_hook(shape: torch.Size) -> InputError:
 
 def refuse_retained(leaf: torch.Tensor) -> None:
     """Makes ``retain_grad()`` of a leaf raise, of which PyTorch would do nothing."""
-    error = late_hook(leaf.shape)
+    leaf.retain_grad = partial(_refuse, leaf.shape)  # type: ignore[method-assign]
 
-    def refused() -> None:
-        raise error
 
-    leaf.retain_grad = refused  # type: ignore[method-assign]
+def _refuse(shape: torch.Size) -> None:
+    raise late_hook(shape)
 
 
 def _nothing(gradient: torch.Tensor) -> None:

@@ -77,7 +77,9 @@ class Slot:
         def passes(gradient: torch.Tensor | None) -> None:
             """Keeps a gradient to which autograd would give the strides of the leaf: other kernels may follow it. This
             runs for `torch.autograd.grad` of the leaf, too, which returns the gradient instead."""
-            restrided[:] = [] if gradient is None or gradient.stride() == strides else [gradient]
+            restrided.clear()
+            if gradient is not None and gradient.stride() != strides and not gradient.requires_grad:
+                restrided.append(gradient)  # none with a graph, which would keep itself alive
 
         def arrived(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
@@ -188,8 +190,12 @@ class Trail:
             slot = Slot(glue)
             slot.cut(value)
             self._edges.setdefault(glue, []).append((edge, slot))
-        self._entered.append(LateHooks.watched(value))
+        self.watch(value)
         return slot
+
+    def watch(self, value: torch.Tensor) -> None:
+        """Refuses hooks that this tensor has when backward begins."""
+        self._entered.append(LateHooks.watched(value))
 
     def refuse_hooked(self) -> None:
         """Refuses hooks of tensors that have entered a region, whose gradients come without them.
@@ -329,8 +335,13 @@ class Region:
                 item = items[at]
                 if id(item) in leaves:  # one leaf, so that its gradient is one sum
                     items[at] = leaves[id(item)]
-                elif isinstance(item, torch.Tensor) and item.requires_grad and id(item) not in inputs:
+                elif isinstance(item, torch.Tensor) and item.requires_grad:
+                    entered = id(item) in inputs
+                    if entered and Slot.of(item) is not None:
+                        continue  # it ends at a slot already
                     items[at], slot = self._leaf(item)
+                    if entered:  # a view or a leaf of the user's, in whose gradient the layer has a part
+                        self._trail.watch(items[at])
                     self._caught.append((key, at - first, slot))
         return tree_unflatten(results, spec)
 
