@@ -34,7 +34,6 @@ import torch
 
 from benchmark.common import Row, conditions, print_table
 from benchmark.proof import ours, speed
-from benchmark.proof.contenders import max_norm
 from benchmark.proof.lifetime import end_with
 from benchmark.proof.models import Filling, micro_batches, on_meta
 from benchmark.proof.place import SETTINGS, Place
@@ -44,9 +43,6 @@ from elixir.models.step import default_step
 from elixir.plan.activations import activations_text
 from elixir.plan.chunk_plan import Home
 from elixir.search.advise import activations
-from elixir.search.question import StepQuestion
-from elixir.search.request import SearchRequest
-from elixir.search.searches import answer_to
 from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB
@@ -94,26 +90,8 @@ def cases(place: Place) -> dict[str, dict[str, Any]]:
 
 def chosen(options: dict[str, Any], hardware: HardwareProfile) -> ours.Choice:
     """The plan of a case, and its trace."""
-    model = on_meta(options)
-    step = StepQuestion(
-        model=model,
-        inp=micro_batches(model, options, 1, "cpu")[0],
-        step_fn=default_step,
-        dtype=options["precision"],
-        use_fused_kernels=True,
-        compile=options.get("compile", False),
-    )
-    request = SearchRequest(
-        world_size=1,
-        optimizer_type="AdamW",
-        device_memory=options["planned_device_bytes"],
-        host_memory=options["host_bytes"],
-        placement=options["placement"],
-        activations=options.get("activations"),
-        clipping=bool(max_norm(options)),
-    )
     with patch.object(activations, "MOST_WAYS", options.get("ways", activations.MOST_WAYS)):
-        answer = answer_to(step, hardware, request, read_host=False)
+        answer = ours.answer_for(options, 1, hardware, True, options["planned_device_bytes"], options["host_bytes"])
     return ours.Choice(answer.plan, answer.question.trace, 1, True, {})
 
 

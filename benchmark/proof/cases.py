@@ -304,7 +304,6 @@ def _pair(
 ) -> tuple[list[Job], list[Job], list[Job]]:
     """Jobs of one model in one budget, by how soon they are wanted; the arguments are those of `_Pair`."""
     pair = _Pair(case, shared, smaller, rehearse)
-    has_deepspeed = rehearse or importlib.util.find_spec("deepspeed") is not None
     ours = pair.elixir("elixir")
     first = [
         ours,
@@ -316,11 +315,11 @@ def _pair(
     second = [
         *(pair.resident("fsdp2", "fsdp2", offload=False, keep=False) if pair.fits else []),
         *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False),
-        *(pair.offloading("zero-3 offload", "deepspeed", stage=3) if has_deepspeed else []),
-        *(pair.offloading("zero-offload", "deepspeed", stage=2) if has_deepspeed else []),
+        *_deepspeed(pair, rehearse),
         *(pair.resident("plain", "plain") if pair.fits else []),
     ]
     third = [
+        pair.elixir("elixir, activations chosen", checkpoint="none", activations="auto"),
         pair.elixir("elixir, plan corrected", wrap=True),
         pair.elixir("elixir, torch's Adam", fused_kernels=False),
     ]
@@ -328,9 +327,17 @@ def _pair(
 
 
 def _short_pair(case: str, shared: dict[str, Any], rehearse: bool) -> list[Job]:
-    """Ours and the best setting of the peer that offloads everything, with another norm than elsewhere or none."""
+    """Ours and the best settings of the peers that offload everything, with another norm than elsewhere or none."""
     pair = _Pair(case, shared, [], rehearse)
-    return [pair.elixir("elixir"), *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True)]
+    ours = pair.elixir("elixir")
+    return [ours, *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True), *_deepspeed(pair, rehearse)]
+
+
+def _deepspeed(pair: _Pair, rehearse: bool) -> list[Job]:
+    if not rehearse and importlib.util.find_spec("deepspeed") is None:
+        return []
+    zero_3 = pair.offloading("zero-3 offload", "deepspeed", stage=3)
+    return [*zero_3, *pair.offloading("zero-offload", "deepspeed", stage=2)]
 
 
 def impossible(job: Job, place: Place) -> str | None:

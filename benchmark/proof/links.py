@@ -59,7 +59,7 @@ def compare(options: dict[str, Any], place: Place) -> Row:
         try:
             plan = Plan.load(saved.with_name(f"{saved.name}.plan.json"))
             if options.get("again"):
-                trace = _traced_again(row, hardware)
+                trace = _traced_again(row, plan, hardware)
             else:
                 trace = StepTrace.load(saved.with_name(f"{saved.name}.trace.json"))
         except ValueError as error:  # an ArtifactError: the folder has rows of another version
@@ -95,14 +95,14 @@ def compare(options: dict[str, Any], place: Place) -> Row:
     }
 
 
-def _traced_again(row: Row, hardware: HardwareProfile) -> StepTrace:
-    """The step of a row."""
+def _traced_again(row: Row, plan: Plan, hardware: HardwareProfile) -> StepTrace:
+    """The step of a row that ran under this plan."""
     from benchmark.proof.cases import jobs_of
-    from benchmark.proof.ours import trace_of
+    from benchmark.proof.ours import step_of
 
     name = f"{row['part']}/{row['case']}/{row['contender']}"
     job = next(job for job in jobs_of(row["part"], rehearse=bool(row.get("rehearsal"))) if job.id == name)
-    return trace_of(job.options, row["micro"], hardware, row["fused_kernels"])
+    return step_of(job.options, row["micro"], row["fused_kernels"], plan.activations).trace(hardware)
 
 
 def read_rows(place: Place) -> list[Row]:

@@ -22,10 +22,12 @@ from elixir.kernels.adam.when_compiled import absent_kernels
 from elixir.models.compiled_layers import layers_compiled
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
-from elixir.search import plan_from_trace
+from elixir.search.advise.answer import Answer
+from elixir.search.question import StepQuestion
+from elixir.search.request import SearchRequest
+from elixir.search.searches import answer_to
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import StepTrace
-from elixir.tracer.trace import trace_step
+from elixir.step_trace import StepTrace, UnitActivations
 from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
@@ -75,13 +77,41 @@ def budgets(options: dict[str, Any], place: Place) -> tuple[int, int]:
     return device, host
 
 
-def trace_of(options: dict[str, Any], micro: int, hardware: HardwareProfile, kernels: Kernels) -> StepTrace:
+def step_of(
+    options: dict[str, Any], micro: int, kernels: Kernels, activations: tuple[UnitActivations, ...] = ()
+) -> StepQuestion:
     """One micro-batch of the job's model, with the kernels that it will run with."""
     model = on_meta(options)
-    batch = micro_batches(model, options, micro, "cpu")[0]
-    dtype = parse_dtype(options["precision"])
-    common: dict[str, Any] = {"dtype": dtype, "hardware": hardware, "optimizer": None}
-    return trace_step(model, batch, default_step, use_fused_kernels=kernels, **common)
+    return StepQuestion(
+        model=model,
+        inp=micro_batches(model, options, micro, "cpu")[0],
+        step_fn=default_step,
+        dtype=parse_dtype(options["precision"]),
+        use_fused_kernels=kernels,
+        compile=options.get("compile", False),
+        activations=activations,
+    )
+
+
+def answer_for(
+    options: dict[str, Any], micro: int, hardware: HardwareProfile, kernels: Kernels, device_bytes: int, host_bytes: int
+) -> Answer:
+    """The plan of a job with one micro-batch; with option ``activations`` the search chooses what is kept.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    request = SearchRequest(
+        world_size=1,
+        optimizer_type="AdamW",
+        accumulation=options["batch"] // micro,
+        device_memory=device_bytes,
+        host_memory=host_bytes,
+        placement=options.get("placement", "auto"),
+        activations=options.get("activations"),
+        clipping=bool(max_norm(options)),
+    )
+    return answer_to(step_of(options, micro, kernels), hardware, request, read_host=False)
 
 
 def kernels_of(options: dict[str, Any]) -> list[Kernels]:
@@ -107,20 +137,12 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
         before_s, slower = best_s, []
         for kernels in candidates:
             called = f"{micro}, {'plain' if kernels in (False, PLAIN_LOSS) else 'chunked'} loss"
-            trace = trace_of(options, micro, hardware, kernels)
             try:
-                plan = plan_from_trace(
-                    trace,
-                    hardware,
-                    1,
-                    accumulation=options["batch"] // micro,
-                    device_memory=device_bytes,
-                    host_memory=host_bytes,
-                    clipping=bool(max_norm(options)),
-                ).plan
+                answer = answer_for(options, micro, hardware, kernels, device_bytes, host_bytes)
             except PlanError as error:
                 tried[called], problem = "does not fit", error
                 continue
+            plan, trace = answer.plan, answer.question.trace
             plan = with_early_states(plan) if options.get("early_states") else plan
             step_s = simulate_step(plan, trace, hardware).step_s
             tried[called] = f"{step_s:.4g} s"

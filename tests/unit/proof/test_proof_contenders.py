@@ -65,17 +65,17 @@ def test_what_is_planned_with_a_kernel_runs_with_it(
     asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced, wrapped = [], []
-    trace_step, module = ours.trace_step, ours.ElixirModule
+    answer_to, module = ours.answer_to, ours.ElixirModule
 
-    def tracing(*args: Any, **options: Any) -> Any:
-        traced.append(options["use_fused_kernels"])
-        return trace_step(*args, **options)
+    def answering(step: Any, *args: Any, **options: Any) -> Any:
+        traced.append(step.use_fused_kernels)
+        return answer_to(step, *args, **options)
 
     def wrapping(*args: Any, **options: Any) -> Any:
         wrapped.append(options["use_fused_kernels"])
         return module(*args, **options)
 
-    monkeypatch.setattr(ours, "trace_step", tracing)
+    monkeypatch.setattr(ours, "answer_to", answering)
     monkeypatch.setattr(ours, "ElixirModule", wrapping)
     options = {**TOY, "micros": [4], "fused_kernels": asked}
     running = ours.run(options, Place(tmp_path, rehearse=True), tmp_path / "saved")
@@ -97,7 +97,7 @@ def test_the_loss_and_the_micro_batch_are_chosen_by_predicted_time() -> None:
     changes = {**TOY["changes"], "vocabulary": 50000, "positions": 512}
     large = {**options, "changes": changes, "seq": 512}
     least = {
-        str(kernels): ours.trace_of(large, 4, hardware, kernels).backward_peak_bytes
+        str(kernels): ours.step_of(large, 4, kernels).trace(hardware).backward_peak_bytes
         for kernels in (True, ours.PLAIN_LOSS)
     }
     assert least["True"] < least[str(ours.PLAIN_LOSS)], "the plan knows what the chunked loss saves"
