@@ -190,7 +190,7 @@ class Snapshot:
                         # What was queued still fills the area, which another save may get.
                         torch.cuda.current_stream(self._device).synchronize()
                     self._drop(part)
-            self.give_up(error)
+            self._give_up()
             if not isinstance(error, Exception):  # such as an interrupt, which is for the caller
                 raise
         finally:
@@ -351,11 +351,9 @@ class Snapshot:
             # The caller writes to chunks without asking one by one, such as a load or a move to another plan.
             self._turn.wait_for(lambda: all(part.state in (PartState.COPIED, PartState.DONE) for part in self._parts))
 
-    def give_up(self, error: BaseException | None = None) -> None:
+    def _give_up(self) -> None:
         """Gives up what is not written yet: updates go on, and the pool is free."""
         with self._turn:
-            if error is not None and self._given_up is None:
-                self._given_up = error
             for part in self._parts:
                 if part.state not in (PartState.DONE, PartState.COPYING, PartState.WRITING):
                     part.to(PartState.DONE)

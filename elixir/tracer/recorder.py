@@ -247,8 +247,7 @@ class Recorder(TorchDispatchMode):
         if any(record.shadow is not None for record in written):
             self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
         result = self._operators.run_in_place(op, args, kwargs, arguments)
-        if not op.rewrites_first:
-            self._follow_new(result, op.func)
+        self._follow_new(result, op.func)
         if op.replaces_memory:
             self._order.moved(args[0])
         copies = op.func is aten.copy_.default and args[0].is_meta

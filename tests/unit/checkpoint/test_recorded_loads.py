@@ -182,6 +182,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_load_is_as_recorded(name: str, runs: Runs) -> None:
     assert digest(runs.outcome(name)) == json.loads(RECORDED.read_text())[name]
+    assert runs.run.optimizer.loss_scale == 1
 
 
 if __name__ == "__main__":

@@ -155,8 +155,10 @@ def test_without_a_pool_updates_wait_and_nothing_is_copied() -> None:
 def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     chunks = [Chunk(0, 100), Chunk(1, 100)]
     chunks[1].broken = True
-    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    snapshot = Snapshot(chunks, SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
     snapshot.release(1)
+    snapshot.release(0)
+    assert not snapshot.copied_bytes
     with pytest.raises(CheckpointError, match="the update failed"):
         snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
     snapshot.end()

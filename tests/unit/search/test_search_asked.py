@@ -26,6 +26,8 @@ from elixir.search.budgets import (
     default_host_reserve,
     resolve_budgets,
 )
+from elixir.search.planner import plan_or_shortage, planned
+from elixir.search.question import Question
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, plan
@@ -251,6 +253,18 @@ def test_what_is_kept_back_is_named_where_nothing_fits() -> None:
     with pytest.raises(PlanError, match="keep back less of the device") as refused:
         optimal_search(trace, 1, hardware=tiny, host_memory=PLENTY)
     assert any(lever.argument == "device_reserve" for lever in refused.value.levers)
+
+
+def test_a_plan_may_take_what_is_kept_back_for_the_allocator_before_it_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trace = stack_trace(SMALL)
+    whole = int(least_needed(trace, 1) / 0.78)  # a quarter is kept back, a fifth without the allocator's part
+    tight = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + whole)
+    request = SearchRequest(world_size=1, host_memory=PLENTY)
+    made = plan_or_shortage(trace, tight, request)
+    assert "expandable_segments:True" in caplog.text
+    assert planned(Question(trace, tight, request)) == made
 
 
 @pytest.mark.slow

@@ -213,12 +213,28 @@ def test_limits_of_what_is_run_are_inclusive(monkeypatch: pytest.MonkeyPatch) ->
         images = torch.empty(batch, 3, 8, 8, device="meta")
         call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         flops = 2 * batch * 4 * 8 * 8 * 3 * 3 * 3
+        nbytes = 2 * (images.nbytes + weight.nbytes) // batch
         monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", flops / 4)
-        for most in (2 * flops / batch, 2 * flops / batch - 1):
+        for most, most_bytes in ((2 * flops / batch, nbytes), (2 * flops / batch - 1, nbytes), (flops, nbytes - 1)):
             monkeypatch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", most)
+            monkeypatch.setattr(kernel_memory, "MAX_RUN_BYTES", most_bytes)
             memory = KernelMemory().of(torch.ops.aten.convolution.default, call, {})
             found.append(None if memory is None else (memory.result_bytes, memory.continued))
-    assert found == [((8 * 4 * 8 * 8 * 4,), True), None, ((2 * 4 * 8 * 8 * 4,), False), None]
+    assert found == [((8 * 4 * 8 * 8 * 4,), True), None, None, ((2 * 4 * 8 * 8 * 4,), False), None, None]
+
+
+def test_memory_that_the_first_call_of_an_operator_keeps_is_not_counted() -> None:
+    kept = []
+
+    @torch.library.custom_op("test_kernel_memory::doubled", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.empty(1 << 20, dtype=torch.uint8))
+        return x + x
+
+    memory = KernelMemory().of(torch.ops.test_kernel_memory.doubled.default, (torch.empty(64, device="meta"),), {})
+    assert memory is not None
+    assert memory.peak_bytes == 64 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
