@@ -34,6 +34,11 @@ _installed: ModuleType | None = None
 _libraries: list[torch.library.Library] = []
 
 
+def is_installed() -> bool:
+    """Whether `torch.cuda` is pretended."""
+    return _installed is not None
+
+
 def install() -> ModuleType:
     """Makes `torch.cuda` work; gives the compiled module. Any number of times."""
     global _installed
@@ -239,6 +244,14 @@ def _patch(cuda: Any, device: ModuleType) -> None:
         device.resize_storage(storage, nbytes)
         return storage
 
-    torch.UntypedStorage.resize_ = resize
+    copy_elsewhere = torch.UntypedStorage.clone
+
+    def copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return copy_elsewhere(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage, 0, (storage.nbytes(),), (1,))
+        return torch.empty_like(whole).copy_(whole).untyped_storage()
+
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize, copy
     for name, value in replaced.items():
         setattr(cuda, name, value)

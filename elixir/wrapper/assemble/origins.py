@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk, Slot, become_real
 from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError, few
 from elixir.extents.weight_files import FileShard
-from elixir.models.buffer_place import buffer_places
+from elixir.models.buffer_place import BufferPlace, buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.whole_weights import has_wide_masters, precisely
@@ -35,6 +36,11 @@ class _Origin:
         return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype, tensor.is_meta)
 
 
+_HOLDERS: WeakKeyDictionary[nn.Module, WeakSet[Origins]] = WeakKeyDictionary()
+"""Modules with buffers -> the wrapped models that they are part of: two models may share a module without weights. Its
+buffers stay on the device until the last of these models is closed."""
+
+
 class Origins:
     """The original devices and dtypes of a model's parameters and buffers.
 
@@ -44,7 +50,10 @@ class Origins:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {parameter: _Origin.of(parameter) for parameter in model.parameters()}
-        self._buffers = [(place, _Origin.of(place.buffer)) for place in buffer_places(model)]
+        self._buffers = [(place, *_first_of(place)) for place in buffer_places(model)]
+        for place, *_ in self._buffers:
+            if isinstance(place.holder, nn.Module):
+                _HOLDERS.setdefault(place.holder, WeakSet()).add(self)
 
     @torch.no_grad()
     def undo(self, engine: Engine, *, alone: bool) -> None:
@@ -54,7 +63,8 @@ class Origins:
             engine: the engine in any state; its chunks hold the weights for which `Chunk.shows` is True.
             alone: whether other ranks do not call this.
         """
-        for place, _ in self._buffers:
+        for place, *_ in self._buffers:
+            self._leave(place)
             if place.present is not place.buffer:
                 place.put(place.buffer)
         engine.release_memory()
@@ -195,15 +205,37 @@ class Origins:
 
     def _buffers_back(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}
-        for place, origin in self._buffers:
+        for place, before, origin in self._buffers:
             buffer = place.present
-            if buffer is None:
+            if not self._leave(place) or buffer is None:
                 continue
             if buffer.device == origin.device and buffer.dtype == origin.dtype:
                 continue
             if buffer not in moved:
-                moved[buffer] = _uncast(buffer, place.buffer, origin)
+                moved[buffer] = _uncast(buffer, before, origin)
             place.put(moved[buffer])
+
+    def _leave(self, place: BufferPlace) -> bool:
+        """Stops holding a buffer; returns whether no other wrapped model needs it where it is."""
+        if not isinstance(place.holder, nn.Module):
+            return True
+        holders = _HOLDERS.get(place.holder, WeakSet[Origins]())
+        holders.discard(self)
+        return not holders
+
+    def first_of(self, place: BufferPlace) -> tuple[torch.Tensor, _Origin] | None:
+        """The buffer of a place that this model has, too, and its origin, as before this model was wrapped."""
+        for mine, before, origin in self._buffers:
+            if mine.holder is place.holder and mine.key == place.key:
+                return before, origin
+        return None
+
+
+def _first_of(place: BufferPlace) -> tuple[torch.Tensor, _Origin]:
+    """The buffer and its origin as before any model that has it was wrapped."""
+    holders = _HOLDERS.get(place.holder, ()) if isinstance(place.holder, nn.Module) else ()
+    known = (other.first_of(place) for other in holders)
+    return next((each for each in known if each is not None), (place.buffer, _Origin.of(place.buffer)))
 
 
 def _in_memory(engine: Engine) -> list[Chunk]:

@@ -304,6 +304,22 @@ def test_models_that_share_modules_without_weights(modes: tuple[str, str], order
         third.assert_same_weights()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_buffers_of_a_shared_module_are_as_before_once_no_model_needs_them_otherwise(first: int) -> None:
+    table = Rotary()
+    angles, modules, inputs = table.angles.clone(), list[ElixirModule](), gpu.there(torch.randn(4, 8))
+    for seed in range(2):
+        it = shared_case(table, seed)
+        plan = make_plan(it, "streamed", unified_dtype="bfloat16")
+        modules.append(ElixirModule(it.model, plan, device=gpu.DEVICE, dtype=torch.bfloat16))
+    expected = modules[1 - first](x=inputs)
+    assert expected.dtype == torch.bfloat16
+    modules[first].close()
+    assert torch.equal(modules[1 - first](x=inputs), expected)
+    modules[1 - first].close()
+    assert torch.equal(table.angles, angles)
+
+
 def test_a_module_with_weights_is_in_one_model() -> None:
     layer = nn.Linear(8, 8)
     for mode in MODES:
