@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections import Counter
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
-from tests.cuda_emulator import DEVICE_NAME
+from elixir.tracer.device.cuda.cuda_target import CUBLAS_HOPPER_WORKSPACE_BYTES, CUBLASLT_WORKSPACE_BYTES
+from elixir.units import MIB
+from tests import cuda_emulator
 
 DEVICE = "cpu"
 """``cuda`` in a run with ``--cuda``."""
@@ -17,14 +21,54 @@ _T = TypeVar("_T")
 
 
 def there(value: _T, device: torch.device | str | None = None) -> _T:
-    """`value` with all its tensors on `device`, or `DEVICE`: plain PyTorch does not move what a model is given."""
-    moved: _T = tree_map(lambda item: item.to(device or DEVICE) if isinstance(item, torch.Tensor) else item, value)
+    """`value` with all its tensors on `device`, or `DEVICE`: plain PyTorch does not move what a model is given. A model
+    is moved as it is."""
+    where = torch.device(device or DEVICE)
+    if isinstance(value, nn.Module):
+        _move(value, where)
+        return value
+    moved: _T = tree_map(lambda item: item.to(where) if isinstance(item, torch.Tensor) else item, value)
     return moved
+
+
+def _move(model: nn.Module, where: torch.device) -> None:
+    """Moves a model. Tensors that share memory share it afterwards, too: `Module.to` would give each a copy."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    places = {name: _place(each) for name, each in named if type(each) in (torch.Tensor, nn.Parameter)}
+    shared = Counter(pointer for pointer, *_ in places.values() if pointer)
+    before = {name: each.untyped_storage() for name, each in named if shared[places.get(name, (0,))[0]] > 1}
+    model.to(where)
+    storages: dict[int, torch.UntypedStorage] = {}
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        if name in before and each.device != before[name].device:
+            pointer, *form = places[name]
+            if pointer not in storages:
+                whole = torch.empty(0, dtype=torch.uint8, device=before[name].device)
+                whole.set_(before[name], 0, (before[name].nbytes(),), (1,))
+                storages[pointer] = whole.to(where).untyped_storage()
+            each.data = torch.empty(0, dtype=each.dtype, device=where).set_(storages[pointer], *form)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def with_cublas(size: str) -> str:
+    """A device budget in MiB, and on CUDA what cuBLAS and cuBLASLt keep there in two streams."""
+    if DEVICE == "cpu":
+        return size
+    kept_bytes = 2 * (CUBLAS_HOPPER_WORKSPACE_BYTES + CUBLASLT_WORKSPACE_BYTES)
+    return f"{int(size.removesuffix('MiB')) + kept_bytes // MIB}MiB"
 
 
 def pretended() -> bool:
     """Whether the CUDA device is one that is pretended."""
-    return torch.cuda.is_available() and torch.cuda.get_device_name() == DEVICE_NAME
+    return cuda_emulator.is_installed()  # a real device is not asked: ranks could not be forked from this process
+
+
+def has_cpu_kernels() -> bool:
+    """Whether tests run on the CPU, or on a device that is pretended, whose kernels have the CPU's bits."""
+    return DEVICE == "cpu" or pretended()
 
 
 def not_pretended(reason: str) -> pytest.MarkDecorator:

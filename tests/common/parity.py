@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,7 +171,7 @@ class Pair:
         device = device or gpu.DEVICE
         case = replace(case, inp=gpu.there(case.inp, device))
         self.case, self.plan = case, plan
-        self.plain = (copy.deepcopy(case.model) if plain is None else plain).to(device)
+        self.plain = gpu.there(copy.deepcopy(case.model) if plain is None else plain, device)
         self.plain_optimizer = make(self.plain)
         built = None if after else make(case.model)
         self.module = ElixirModule(case.model, plan, device=device, **debugged(options, poison=True))
@@ -250,6 +250,19 @@ class Pair:
             return
         different = [name for name in plain if not torch.equal(_bits(mine[name]), _bits(plain[name]))]
         assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
+
+
+def assert_alike(module: ElixirModule, plain: nn.Module, names: Container[str] | None = None) -> None:
+    """Asserts that a model under a plan has the weights of one in plain PyTorch: the same bits, or close ones where a
+    GPU computes what the CPU does for the other. Of some `names` only, if they are given."""
+    mine, theirs = module.state_dict(), plain.state_dict()
+    theirs = {name: theirs[name] for name in theirs if names is None or name in names}
+    if gpu.has_cpu_kernels():
+        different = [name for name, value in theirs.items() if not torch.equal(mine[name].cpu(), value.cpu())]
+        assert not different, f"{len(different)} of {len(theirs)} differ, first {different[:3]}"
+    else:
+        found = distance([mine[name] for name in theirs], list(theirs.values()))
+        assert found < ROUNDED, f"weights are {found:g} apart"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

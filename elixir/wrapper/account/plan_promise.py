@@ -43,6 +43,7 @@ class PlanPromise:
         self.held = resident()
         """This process before the model was wrapped; None where the operating system does not tell."""
         self._most_bytes = 0
+        self._earlier_device_peak: int | None = None
         self._replaced = {"cpu": 0, engine.device.type: 0}
         for each in (*model.parameters(), *model.buffers()):
             if not each.is_meta:
@@ -103,6 +104,23 @@ class PlanPromise:
         self._most_bytes = max(self._most_bytes, need.peak_bytes + files_bytes, self.held.peak_bytes)
         self._limit_heap(need)
         return now.peak_bytes, self._most_bytes
+
+    def note_device_peak(self) -> None:
+        """Remembers the peak of the CUDA device before the plan's first step, which is none of its steps'."""
+        if self._earlier_device_peak is None and self._engine.device.type == "cuda":
+            self._earlier_device_peak = torch.cuda.max_memory_allocated(self._engine.device)
+
+    def forget_device_peak(self) -> None:
+        """Lets the next step of another plan be its first."""
+        self._earlier_device_peak = None
+
+    def device_peak(self) -> int | None:
+        """The CUDA device's peak by torch's allocator; None without such a device, or where it belongs to several plans
+        or to what ran before this plan's first step."""
+        if self._engine.device.type != "cuda" or promises.outstanding(self.device).plans > 1:
+            return None
+        peak = torch.cuda.max_memory_allocated(self._engine.device)
+        return None if peak == self._earlier_device_peak else peak
 
     def _limit_heap(self, need: ProcessNeed) -> None:
         others = promises.outstanding(self.device, self)

@@ -85,6 +85,7 @@ class StepAccount:
 
     def _begin(self, *, in_parts: bool) -> None:
         engine = self._engine
+        self._promise.note_device_peak()
         if in_parts:
             engine.cache.begin(announce=False)
         # Counts since the last step, as from an evaluation, do not belong to this one.
@@ -105,6 +106,7 @@ class StepAccount:
     def another_plan(self) -> None:
         """Starts anew for another plan: its first deviation is reported again."""
         self._warned = self._said_slow = False
+        self._promise.forget_device_peak()
         self._known.clear()
 
     def step_over(self, skipped: bool) -> None:

@@ -91,7 +91,8 @@ class StepReport:
     Counts cover all its micro-batches, and predictions are made for their number, whatever the plan assumed. `observed`
     and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``, ``device_to_host``, ``network``,
     ``device_peak``, ``device_buffers`` and ``host_peak`` (bytes). ``device_peak`` is the whole peak, as in the plan;
-    torch's allocator observes it on CUDA, and `observed` lacks it elsewhere. ``device_buffers`` and ``host_peak`` are
+    torch's allocator observes it on CUDA, and `observed` lacks it elsewhere, or where the process has taken more before
+    the plan's first step or has another plan. ``device_buffers`` and ``host_peak`` are
     bytes of the runtime's buffers so far, and of the plan's share for them, without activations and gradients that
     autograd holds; on the host, this rank's part. ``process_peak`` is the resident memory of the process so far, its
     program and libraries included, if Linux tells it (``VmHWM``) and the process has no other plan. With states on a
@@ -334,11 +335,10 @@ def make_report(
     on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
     has_disk = plan.uses_disk or plan.reads_files
     as_planned = expected.micro_batches == plan.passes
-    cuda = engine.device.type == "cuda"
     host_bytes = rank_host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.passes))
     host_bytes += arena.most_bytes[CHECKPOINT_PART]  # once a checkpoint was saved
     need = promise.need(plan, host_bytes)
-    process = promise.peaks(need)
+    process, device_peak = promise.peaks(need), promise.device_peak()
     report = StepReport(
         observed={
             "loads": counts.loads,
@@ -351,7 +351,7 @@ def make_report(
             "device_to_host": moved.offloaded + engine.turned_bytes + engine.mover.sent_bytes,
             "network": counts.network_bytes + moved.network + engine.regathered_bytes + engine.exchanged_bytes,
             **({"replicas": moved.replicas} if plan.replicas > 1 else {}),
-            **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
+            **({} if device_peak is None else {"device_peak": device_peak}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
             **({} if process is None else {"process_peak": process[0]}),
