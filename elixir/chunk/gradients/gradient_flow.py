@@ -376,8 +376,13 @@ class GradientFlow:
         # What all replicas have summed must not be mixed with what they have not.
         whole = late or gradient.is_partial is False or self._backwards >= self._options.accumulation
         over = whole and self._group.replicas > 1
-        leaving = self._transport.send(gradient, opened, with_norms=self._sums_norms(chunk), over_replicas=over)
         is_block = opened.memory.nbytes == self._options.block_bytes
+        try:
+            leaving = self._transport.send(gradient, opened, with_norms=self._sums_norms(chunk), over_replicas=over)
+        except BaseException:  # a CUDA lane has issued the copy here and now
+            if is_block:
+                gradient.open(opened)  # `clear` gives the block back
+            raise
         self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk)
