@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,22 @@ class _Worlds(ThreadLocalWorld):  # type: ignore[misc]
     def _get_world(self) -> WorldData:
         thread = threading.current_thread()
         if not hasattr(thread, "world"):
-            thread.world = WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])  # type: ignore[attr-defined, arg-type]
+            thread.world = _new_world()  # type: ignore[attr-defined]
         found: WorldData = thread.world  # type: ignore[attr-defined]
         return found
+
+    @property
+    def comms(self) -> list[Any]:
+        """In torch 2.11 a group that ends asks for them, but its worlds of threads have none."""
+        found: list[Any] = vars(self._get_world()).setdefault("comms", [])
+        return found
+
+
+def _new_world() -> WorldData:
+    """A world without groups, whichever fields this release of torch gives it."""
+    empty = {"default_pg": None, "group_count": 0, "comms": []}
+    world: WorldData = WorldData(**{field.name: empty.get(field.name, {}) for field in fields(WorldData)})
+    return world
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def run_to_end(
     """Runs ranks that are expected to fail: waits for all of them, and raises nothing; otherwise as `run_ranks`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _one_thread():
+    with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _safe_to_fork():
         processes: list[BaseProcess] = []
         answers: list[multiprocessing.connection.Connection] = []
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
@@ -107,7 +107,7 @@ def child(
     afterwards."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with _one_thread():
+    with _safe_to_fork():
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_child_main, args=(theirs, function, args), daemon=True)
         process.start()
@@ -198,14 +198,15 @@ def _rank_main(
 
 
 @contextlib.contextmanager
-def _one_thread() -> Any:
-    """Ranks share two cores: one thread each, also in libraries that read the environment when they are loaded."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _safe_to_fork() -> Any:
+    """Ranks share two cores: one thread each, also in libraries that read the environment when they are loaded. Modules
+    may ask whether there is a GPU without a CUDA context, which could not be used after the fork."""
+    given = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    before = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name in given:
+            del os.environ[name]
+        os.environ.update(before)
