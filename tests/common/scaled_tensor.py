@@ -63,6 +63,9 @@ class ScaledTensor(_Holding):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (aten.t.default, aten.detach.default, aten.clone.default, aten.alias.default):
             return args[0].each(lambda inner: func(inner, *args[1:], **(kwargs or {})))
+        if func is aten._to_copy.default:  # which may not change the numbers' dtype
+            moved = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
+            return args[0].each(lambda inner: func(inner, **moved))
         dtype = next(each.dtype for each in args if isinstance(each, torch.Tensor) and not isinstance(each, cls))
         return func(*tree_map(lambda each: each.dequantised(dtype) if isinstance(each, cls) else each, args))
 

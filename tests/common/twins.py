@@ -5,6 +5,7 @@ Adam on a CPU rounds otherwise than on a GPU, so a twin that steps all on the GP
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+
+Numbers = list[dict[str, Any]]
 
 
 def on_host(module: ElixirModule) -> set[str]:
@@ -27,8 +31,10 @@ def step_alike(
     optimizer: torch.optim.Optimizer, module: ElixirModule, weights: Mapping[str, torch.Tensor]
 ) -> torch.optim.Optimizer:
     """Lets `optimizer` step those of its `weights` on the host that the plan of `module` has there, in a separate call,
-    as if the others had no gradient; its states stay where a weight was stepped last."""
+    as if the others had no gradient; its states stay where a weight was stepped last. What a class counts in its groups
+    is counted once."""
     step, inside, hidden = type(optimizer).step, [False], list[dict[torch.Tensor, torch.Tensor | None]]()
+    counted: list[tuple[Numbers, Numbers]] = []
 
     def before(*_: Any) -> None:
         if inside[0]:
@@ -36,12 +42,17 @@ def step_alike(
         away = _stepped(optimizer, [weights[name] for name in on_host(module) & weights.keys()])
         rest = _all(optimizer, but=away)
         if away:
-            inside[0] = True
+            inside[0], first = True, _numbers(optimizer)
             try:
                 with _without_gradient(rest), _moved(optimizer, away):
                     step(optimizer)
             finally:
                 inside[0] = False
+            counted.append((first, _numbers(optimizer)))
+            for group, numbers in zip(optimizer.param_groups, first, strict=True):
+                for key in group.keys() - numbers.keys() - {"params"}:
+                    del group[key]
+                group.update(copy.deepcopy(numbers))
         hidden.append({each: each.grad for each in away})
         for each in away:
             each.grad = None
@@ -52,11 +63,24 @@ def step_alike(
         if not inside[0]:
             for each, gradient in hidden.pop().items():
                 each.grad = gradient
+            if counted:
+                _count_once(optimizer, *counted.pop())
 
     if module.device.type != "cpu":
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
     return optimizer
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> Numbers:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return copy.deepcopy(groups)
+
+
+def _count_once(optimizer: torch.optim.Optimizer, before: Numbers, after: Numbers) -> None:
+    """Sets what the step on the host has changed in the groups and the other has not, for it had no gradients there."""
+    for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
+        group.update({key: value for key, value in new.items() if key not in old or group[key] == old[key]})
 
 
 def _all(optimizer: torch.optim.Optimizer, but: Collection[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -103,5 +127,5 @@ def _take(optimizer: torch.optim.Optimizer, weight: torch.Tensor, device: torch.
     moves = device.type == "cpu" or group.get("fused") or group.get("capturable")
     moves = moves or isinstance(optimizer, torch.optim.ASGD)
     for name, value in optimizer.state.get(weight, {}).items():
-        if isinstance(value, torch.Tensor) and (moves or name not in ("step", "mu_product")):
-            optimizer.state[weight][name] = value.to(device)
+        if moves or name not in ("step", "mu_product"):
+            optimizer.state[weight][name] = gpu.there(value, device)

@@ -52,7 +52,7 @@ class Averaging(Own):
         for group in self.param_groups:
             for p in group["params"] if group["train_mode"] is not training else ():
                 if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], share)
+                    p.lerp_(self.state[p]["z"].to(p.device), share)
             group["train_mode"] = training
 
     def train(self) -> None:

@@ -177,8 +177,8 @@ def test_two_weights_may_exchange_their_memory(dtype: torch.dtype, steps: bool, 
         assert torch.equal(weights["layers.0.weight"].to(dtype), values[1].cpu())
         assert torch.equal(weights["layers.1.weight"].to(dtype), values[0].cpu())
     model = module.release()
-    assert torch.equal(model.layers[0].weight.to(dtype), values[1])
-    assert torch.equal(model.layers[1].weight.to(dtype), values[0])
+    assert torch.equal(model.layers[0].weight.to(dtype), values[1].cpu())
+    assert torch.equal(model.layers[1].weight.to(dtype), values[0].cpu())
 
 
 def test_other_values_than_the_plan_has_are_refused_by_the_step() -> None:

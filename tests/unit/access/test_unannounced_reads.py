@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.tracer.trace import trace_step
+from tests.common import gpu
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.tracing import Seen
 
@@ -68,6 +69,15 @@ custom_product.register_autograd(
 )
 
 traced_product = torch.jit.trace(lambda x, w: torch.sin(x @ w) * w[0], (torch.ones(4, WIDTH), torch.ones(WIDTH, WIDTH)))
+
+
+@pytest.fixture(autouse=True)
+def unfused() -> Iterator[None]:
+    """On a GPU, TorchScript fuses the operators of a function that has run once or twice, which then rounds otherwise."""
+    fuses = torch._C._jit_texpr_fuser_enabled()
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    yield
+    torch._C._jit_set_texpr_fuser_enabled(fuses)
 
 
 class Layer(nn.Module):
@@ -255,6 +265,7 @@ def test_outside_of_a_forward_it_is_refused_with_its_name() -> None:
         pair.assert_same_weights()
 
 
+@gpu.on_the_cpu("only there Python reads the bytes at an address")
 def test_code_that_takes_addresses_is_refused_with_the_name_and_right_after_a_touch() -> None:
     """It is no operator and no torch function: what a compiled extension does with ``data_ptr<float>()``."""
 
@@ -281,6 +292,7 @@ def test_code_that_takes_addresses_is_refused_with_the_name_and_right_after_a_to
         pair.assert_same_weights()
 
 
+@gpu.on_the_cpu("numpy's arrays have its memory")
 def test_what_stays_unseen() -> None:
     """Memory that is no tensor any more, kept beyond the module that took it: docs/design/runtime.md says so."""
     kept: dict[str, Any] = {}

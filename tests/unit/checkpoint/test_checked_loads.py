@@ -17,6 +17,7 @@ from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint.user_state import restore_rng, rng_state
 from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
+from tests.common import gpu
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import adamw, case, make_plan
 from tests.common.resuming import Run, differing
@@ -233,6 +234,7 @@ def test_a_file_that_is_not_whole_is_found_before_anything_is_written(
     run.train(1)  # nothing was written, so there is nothing to wait for
 
 
+@gpu.on_the_cpu("a CUDA device is here")
 def test_random_numbers_of_a_device_that_is_not_here_are_noted(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
     edited(saved[0], lambda body: body["rng"][0].__setitem__("cuda", body["rng"][0]["torch"]))
     loaded = load_checkpoint(saved[0], run.state(), files=FILES)

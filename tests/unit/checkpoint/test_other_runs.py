@@ -23,9 +23,10 @@ from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
+from tests.common import gpu
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
-from tests.common.parity import Case, adamw, case, hf_loss, make_plan
+from tests.common.parity import Case, adamw, case, distance, hf_loss, make_plan
 from tests.common.resuming import Run, differing, two_groups
 from tests.common.tiny_models import tiny
 
@@ -107,18 +108,19 @@ def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     plain = copy.deepcopy(it.model)
     optimizer = two_groups()(plain)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    rounded = 0.0 if gpu.DEVICE == "cpu" else 1e-3  # the run's device is not that of the model
     with open_checkpoint(tmp_path / "run") as saved:
         plain.load_state_dict(saved.weights())
         optimizer.load_state_dict(saved.optimizer_state_dict())
         scheduler.load_state_dict(saved.value("scheduler"))
     for expected in losses:
         loss = it.loss(plain, it.inp)
-        assert loss.item() == expected
+        assert loss.item() == pytest.approx(expected, rel=rounded)
         loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
+    assert distance([weights[name] for name in plain.state_dict()], list(plain.state_dict().values())) <= rounded
 
 
 def test_adapters_are_saved_without_the_model_below(tmp_path: Path) -> None:

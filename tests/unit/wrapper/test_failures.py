@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import StepError
+from tests.common import gpu
 from tests.common.parity import Case, Pair, case, make_plan
 
 NAMED = r"the optimizer step of chunk \d+ \(.*weight.*\) failed on the host with ValueError: broken"
@@ -125,7 +126,7 @@ def test_a_model_is_given_back_after_a_failure(caplog: pytest.LogCaptureFixture)
             model = pair.module.release()
         assert "given back after an error" in caplog.text
         assert same_weights(model.state_dict(), before)
-        pair.case.loss(model, pair.case.inp).backward()
+        pair.case.loss(model, gpu.there(pair.case.inp, "cpu")).backward()
 
 
 def test_weights_that_are_loaded_end_it() -> None:

@@ -90,7 +90,7 @@ def test_a_plan_that_is_given_is_run_without_a_trace(tmp_path: Path) -> None:
     first, optimizer = wrapped()
     path = first.plan.save(tmp_path / "plan.json")
     model = make_model()
-    again, other = elixir.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=path)
+    again, other = elixir.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=path, device="cpu")
     assert again.plan == first.plan
     for run, steps in ((first, optimizer), (again, other)):
         step(run, batch())

@@ -109,20 +109,20 @@ def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatc
     kept = copy.deepcopy(it.model.state_dict())
     plan = first.plan
     with pytest.raises(InputError, match=r"takes .* of host memory, but only .* not promised .*\(1\).*together\(\)"):
-        elixir.ElixirModule(it.model, plan)
+        elixir.ElixirModule(it.model, plan, device="cpu")
     assert all(torch.equal(value, it.model.state_dict()[name]) for name, value in kept.items())
     first.close()
     with pytest.raises(
         InputError, match=r"takes (.*) MiB more of host memory, but only .*: (.*) MiB more suffice"
     ) as said:
-        elixir.ElixirModule(it.model, plan)  # alone: the libraries take more than the plan here
+        elixir.ElixirModule(it.model, plan, device="cpu")  # alone: the libraries take more than the plan here
     found = re.search(r"takes (.*) MiB more .*: (.*) MiB more suffice", str(said.value))
     assert found is not None
     assert (1 + UNSTEADY_SHARE) * float(found[1]) - float(found[2]) == pytest.approx(needed / MIB, abs=0.03)
     free["bytes"] += int(float(found[2]) * MIB) + 1  # the size that it names suffices
-    elixir.ElixirModule(it.model, plan).close()
+    elixir.ElixirModule(it.model, plan, device="cpu").close()
     with pytest.raises(InputError, match="more suffice"):
-        elixir.ElixirModule(it.model, plan, reserve="2MiB")
+        elixir.ElixirModule(it.model, plan, device="cpu", reserve="2MiB")
 
 
 def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class Later(Kept):
 
 
 def in_one_place(weight: torch.Tensor) -> Any:
-    return torch.full((), 0.5).expand(weight.shape)
+    return torch.full((), 0.5, device=weight.device).expand(weight.shape)
 
 
 def in_16_bits(weight: torch.Tensor) -> Any:

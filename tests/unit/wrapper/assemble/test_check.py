@@ -175,7 +175,8 @@ def test_wrap_refuses_what_passes_on_a_large_machine_only_if_it_is_strict() -> N
     with pytest.raises(InputError, match="strict=True"):
         elixir.api.dry_run(model, optimizer, inp=INP, step_fn=outside, strict=True, **ROOMY)
     plain, plain_optimizer = made()
-    wrapped, wrapped_optimizer = elixir.wrap(model, optimizer, inp=INP, step_fn=step, strict=True, **ROOMY)
+    on_the_cpu = {"hardware": "cpu", **ROOMY}
+    wrapped, wrapped_optimizer = elixir.wrap(model, optimizer, inp=INP, step_fn=step, strict=True, **on_the_cpu)
     assert isinstance(wrapped, ElixirModule)
     for module, each in ((plain, plain_optimizer), (wrapped, wrapped_optimizer)):
         torch.manual_seed(1)

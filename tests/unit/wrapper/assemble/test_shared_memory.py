@@ -91,15 +91,17 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
     it = _case(KEPT[kind])
     plan = make_plan(it, mode, split_number=12)
     with Pair(it, plan, plain=_make(KEPT[kind]), optimizer=optimizer) as pair:
+        # A column that is moved has no gaps, so that its sum is another.
+        pair.exact = gpu.DEVICE == "cpu" or kind != "column"
         pair.train(3)
         for mine, plain in zip(pair.module.module.buffers(), pair.plain.buffers(), strict=True):
-            assert torch.equal(mine, plain), "also before the next forward"
+            assert pair.agree(mine, plain), "also before the next forward"
         pair.assert_same_weights()
         with torch.no_grad():
-            assert torch.equal(pair.module(**gpu.there(it.inp, pair.module.device)), pair.plain(**it.inp))
+            assert pair.agree(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
         state = {"model": pair.module, "optimizer": pair.optimizer}
         elixir.save_checkpoint(tmp_path / "saved", state, wait=True)
-        saved = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+        saved = {name: value.clone() for name, value in pair.module.state_dict().items()}
         losses = pair.train(2)
         elixir.load_checkpoint(tmp_path / "saved", state)
         assert all(torch.equal(saved[name], value) for name, value in pair.module.state_dict().items())
@@ -148,7 +150,7 @@ def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str
         for parameter in (*model.parameters(), *pair.plain.parameters()):
             if parameter.requires_grad:
                 parameter.mul_(2)
-        assert torch.equal(model(**gpu.there(it.inp, gpu.DEVICE)), pair.plain(**gpu.there(it.inp, gpu.DEVICE)))
+        assert torch.equal(model(**it.inp), gpu.there(pair.plain, "cpu")(**it.inp))
 
 
 def test_weights_written_between_steps_show_under_both_names() -> None:
@@ -182,7 +184,7 @@ def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None
             pair.module.module.writes = pair.plain.writes = True
             if mode == "resident":
                 with torch.no_grad():
-                    assert torch.equal(pair.module(**it.inp), pair.plain(**it.inp))
+                    assert torch.equal(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
                 pair.assert_same_weights()
                 continue
             with pytest.raises(InputError, match=r"now was written to.*layers\.2\.weight"), torch.no_grad():

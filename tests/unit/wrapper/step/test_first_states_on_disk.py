@@ -20,8 +20,9 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step.shard import Shard
+from tests.common import gpu
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Case, Pair, case, make_plan, square_loss
+from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
@@ -230,7 +231,7 @@ def test_states_that_a_class_makes_take_no_more_than_the_window(
 def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) -> None:
     """The states of the second are made next to those of the first; the bits are those of plain PyTorch."""
     it = case("gpt2", layers=1)
-    plan, plain = of_one_chunk(make_plan(it, "streamed", split_number=1)), copy.deepcopy(it.model)
+    plan, plain = of_one_chunk(make_plan(it, "streamed", split_number=1)), gpu.there(copy.deepcopy(it.model))
     assert max(len(chunk.parameters) for chunk in plan.chunks if chunk.state_home == "disk") > 1
     theirs = [cls(list(plain.parameters())[first::2], lr=1e-3) for first in range(2)]
     given = [cls(list(it.model.parameters())[first::2], lr=1e-3) for first in range(2)]
@@ -238,12 +239,11 @@ def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) ->
     mine = [ElixirOptimizer(module, each) for each in given]
     for _ in range(4):
         mine[0].backward(it.loss(module, it.inp))
-        it.loss(plain, it.inp).backward()
+        it.loss(plain, gpu.there(it.inp)).backward()
         for optimizer in (*mine, *theirs):
             optimizer.step()
             optimizer.zero_grad()
-    state = module.state_dict()
-    assert not [name for name, value in plain.state_dict().items() if not torch.equal(value, state[name])]
+    assert_alike(module, plain)
     module.close()
 
 

@@ -14,7 +14,8 @@ from elixir.api import dry_run
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels.muon import MuonRule, check_rule
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common.parity import case, make_plan
+from tests.common import gpu
+from tests.common.parity import assert_alike, case, make_plan
 
 COEFFICIENTS = ((8.2, -22.5, 15.9), (4.0, -2.8, 0.5), (2.3, -1.8, 0.6))
 """Others in every iteration, as in schedules that converge faster."""
@@ -90,19 +91,18 @@ def optimizers(model: nn.Module, names: Any, kind: type) -> list[torch.optim.Opt
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_weights_have_the_bits_of_the_class(mode: str, kind: type) -> None:
     given = case("llama")
-    plain = copy.deepcopy(given.model)
+    plain = gpu.there(copy.deepcopy(given.model))
     plan = make_plan(given, mode, optimizer_type="Muon")
-    module = ElixirModule(given.model, plan)
+    module = ElixirModule(given.model, plan, device=gpu.DEVICE)
     mine = [ElixirOptimizer(module, each) for each in optimizers(given.model, plan.matrices, kind)]
     theirs = optimizers(plain, plan.matrices, kind)
     for _ in range(3):
-        given.loss(plain, given.inp).backward()
+        given.loss(plain, gpu.there(given.inp)).backward()
         mine[0].backward(given.loss(module, given.inp))
         for each in (*theirs, *mine):
             each.step()
             each.zero_grad()
-    found = module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert_alike(module, plain)
     theirs[0].load_state_dict(mine[0].state_dict())  # by the names that the class has
     module.close()
 

@@ -21,7 +21,7 @@ from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
 from tests.common.on_disk import on_disk
-from tests.common.parity import MODES, Pair, case, make_plan, mixed
+from tests.common.parity import MODES, ROUNDED, Pair, case, distance, make_plan, mixed
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -177,10 +177,13 @@ def test_evaluation_rewrites_masters_and_what_they_round_to() -> None:
         state = module.state_dict()
         assert all(not torch.equal(state[name], before[name]) for name in before)
         with module.gathered():
-            assert all(torch.equal(p.float(), state[n].bfloat16().float()) for n, p in module.module.named_parameters())
+            shown = module.module.named_parameters()
+            assert all(torch.equal(p.float().cpu(), state[n].bfloat16().float()) for n, p in shown)
         found.append(state)
         module.close()
-    assert all(torch.equal(state[name], found[0][name]) for state in found for name in found[0])
+    for state in found:
+        apart = distance([state[name] for name in found[0]], list(found[0].values()))
+        assert apart == 0 or (apart < ROUNDED and not gpu.has_cpu_kernels())
 
 
 def test_hooks_run_whenever_they_were_registered() -> None:
