@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
@@ -34,7 +35,10 @@ LEAST_BUSY_S = 1e-3
 """A resource that worked for less in a step tells nothing about its speed."""
 LEAST_KEPT = 0.5
 """A second plan updates nothing early if a smaller share of the new states was kept."""
-_SCALE_STEPS = 24  # as many halvings find the factor to six digits
+_SCALES = (1e-4, 1e4)
+"""The least and the largest factor on compute times."""
+_SCALE_TOLERANCE = 1e-7
+"""Relative distance of the factor that is found from the exact one."""
 
 
 @dataclass(frozen=True)
@@ -264,11 +268,17 @@ def _compute_scale(trace: StepTrace, hardware: HardwareProfile, plan: Plan, seen
     step_s = seen.step_s
     if not (math.isfinite(step_s) and step_s > 0):
         raise InputError(f"a measured step must take a finite time above 0 s, found {step_s}")
-    low, high = 1e-4, 1e4
-    for _ in range(_SCALE_STEPS):
-        middle = math.sqrt(low * high)
-        if simulated_s(plan, trace, hardware, seen, compute_scale=middle) < step_s:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
+    from scipy.optimize import brentq  # late: a plan is corrected once in a run
+
+    @cache
+    def too_long(log_scale: float) -> float:
+        """How much longer than the observed step the simulated one is, as a logarithm: almost a line."""
+        scale = math.exp(log_scale)
+        return math.log(simulated_s(plan, trace, hardware, seen, compute_scale=scale) / step_s)
+
+    least, most = (math.log(scale) for scale in _SCALES)
+    if too_long(least) >= 0:
+        return _SCALES[0]
+    if too_long(most) <= 0:
+        return _SCALES[1]
+    return math.exp(brentq(too_long, least, most, xtol=_SCALE_TOLERANCE))
