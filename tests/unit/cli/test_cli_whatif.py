@@ -13,6 +13,7 @@ from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.plan.plan import Plan
 from elixir.search.whatif.sweep_row import SweepRow
+from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 from tests.common.command_line import fails, run
 
 PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"

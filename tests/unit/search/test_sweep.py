@@ -25,6 +25,7 @@ from elixir.show.sweep import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
+from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 
 MODEL = "opt-125m"
 STEP = StepQuestion(dtype="bf16", seq=64)
