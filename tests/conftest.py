@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow the cases that ``make test`` leaves out: of tests that start ranks or carry the marker `sampled` all
     but the first, with ``sampled(every=n)`` all but one in n."""
     items.sort(key=lambda item: item.path)  # within a file they stay in order
-    counts = Counter[str]()
+    counts, turns = Counter[str](), dict[str, int]()
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if not sampled and "distributed" not in item.path.parts:
@@ -81,7 +81,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if sampled and "every" in sampled.kwargs:
             # Along the diagonals of the parameters, so that every value of each stays.
             axes = [len(parameters.args[1]) for parameters in item.iter_markers("parametrize")]
-            left_out = sum(map(int, np.unravel_index(counts[test], axes))) % sampled.kwargs["every"] > 0
+            if axes:
+                place = sum(map(int, np.unravel_index(counts[test], axes)))
+            else:  # a fixture has the parameters: tests take turns, so that together they have every value
+                place = counts[test] + turns.setdefault(test, len(turns))
+            left_out = place % sampled.kwargs["every"] > 0
         if left_out:
             item.add_marker(pytest.mark.slow)
         counts[test] += 1

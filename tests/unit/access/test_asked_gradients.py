@@ -97,6 +97,7 @@ def test_grad_gives_what_plain_pytorch_does(asks: str, mode: str, recompute: boo
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("asks", ASKS)

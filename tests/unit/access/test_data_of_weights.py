@@ -109,6 +109,7 @@ def test_writes_through_data_have_the_bits_of_plain_pytorch(
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("how", WRITES)
 def test_masters_follow_as_they_follow_a_write_to_the_weight(how: str, fused: bool) -> None:

@@ -121,6 +121,7 @@ def test_large_buffers_ask_for_huge_pages_before_they_are_touched() -> None:
     assert "hg" not in kernel_flags(host_zeros(HUGE_PAGE_BYTES - 4096))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize(("nbytes", "options", "paged"), [
     (HUGE_PAGE_BYTES, {}, True),

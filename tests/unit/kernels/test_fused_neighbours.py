@@ -20,6 +20,7 @@ def adam(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("whose", ["frozen", "nobody's", "another's, that does not step"])
 def test_a_parameter_in_between_keeps_its_value(whose: str, dtype: torch.dtype | None) -> None:

@@ -44,6 +44,7 @@ def distance(found: list[nn.Parameter], expected: list[nn.Parameter]) -> float:
     return float((flat(found) - flat(expected)).norm() / flat(expected).norm())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("adamw", [True, False])
 @pytest.mark.parametrize("batched_numel", [0, implementation.BATCHED_NUMEL])
 def test_a_hundred_steps_are_those_of_torch(adamw: bool, batched_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:

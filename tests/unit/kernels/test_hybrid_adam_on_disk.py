@@ -35,6 +35,7 @@ def train(mine: list[nn.Parameter], optimizer: HybridAdam, steps: int, seed: int
         optimizer.step()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("dtype", "moments"), [(torch.float32, "float32"), (torch.bfloat16, "8bit"), (torch.bfloat16, "bfloat16")]
 )

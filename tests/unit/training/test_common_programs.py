@@ -65,6 +65,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("ways", GIVEN_WEIGHTS)
 def test_checkpointed_functions_that_are_given_weights(ways: str, reentrant: bool) -> None:

@@ -58,6 +58,7 @@ def asking(of: str, how: str, found: list[torch.Tensor]) -> LossFn:
     return loss
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("how", "home"), [("allow_unused", "cpu"), ("materialize_grads", "cuda")])
 @pytest.mark.parametrize("of", [*WHOLE, *CUT])
 def test_gradients_are_whole_or_refused(of: str, how: str, home: str) -> None:

@@ -272,6 +272,7 @@ def shared_case(table: Rotary, seed: int) -> Case:
     return Case(Model(table), {"x": torch.randn(4, 8)}, square_loss)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("order", ["first", "last"])
 @pytest.mark.parametrize("modes", [("streamed", "streamed"), ("resident", "streamed"), ("mixed", "resident")])
 def test_models_that_share_modules_without_weights(modes: tuple[str, str], order: str) -> None:

@@ -197,6 +197,7 @@ DROPS: dict[str, Callable[[nn.Parameter], None]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", DROPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) -> None:

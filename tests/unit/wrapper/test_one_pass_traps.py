@@ -567,6 +567,7 @@ def _with_graph(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["first.weight", "layers.1.linear.weight", "last.bias"])
 def test_10_a_gradient_that_is_read_before_all_have_come_is_refused(name: str, home: str) -> None:

@@ -85,6 +85,7 @@ def test_bytes_are_those_of_the_tensors(form: str) -> None:
     assert trace.buffer_bytes == sum(buffer.nbytes for buffer in places)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize(
     "form", ["nf4", "nf4 double", "torchao int8", pytest.param(TORCHAO[1], marks=pytest.mark.slow)]

@@ -148,6 +148,7 @@ def test_a_model_gets_its_own_checkpoints_back() -> None:
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("own", ["none", "non-reentrant"])
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_a_plan_outlasts_checkpoints_that_are_switched_on_after_wrapping(

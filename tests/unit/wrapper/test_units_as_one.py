@@ -80,6 +80,7 @@ def test_same_bits_of_every_family(name: str, form: str, mode: str) -> None:
     check(name, form, mode)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", [False, True])
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:

@@ -119,6 +119,7 @@ def check_states(pair: Pair) -> None:
             assert torch.equal(mine[number][kind].cpu(), value.cpu()), (number, kind)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize(("before", "given"), [(None, 1e-3), (None, 1e9), (1e-3, 1e9), (1e9, 1e-3), (1e9, 2e-3)])
 def test_a_limit_that_is_given_between_backward_and_step(before: float | None, given: float, homes: str) -> None:

@@ -186,6 +186,7 @@ def of_one_chunk(plan: Plan) -> Plan:
     return replace(plan, chunks=tuple(chunks))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("disk", "optimizers"), [(on_disk, 1), (on_disk, 2), (of_one_chunk, 1)])
 @pytest.mark.parametrize(
     ("base", "options"),

@@ -87,6 +87,7 @@ def optimizers(model: nn.Module, names: Any, kind: type) -> list[torch.optim.Opt
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [Own, Renamed])
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_weights_have_the_bits_of_the_class(mode: str, kind: type) -> None:

@@ -61,6 +61,7 @@ def trained(
     return plain, streamed, module
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_weights_have_the_bits_of_torch(name: str, mode: str) -> None:
@@ -73,6 +74,7 @@ def test_weights_have_the_bits_of_torch(name: str, mode: str) -> None:
     module.close()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +116,7 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     module.close()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
