@@ -2,25 +2,44 @@
 
 python benchmark/mutants.py --seed 1 --count 40           40 changes, drawn evenly over rooms
 python benchmark/mutants.py --seed 1 --count 40 --cuda    lines that no test reaches on the CPU run on the emulated device
+python benchmark/mutants.py --paths elixir/plan/plan.py   changes of files, from the top; without rows in results
 
 A change turns a comparison, exchanges `and` and `or`, `+` and `-`, or `*` and `//`, or leaves out a `not` or a call. It
-is made in a copy of the repository. The tests of the room that reach the line run until one fails, in turns from each
-file, those of whole outcomes second, in a fork of a process that has imported torch and transformers. cosmic-ray and
-mutmut know no rooms, and start Python and run all tests for each place.
+is made in a copy of the repository, and in the functions of a fork of a process that has collected all tests; a line
+that runs on import has a new process. The tests of the room that reach the line run there until one fails, in turns from
+each file, those of whole outcomes second. cosmic-ray and mutmut know no rooms, and start Python and run all tests for
+each place.
+
+coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of each test, in
+out/reached_lines: delete that folder after changes of the package. Other processes that a test starts are not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import gc
+import os
 import random
+import resource
+import signal
+import sqlite3
+import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
+import pytest
+from coverage import Coverage
+
 from benchmark.common import append_rows, conditions
-from benchmark.reached_lines import at, forked, in_package, reached, repository_copy
+from benchmark.raises import ROOT, in_package, repository_copy
 
 WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint", "unit/artifacts")
 ROOMS = {
@@ -33,12 +52,27 @@ PAIRS = (
     (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
 )  # fmt: skip
 TURNED: dict[Any, Any] = {**dict(PAIRS), **{new: old for old, new in PAIRS}}
-LIMIT_S = 40
-"""A change that the tests have not noticed after so many seconds of processor time counts as not noticed."""
 FIRST_TESTS = 10
-"""Number of tests that run before the files of all others are imported."""
+"""Number of tests that run before those of whole outcomes."""
 WHOLE = "test_recorded_"
-"""Tests of whole outcomes, which run next, for twice as long: they notice much, and each case reaches other lines."""
+"""Tests of whole outcomes, which run for twice as long: they notice much, and each case reaches other lines."""
+RECORDED = ROOT / "out" / "reached_lines"
+RECORDED_S = 10
+"""No further test of a file is recorded after so many seconds of processor time."""
+LONGEST_S = 40
+"""No test takes more seconds of processor time, unless a change keeps it from ending."""
+STALL_S = 240
+"""Nothing waits for a test that takes longer than this."""
+FAILED, LATE, CRASHED = 1, 70, 71
+"""How a process exits in which a test has failed, as pytest does, or that has not run all tests."""
+LINES = (
+    "select path, context, numbits from line_bits, context, file where context.id = context_id and file.id = file_id"
+)
+PYTEST = ("pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "-m", "not slow")
+
+Reached = dict[str, list[tuple[str, int]]]
+"""The tests that reach a file of the package, by file, such as ``tests/unit/x/test_y.py::test_z``, with a bit for each
+line. In fixtures of several tests, a file of tests reaches it."""
 
 
 def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:
@@ -60,8 +94,149 @@ def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:
         if node not in texts:  # Python 3.11 does not know where the parts of an f-string are
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-            source = text[:start] + f"({new})".encode() + text[end:]
+            lines = b"\n" * text.count(b"\n", start, end)  # what comes later stays on its line
+            source = text[:start] + f"({new}".encode() + lines + b")" + text[end:]
             yield path, node.lineno, f"{ast.unparse(node)} -> {new}", source
+
+
+def differing(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Functions of two versions of a file, and functions inside of those."""
+    before, after = ([each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new))
+    for pair in zip(before, after, strict=True) if len(before) == len(after) else ():
+        if pair[0] != pair[1]:
+            yield pair
+            yield from differing(*pair)
+
+
+def forked(run: Callable[[], Any]) -> int:
+    """Runs a function that returns a status in a silent process; returns how that exits."""
+    if child := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # all processes that its tests have started
+        return status
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os._exit(run())
+    finally:
+        os._exit(CRASHED)
+
+
+def run_anew(limit_s: int, *arguments: str) -> None:
+    """Has this process go on as one that runs a module of Python and imports everything anew."""
+    signal.alarm(4 * limit_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    os.execv(sys.executable, [sys.executable, "-m", *arguments])
+
+
+class Tests:
+    """The plugin of pytest: tries changes after the collection, instead of a run of all tests."""
+
+    def __init__(self, try_changes: Callable[[Tests], None]) -> None:
+        self._try_changes, self._import = try_changes, Coverage(data_file=None)
+        self._import.start()
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._import.stop()
+        self._cases = defaultdict[str, list[pytest.Item]](list)
+        for item in session.items:
+            self._cases[item.nodeid.partition("[")[0]].append(item)
+            self._cases[item.nodeid.partition("::")[0]].append(item)
+        self._functions = defaultdict[tuple[str, CodeType], list[FunctionType]](list)
+        gc.unfreeze()  # a list of objects leaves out those that tests/conftest.py has frozen
+        for each in gc.get_objects():
+            if type(each) is FunctionType:  # not by isinstance, which some objects of torch answer with a warning
+                self._functions[each.__code__.co_filename, each.__code__].append(each)
+        gc.freeze()
+        self._try_changes(self)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self._failed:
+            self._failed.write_text(report.nodeid)
+            os._exit(FAILED)
+
+    def _run(self, items: list[pytest.Item], limit_s: int) -> int:
+        """Exits at the first test that fails, unless they are recorded."""
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            used_s = int(time.process_time())
+            if used_s >= limit_s:
+                return LATE
+            signal.alarm(STALL_S)
+            resource.setrlimit(resource.RLIMIT_CPU, (used_s + LONGEST_S, resource.RLIM_INFINITY))
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        return 0
+
+    def record(self, file: str, data: Path) -> None:
+        """Records the first and the last case of each test of a file."""
+
+        def run() -> int:
+            recorder, self._failed = Coverage(data_file=str(data)), None
+            with recorder.collect():
+                self._run([case for each in found for case in dict.fromkeys((each[0], each[-1]))], RECORDED_S)
+            recorder.save()
+            return 0
+
+        found = [cases for name, cases in self._cases.items() if name.startswith(f"{file}::")]
+        forked(run)
+
+    def notice(self, tests: list[str], limit_s: int, path: str, line: int, before: bytes) -> tuple[str, str]:
+        """Whether a test fails with what a file is now, and which one; `before` is what was imported."""
+
+        def run() -> int:
+            for function, code in changes:
+                function.__code__ = code
+            return self._run(list(dict.fromkeys(item for test in tests for item in self._cases[test])), limit_s)
+
+        name, self._failed = str(Path(path).absolute()), Path("failed").absolute()
+        self._failed.write_text("")
+        codes = (compile(text, name, "exec") for text in (before, Path(path).read_bytes()))
+        changes = [(each, new) for old, new in differing(*codes) for each in self._functions[name, old]]
+        anew = "--cuda" in tests or line in (self._import.get_data().lines(path) or ())
+        anew |= any(each.__code__.co_freevars != new.co_freevars for each, new in changes)
+        status = forked((lambda: run_anew(limit_s, *PYTEST, *tests)) if anew else run)
+        if status in (LATE, -signal.SIGKILL):
+            return f"not in {limit_s} s", ""
+        found = {0: "", FAILED: self._failed.read_text() or "import"}
+        by = found.get(status, "no end in time" if status in (-signal.SIGXCPU, -signal.SIGALRM) else "a crash")
+        return "yes" if by else "no", by
+
+
+def record_cuda(file: str, data: Path) -> None:
+    forked(lambda: run_anew(1000, "coverage", "run", f"--data-file={data}", "-m", *PYTEST, "--cuda", file))
+
+
+def reached(folders: Iterable[str], record: Callable[[str, Path], None]) -> Reached:
+    """Gives the tests in these folders by the files that they reach; those that reach few lines are first."""
+    tests: Reached = defaultdict(list)
+    lines = Counter[str]()
+    RECORDED.mkdir(parents=True, exist_ok=True)
+    for path in sorted(path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        data = RECORDED / f"{name.replace('/', '.')}.{zlib.crc32(path.read_bytes()):08x}"
+        if not data.exists():
+            print("recording", name, flush=True)
+            record(name, data)
+        for file, context, bits in sqlite3.connect(data).execute(LINES):
+            function = context.partition(f"{path.stem}.")[2].replace(".", "::")
+            test = f"{name}::{function}" if function else name
+            tests[file].append((test, int.from_bytes(bits, "little")))
+            lines[test] += tests[file][-1][1].bit_count()
+    for found in tests.values():
+        found.sort(key=lambda test: ("::" not in test[0], lines[test[0]]))
+    return tests
+
+
+def at(tests: Reached, path: str, line: int) -> list[str]:
+    """The tests that reach a line: the first of each file, the second of each, and so on."""
+    turns, found = Counter[str](), list[tuple[int, str]]()
+    for test, bits in tests.get(path, ()):
+        if bits >> line & 1:
+            turns[file := test.partition("::")[0]] += 1
+            found.append((turns[file], test))
+    return [test for _, test in sorted(found, key=lambda each: each[0])]
 
 
 def main() -> None:
@@ -70,36 +245,52 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30, help="changes to try")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first changes")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
+    parser.add_argument("--paths", nargs="+", help="changes of these files, from the top, instead of drawn ones")
+    parser.add_argument("--limit", type=int, default=40, help="processor seconds, then it counts as not noticed")
     parser.add_argument("--cuda", action="store_true", help="run lines that no test reaches on the emulated device")
     args = parser.parse_args()
-    with repository_copy() as copy:
-        on_cpu = {room: reached(ROOMS[room], copy) for room in args.rooms}
-        on_cuda = reached(["gpu"], copy, "--cuda") if args.cuda else {}
-        drawn = {room: [each for file in in_package(room) for each in places(*file)] for room in args.rooms}
-        for room, changes in drawn.items():
-            random.Random(f"{args.seed} {room}").shuffle(changes)
-        for number in range(args.skip, args.count):
-            room = args.rooms[number % len(args.rooms)]
-            path, line, change, source = drawn[room][number // len(args.rooms)]
-            tests, options = at(on_cpu[room], path, line), []
-            if not tests and args.cuda:
-                tests, options = at(on_cuda, path, line), ["--cuda"]
+    rooms = list(dict.fromkeys(path.split("/")[1] for path in args.paths)) if args.paths else args.rooms
+    drawn = {room: [each for file in in_package(room) for each in places(*file)] for room in rooms}
+    for room, changes in drawn.items():
+        random.Random(f"{args.seed} {room}").shuffle(changes)
+        if args.paths:
+            drawn[room] = sorted(each for each in changes if each[0] in args.paths)
+    numbers = [(rooms[number % len(rooms)], number // len(rooms)) for number in range(args.skip, args.count)]
+    todo = [(room, *drawn[room][number]) for room, number in numbers if number < len(drawn[room])]
+
+    def try_changes(tests_here: Tests) -> None:
+        on_cpu = {room: reached(ROOMS[room], tests_here.record) for room in rooms}
+        on_cuda = reached(["gpu"], record_cuda) if args.cuda else {}
+        for room, path, line, change, source in todo:
+            tests = at(on_cpu[room], path, line)
+            cuda = [] if tests else at(on_cuda, path, line)
             if not tests:  # what reaches a line in a case that was not recorded reaches the file in one that was
-                tests, options = [test for test, _ in on_cpu[room].get(path, ()) if "::" in test], []
+                tests = [test for test, _ in on_cpu[room].get(path, ()) if "::" in test]
             found, by, begin = "not reached", "", time.perf_counter()
-            before = (copy / path).read_bytes()
-            (copy / path).write_bytes(source)
-            whole = [] if options else [test for test, _ in on_cpu[room].get(path, ()) if WHOLE in test]
+            before = Path(path).read_bytes()
+            Path(path).write_bytes(source)
+            whole = [test for test, _ in on_cpu[room].get(path, ()) if WHOLE in test]
             rest = [test for test in tests if WHOLE not in test]
-            for part, limit_s in ((rest[:FIRST_TESTS], LIMIT_S), (whole, 2 * LIMIT_S), (rest[FIRST_TESTS:], LIMIT_S)):
+            parts = ((rest[:FIRST_TESTS], 1), (whole, 2), (rest[FIRST_TESTS:], 1))
+            for part, times in ((["--cuda", *cuda], 4),) if cuda else parts:
                 if part and found != "yes":
-                    found, by = forked([*options, *part], None, copy, limit_s)
-            (copy / path).write_bytes(before)
+                    found, by = tests_here.notice(part, times * args.limit, path, line, before)
+            Path(path).write_bytes(before)
             row = {"seed": args.seed, "room": room, "place": f"{path}:{line}", "change": change, "noticed": found}
-            row |= {"by": by, "same": "", "cuda": bool(tests and options), "tests": len(tests)}
+            row |= {"by": by, "same": "", "cuda": bool(cuda), "tests": len(cuda or tests)}
             row |= {"seconds": round(time.perf_counter() - begin, 1)} | conditions()
             print(row, flush=True)
-            append_rows("mutants", [row])
+            if not args.paths:
+                append_rows("mutants", [row])
+
+    with repository_copy() as copy:
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("elixir", "benchmark", "tests")]:
+            del sys.modules[name]  # tests import those of the copy
+        folders = sorted({f"tests/{each}" for room in rooms for each in ROOMS[room]})
+        pytest.main([*PYTEST[1:], *folders], plugins=[Tests(try_changes)])
 
 
 if __name__ == "__main__":
