@@ -259,6 +259,7 @@ def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after_s", [0.03, 0.3])
 def test_an_interrupt_at_any_time_is_no_traceback(after_s: float) -> None:
     code = "import elixir.cli, sys; sys.stderr.write('!'); sys.stderr.flush(); sys.exit(elixir.cli.main())"

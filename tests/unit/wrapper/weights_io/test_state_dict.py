@@ -26,6 +26,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield made
 
 
+@pytest.mark.sampled(every=2)
 def test_round_trip_with_buffers(pair: Pair) -> None:
     state = pair.module.state_dict()
     pair.assert_same_weights()
@@ -41,10 +42,12 @@ def test_round_trip_with_buffers(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=2)
 def test_the_only_rank_is_the_first(pair: Pair) -> None:
     assert pair.module.state_dict(rank0_only=True).keys() == pair.module.state_dict().keys()
 
 
+@pytest.mark.sampled(every=2)
 def test_one_rank_copies_weights_from_where_they_lie(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(*_: object) -> None:
         raise AssertionError("nothing is gathered, since one rank has all")
@@ -56,6 +59,7 @@ def test_one_rank_copies_weights_from_where_they_lie(pair: Pair, monkeypatch: py
     pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=2)
 def test_what_it_gives_does_not_change_later(pair: Pair) -> None:
     state = pair.module.state_dict()
     before = copy.deepcopy(state)
@@ -64,6 +68,7 @@ def test_what_it_gives_does_not_change_later(pair: Pair) -> None:
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.sampled(every=2)
 def test_strict_names_missing_and_unexpected(pair: Pair) -> None:
     state = pair.module.state_dict()
     state["extra"] = state.pop("3.weight")
@@ -84,6 +89,7 @@ def test_strict_names_missing_and_unexpected(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
+@pytest.mark.sampled(every=2)
 def test_the_inner_model_gives_full_values(pair: Pair) -> None:
     inner, plain = pair.module.module, pair.plain
     for mine, theirs in (
