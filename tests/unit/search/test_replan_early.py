@@ -50,8 +50,10 @@ def test_the_machine_is_as_fast_as_it_is(planned: Planned, early: EarlyShares) -
     seen = run_of(planned, early)
     found, compute = calibrated(trace, machine, plan, seen)
     assert found.host_adam_numel_per_s == pytest.approx(machine.host_adam_numel_per_s, rel=1e-3)
-    assert compute == pytest.approx(1.0, rel=1e-3)
-    assert simulated_s(plan, trace, found, seen, compute_scale=compute) == pytest.approx(seen.step_s, rel=1e-3)
+    assert compute == pytest.approx(1.0, rel=1e-6)
+    assert simulated_s(plan, trace, found, seen, compute_scale=compute) == pytest.approx(seen.step_s, rel=1e-6)
+    for step_s, least_or_most in ((1e-12, 1e-4), (1e12, 1e4)):
+        assert calibrated(trace, machine, plan, replace(seen, step_s=step_s))[1] == least_or_most
     for step_s in (0.0, math.inf):
         with pytest.raises(InputError, match="must take a finite time above 0 s"):
             calibrated(trace, machine, plan, replace(seen, step_s=step_s))
