@@ -43,6 +43,8 @@ _CONTRACTED = ("1", "0")
 _VECTOR_NUMEL = 16
 """Elements of the longest vector of torch's kernels; what is left after the last whole one is stepped by other code."""
 _CHECKED_NUMEL = 4096 + 5
+THREAD_NUMEL = 2**15
+"""Elements for which another thread is woken, as in torch's operators (``at::internal::GRAIN_SIZE``)."""
 _SEED_MODULUS = 2**32
 
 
@@ -180,7 +182,7 @@ def _call(  # noqa: PLR0913 - as a step takes them
         ctypes.c_int64(whole),
         ctypes.c_uint32(position % _SEED_MODULUS),
         ctypes.c_uint32(seed % _SEED_MODULUS),
-        ctypes.c_int(torch.get_num_threads()),
+        ctypes.c_int(min(torch.get_num_threads(), max(whole // THREAD_NUMEL, 1))),
     )
     if whole < numel:
         rest = slice(whole, numel)

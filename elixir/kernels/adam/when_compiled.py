@@ -28,8 +28,9 @@ from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 logger = logging.getLogger(__name__)
 
 SMALL_NUMEL: dict[MomentKind, int] = {"float32": 2**20, "bfloat16": 2**17, "8bit": 2**16}
-"""Kind of moments -> elements below which a step neither counts towards compiling nor runs compiled: it takes about a
-millisecond anyway. With moments in fewer bits than float32, parameters are stepped one by one, so most are small."""
+"""Kind of moments -> elements below which a step does not count towards compiling: it takes about a millisecond anyway.
+On CUDA, and with float32 moments, it does not run compiled either. With moments in fewer bits than float32, parameters
+are stepped one by one, so most are small."""
 
 COMPILE_COST_S = {"cpu": 1.5, "cuda": 15.0}
 """Seconds of a core for compiling the kernel, measured on 2 cores of an EPYC 9005; for torch.compile, not measured on
@@ -96,15 +97,26 @@ def compiled_step(combination: Combination, numel: int) -> Kernel | None:
     """The compiled step where it is ready, for a shard of `numel` elements that is about to be stepped in place.
 
     Compiling begins once eager steps have cost as much more as compiling takes: never worse than twice the better of
-    the two, however long the job turns out to be.
+    the two, however long the job turns out to be. Small shards do not count.
     """
-    if numel < SMALL_NUMEL[combination.moments] or combination.device_type not in ("cpu", "cuda"):
+    if combination.device_type not in ("cpu", "cuda"):
         return None
     chosen = mode()
     if chosen == "never":
         return None
+    if numel < SMALL_NUMEL[combination.moments]:
+        return _ready_on_host(combination)
     progress = _asked(combination, numel)
     return progress.ready(begin=chosen == "now" or progress.stepped_numel >= progress.after_numel)
+
+
+def _ready_on_host(combination: Combination) -> Kernel | None:
+    """The host's kernel for a small shard, if others have had it compiled. In the eager step with moments in fewer bits
+    all threads compute some roots, whatever their number, and on a busy machine they wait for each other."""
+    if combination.device_type != "cpu" or combination.moments == "float32":
+        return None
+    begun = _progress.get(combination)
+    return None if begun is None or begun.compiling is None else begun.compiling.step
 
 
 def kernel_for(combination: Combination) -> Kernel | None:

@@ -289,6 +289,24 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(started) is begun
 
 
+def test_small_shards_run_a_kernel_that_others_have_had_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiling.missing_compiler("cpu"):
+        pytest.skip("no C++ compiler")
+    values = torch.ones(512)
+    for kind, form in (("bfloat16", "compiled"), ("8bit", "compiled"), ("float32", "in pieces")):
+        found = []
+        for mode in ("1", "wait", "1", "0"):
+            monkeypatch.setenv("ELIXIR_COMPILE", mode)
+            moments = make_moments(512, kind)
+            if mode == "wait":
+                combination = when_compiled.combination_of(values, values, None, moments)
+                assert when_compiled.compiled_step(combination, when_compiled.SMALL_NUMEL[kind]) is not None
+                continue
+            found.append(adam_step(values, values.clone(), None, moments, AdamOptions(), 1))
+        assert found == [found[2], form, found[2]]
+        assert found[2] != "compiled"
+
+
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "now")
     monkeypatch.setenv("CXX", "no-such-compiler")
