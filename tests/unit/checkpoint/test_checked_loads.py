@@ -200,7 +200,8 @@ def test_parameters_that_the_checkpoint_lacks_are_left_if_it_need_not_be_strict(
     edited(folder, rename_bias)
     with pytest.raises(CheckpointMismatch, match=r"another model: missing 1\.bias, unexpected 9\.bias"):
         load_checkpoint(folder, run.state(), files=FILES)
-    notes = load_checkpoint(folder, run.state(), strict=False, files=FILES).notes
+    notes = load_checkpoint(folder, run.state(order=PerRank(3)), strict=False, files=FILES).notes
+    assert "values that the checkpoint lacks are left as they are: order" in notes
     assert "parameters that the checkpoint lacks are left as they are: 1.bias" in notes
     assert "parameters that are not here are skipped: 9.bias" in notes
     assert torch.equal(run.bits()["model.1.bias"], before["model.1.bias"])
