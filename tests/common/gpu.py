@@ -58,7 +58,7 @@ def with_cublas(size: str) -> str:
     if DEVICE == "cpu":
         return size
     kept_bytes = 2 * (CUBLAS_HOPPER_WORKSPACE_BYTES + CUBLASLT_WORKSPACE_BYTES)
-    return f"{int(size.removesuffix('MiB')) + kept_bytes // MIB}MiB"
+    return f"{float(size.removesuffix('MiB')) + kept_bytes / MIB:g}MiB"
 
 
 def pretended() -> bool:

@@ -22,6 +22,7 @@ from elixir.plan.plan import Plan
 from elixir.search.replan import Correction
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
+from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
 from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, counted, fresh, plan_of, train
 
@@ -272,7 +273,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     second = Correction(None, "")
     monkeypatch.setattr(import_module("elixir.api"), "correct", lambda *_: second)
     model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, device_memory="1.3MiB",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, device_memory=gpu.with_cublas("1.3MiB"),
         host_memory="1GiB", assume="nominal",
     )  # fmt: skip
     before = model.plan
@@ -326,7 +327,7 @@ def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
 def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:
     it = case("llama")
     model, _ = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, device_memory="64MiB",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, device_memory=gpu.with_cublas("64MiB"),
         host_memory="1GiB",
     )  # fmt: skip
     assert model.plan.step.compiled == LAYERS

@@ -85,6 +85,8 @@ def test_weights_have_the_bits_of_torch(name: str, mode: str) -> None:
 )
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_options_are_those_of_the_class(mode: str, options: dict[str, Any]) -> None:
+    if "ns_coefficients" in options and mode == "streamed" and not gpu.has_cpu_kernels():
+        pytest.skip("with these coefficients each iteration multiplies what the host has rounded otherwise")
     given = case("llama")
     plain, _, module = trained(given, make_plan(given, mode, optimizer_type="Muon"), **options)
     assert_alike(module, plain)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
 
 Write = Callable[[nn.Parameter], object]
@@ -100,6 +101,7 @@ def test_with_write_it_is_alike_everywhere(mode: str) -> None:
                 with torch.no_grad():
                     WRITES[how](plain)
             assert torch.equal(pair.module.state_dict()[name], plain.cpu()), (how, name)
+        pair.exact = gpu.has_cpu_kernels()  # a GPU multiplies by transposed memory in another order
         pair.train(2)
         pair.assert_same_weights()
 
