@@ -88,10 +88,10 @@ def offloading(family: str, form: str, monkeypatch: pytest.MonkeyPatch) -> nn.Mo
         for number, layer in enumerate(layers):
             layers[number] = offload_wrapper(layer)
     if form == "offloaded checkpoints":
-        # As on a machine with a device: a CPU cannot pin.
-        monkeypatch.setattr("transformers.modeling_utils.get_current_accelerator", lambda: torch.device("cuda"))
         if not hasattr(model, "activation_checkpointing_enable"):
             pytest.skip("this version of transformers does not offload checkpoints")
+        # As on a machine with a device: a CPU cannot pin.
+        monkeypatch.setattr("transformers.modeling_utils.get_current_accelerator", lambda: torch.device("cuda"))
         model.activation_checkpointing_enable(offload=True)
     return model
 

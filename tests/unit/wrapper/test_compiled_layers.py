@@ -20,7 +20,7 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, case, mixed, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, assert_alike, case, distance, mixed, square_loss
 
 LISTS = {
     "opt": "model.decoder.layers", "gpt2": "transformer.h", "llama": "model.layers", "bert": "bert.encoder.layer",
@@ -163,15 +163,19 @@ def test_same_bits_under_inductor(name: str, checkpoint: str, mode: str) -> None
     check(name, checkpoint, mode, backend="inductor")
 
 
-def test_a_checkpoint_outside_of_the_graph_is_refused() -> None:
-    """The compiler breaks the graph of T5's layers before their checkpoint, which then runs again as eager code."""
+def test_a_checkpoint_outside_of_the_graph_is_refused_or_has_the_same_bits() -> None:
+    """Some compilers break the graph of T5's layers before their checkpoint, which then runs again as eager code. Others
+    break it as well, and compile what the checkpoint runs."""
     it = case("t5", "non-reentrant")
+    plain = compiled(copy.deepcopy(it.model))
     compiled(it.model)
-    model = ElixirModule(it.model, plan_of(it, "streamed"), device="cpu")
-    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(InputError, match="checkpoints activations outside of its graph"):
-        train(it, model, optimizer, 1)
-    model.close()
+    with Pair(it, plan_of(it, "streamed"), plain=plain, device="cpu") as pair:
+        try:
+            pair.train(2)
+        except InputError as refused:
+            assert "checkpoints activations outside of its graph" in str(refused)
+        else:
+            pair.assert_same_weights()
 
 
 def test_layers_are_those_of_the_outermost_lists() -> None:
@@ -185,11 +189,12 @@ def test_layers_are_those_of_the_outermost_lists() -> None:
 
 def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
     it = case("llama", "non-reentrant")
-    plain = compiled(copy.deepcopy(it.model))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    plain, inp = compiled(gpu.there(copy.deepcopy(it.model))), gpu.there(it.inp)
+    rounded = 0.0 if gpu.has_cpu_kernels() else 1e-4  # the host steps weights that the GPU steps for the other
+    optimizer = adamw(plain)
     wanted = []
     for _ in range(3):
-        loss = it.loss(plain, it.inp)
+        loss = it.loss(plain, inp)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -197,7 +202,7 @@ def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
     torch._dynamo.reset()
     model, wrapped = elixir.wrap(
         it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=it.inp, compile={"backend": "aot_eager"},
-        device_memory=gpu.with_cublas("1.3MiB"), host_memory="1GiB", replan=False, assume="nominal",
+        device_memory=gpu.with_cublas("1.3MiB", biased=False), host_memory="1GiB", replan=False, assume="nominal",
     )  # fmt: skip
     assert model.plan.step.compiled == ("model.layers.0", "model.layers.1")
     assert not all(chunk.resident for chunk in model.plan.chunks)
@@ -208,15 +213,14 @@ def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
         wrapped.step()
         wrapped.zero_grad()
         found.append(loss.item())
-    assert found == wanted
+    assert found == pytest.approx(wanted, rel=rounded)
     with torch.no_grad():
         model.eval()
         plain.eval()
-        assert torch.equal(model(**it.inp).logits, plain(**it.inp).logits)
-    state, weights = model.state_dict(), plain.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in weights.items())
-    model.close()
-    assert torch.equal(it.model(**it.inp).logits, plain(**it.inp).logits)
+        assert distance([model(**it.inp).logits], [plain(**inp).logits]) <= rounded
+        assert_alike(model, plain)
+        model.close()
+        assert distance([it.model(**it.inp).logits], [plain.to("cpu")(**it.inp).logits]) <= rounded
 
 
 def test_a_wrap_that_fails_compiles_nothing() -> None:
