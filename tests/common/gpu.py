@@ -53,11 +53,11 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def with_cublas(size: str) -> str:
-    """A device budget in MiB, and on CUDA what cuBLAS and cuBLASLt keep there in two streams."""
+def with_cublas(size: str, *, biased: bool = True) -> str:
+    """A device budget in MiB, and on CUDA what cuBLAS keeps there in two streams, and cuBLASLt for layers with biases."""
     if DEVICE == "cpu":
         return size
-    kept_bytes = 2 * (CUBLAS_HOPPER_WORKSPACE_BYTES + CUBLASLT_WORKSPACE_BYTES)
+    kept_bytes = 2 * (CUBLAS_HOPPER_WORKSPACE_BYTES + biased * CUBLASLT_WORKSPACE_BYTES)
     return f"{float(size.removesuffix('MiB')) + kept_bytes / MIB:g}MiB"
 
 

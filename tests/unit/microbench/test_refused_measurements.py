@@ -49,7 +49,7 @@ def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: Any, **__: Any) -> None:
         raise ValueError("environment variable MASTER_ADDR expected, but not set")
 
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", refused)
     with pytest.raises(RankError, match="rank 1 of 2 cannot join the others: .*MASTER_ADDR"), joined():

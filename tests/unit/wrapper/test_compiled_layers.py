@@ -170,10 +170,13 @@ def test_a_checkpoint_outside_of_the_graph_is_refused_or_has_the_same_bits() -> 
     plain = compiled(copy.deepcopy(it.model))
     compiled(it.model)
     with Pair(it, plan_of(it, "streamed"), plain=plain, device="cpu") as pair:
+        refused = ""
         try:
             pair.train(2)
-        except InputError as refused:
-            assert "checkpoints activations outside of its graph" in str(refused)
+        except InputError as error:
+            refused = str(error)
+        if refused:
+            assert "checkpoints activations outside of its graph" in refused
         else:
             pair.assert_same_weights()
 

@@ -24,6 +24,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
+from tests.common.twins import step_alike
 from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, counted, fresh, plan_of, train
 
 POISON = Debug(poison=True)
@@ -268,19 +269,20 @@ def test_homes_change_under_compiled_layers() -> None:
 
 def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama", "non-reentrant")
-    plain = compiled(copy.deepcopy(it.model))
+    plain = gpu.there(compiled(copy.deepcopy(it.model)))
     plain_optimizer = adamw(plain)
     second = Correction(None, "")
     monkeypatch.setattr(import_module("elixir.api"), "correct", lambda *_: second)
     model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, device_memory=gpu.with_cublas("1.3MiB"),
-        host_memory="1GiB", assume="nominal",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, host_memory="1GiB",
+        device_memory=gpu.with_cublas("1.3MiB", biased=False), assume="nominal",
     )  # fmt: skip
+    step_alike(plain_optimizer, model, dict(plain.named_parameters()))
     before = model.plan
     on_device = (replace(chunk, weight_home="device", state_home="device") for chunk in before.chunks)
     second = Correction(replace(before, chunks=tuple(on_device)), "as the test says")
     for _ in range(8):
-        mine, theirs = it.loss(model, it.inp), it.loss(plain, it.inp)
+        mine, theirs = it.loss(model, it.inp), it.loss(plain, gpu.there(it.inp))
         assert torch.equal(mine, theirs)
         optimizer.backward(mine)
         theirs.backward()
@@ -290,7 +292,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.plan != before
     assert model.plan.step.compiled == LAYERS == tuple(compiled_units(it.model).values())
     state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())
     model.close()
 
 
@@ -309,7 +311,7 @@ def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     fresh()
     again = case("llama", "reentrant")
     model, optimizer = elixir.wrap(
-        again.model, adamw(again.model), plan=plan, compile={"backend": "aot_eager"}, device="cpu"
+        again.model, adamw(again.model), plan=plan, compile={"backend": "aot_eager"}, device=gpu.DEVICE
     )
     load_checkpoint(tmp_path, {"model": model, "optimizer": optimizer})
     found = []
@@ -327,8 +329,8 @@ def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
 def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:
     it = case("llama")
     model, _ = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, device_memory=gpu.with_cublas("64MiB"),
-        host_memory="1GiB",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, host_memory="1GiB",
+        device_memory=gpu.with_cublas("64MiB", biased=False),
     )  # fmt: skip
     assert model.plan.step.compiled == LAYERS
     model.close()

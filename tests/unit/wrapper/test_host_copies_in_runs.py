@@ -12,9 +12,11 @@ from elixir.search import optimal_search
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.parity import hf_loss
 from tests.common.tiny_models import tiny
 from tests.common.tracing import H200
+from tests.common.twins import step_alike
 
 
 def _step(model: Any, batch: dict[str, Any], backward: Any = None) -> torch.Tensor:
@@ -43,6 +45,7 @@ def moved_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("placement", ["cuda", "cpu"])
 def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: list[int]) -> None:
     plain, planned = (tiny("gpt2", attn_implementation="eager", use_cache=False, layers=4) for _ in range(2))
+    plain = gpu.there(plain)
     batch: dict[str, Any] = {"input_ids": torch.arange(32).reshape(2, 16), "labels": torch.arange(32).reshape(2, 16)}
     trace: StepTrace = trace_step(planned, batch, _step, hardware=H200)
     moved_bytes.clear()
@@ -51,6 +54,7 @@ def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: lis
     model = ElixirModule(planned, search)
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    step_alike(reference, model, dict(plain.named_parameters()))
     assert {chunk.resident for chunk in search.plan.chunks} == {placement == "cuda"}
     for _ in range(3):
         moved_bytes.clear()
@@ -58,9 +62,9 @@ def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: lis
         assert sum(moved_bytes) == trace.transferred_bytes("device_to_host") > 0
         optimizer.step()
         optimizer.zero_grad()
-        assert torch.equal(loss, _step(plain, batch))
+        assert torch.equal(loss, _step(plain, gpu.there(batch)))
         reference.step()
         reference.zero_grad()
     weights = model.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())
     model.close()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elixir.chunk.lanes import Lane, Ticket
+from elixir.chunk.lanes import Lane, ThreadLane, Ticket
 from elixir.plan.plan import Plan
 from elixir.wrapper.weight_uses import WeightUses
 from tests.common.parity import Pair, case, make_plan
@@ -36,12 +36,14 @@ def states_on_host(plan: Plan, streamed: int = 0) -> Plan:
 @contextmanager
 def held(lane: Lane) -> Iterator[Ticket]:
     """The lane does nothing meanwhile; the ticket is done once it has been let go, or somebody has waited too long."""
-    gate = threading.Event()
-    ticket = lane.submit(lambda: gate.wait(WAIT_S))
+    gate, host = threading.Event(), ThreadLane("gate")
+    # A stream is given work at once, in this thread, unless the work builds on what the host still does.
+    ticket = lane.submit(lambda: None, after=[host.submit(lambda: gate.wait(WAIT_S))])
     try:
         yield ticket
     finally:
         gate.set()
+        host.close()
 
 
 def over(ticket: Ticket) -> bool:
