@@ -31,6 +31,8 @@ from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.values.unknown_number import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NAMES_CUDA = "a tensor is moved to cuda, and a trace runs on no device"
+"""The error of a step that names the device, on a machine with one."""
 
 
 class StepFunctions(PreDispatchTorchFunctionMode):
@@ -93,7 +95,12 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             return self._host.back(
                 tensor, rest or ([torch.device("meta")] if func is torch.Tensor.cuda else []), kwargs
             )
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:  # a machine without a device refuses in other words
+            if func is torch.Tensor.cuda or any(_is_cuda(each) for each in (*rest, *kwargs.values())):
+                raise NotImplementedError(NAMES_CUDA) from error
+            raise
 
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is on from now on."""
@@ -102,6 +109,10 @@ class StepFunctions(PreDispatchTorchFunctionMode):
     def autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is as it was before."""
         self._autocast.left()
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
 
 
 class _Entering:

@@ -42,6 +42,7 @@ from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
+from elixir.tracer.step_functions import NAMES_CUDA
 from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
@@ -348,7 +349,7 @@ def _explained(error: Exception) -> TraceError:
             location = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     hint = ""
-    if any(said in text for said in ("not compiled with CUDA", "No CUDA GPUs", "NVIDIA driver")):
+    if any(said in text for said in ("not compiled with CUDA", "No CUDA GPUs", "NVIDIA driver", NAMES_CUDA)):
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
     elif "does not require grad" in text:
         hint = "; no trained weight takes part: set requires_grad, or leave backward out of step_fn to evaluate"

@@ -131,13 +131,15 @@ def test_a_system_that_does_not_say_its_file_systems(tmp_path: Path, monkeypatch
 def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = machine.single_jobs(QUICK)
+    all_jobs = machine.single_jobs
 
     def fake(job: Job) -> list[Series]:
         return [Series(key, "bytes", ((1e6, 1e-3), (2e6, 2e-3), (4e6, 4e-3)), 3, "a test") for key in job.keys]
 
-    jobs = [Job(job.title, job.keys, lambda job=job: fake(job)) for job in everything]
-    monkeypatch.setattr(machine, "single_jobs", lambda _: list(jobs))
+    def fakes(bench: Bench) -> list[Job]:
+        return [Job(job.title, job.keys, lambda job=job: fake(job)) for job in all_jobs(bench)]
+
+    monkeypatch.setattr(machine, "single_jobs", fakes)
     without = measure(quick=True)
     assert not without.knows_disk
     profile = measure(quick=True, disk_folder=tmp_path)

@@ -141,6 +141,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no meta kernel of PyTorch's": (
         calls(lambda m, i: torch.histogram(m(i["x"]).detach(), 4)), TraceError, "torch.library.register_fake"),
     "names cuda": (calls(lambda m, i: m(i["x"].cuda()).sum().backward()), TraceError, "take the device from a tensor"),
+    "moves to cuda": (
+        calls(lambda m, i: m(i["x"].to(device="cuda:0")).sum().backward()), TraceError, "take the device from a tensor"),
     "reads an array": (calls(lambda m, i: m(i["x"]).detach().numpy()), TraceError, "nothing can be read out of it here"),
     "reads a storage": (
         calls(lambda m, i: m(i["x"]).untyped_storage()[0]), TraceError, "nothing can be read out of it here"),
