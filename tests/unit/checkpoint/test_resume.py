@@ -28,11 +28,21 @@ FILES = UnsyncedFiles()
 
 
 def interrupted(
-    it: Case, plan: Plan, make: Make, folder: Path, *, another: Plan | None = None, **options: Any
+    it: Case,
+    plan: Plan,
+    make: Make,
+    folder: Path,
+    *,
+    another: Plan | None = None,
+    writes: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Results of six steps, and of three, a load and three; saved while the first run goes on."""
+    """Results of six steps, and of three, a load and three; saved while the first run goes on, perhaps after a write to
+    a weight."""
     with Run(it, plan, make, **options) as run:
         run.train(3)
+        if writes:
+            next(run.module.parameters()).data.mul_(2)
         saving = save_checkpoint(folder, run.state(epoch=3), step=3, files=FILES)
         losses = run.train(3)
         drawn = torch.rand(3).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
@@ -77,7 +87,8 @@ def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> 
 )
 def test_bfloat16_with_every_kind_of_moments(mode: str, moments: str, tmp_path: Path) -> None:
     it = case("gpt2")  # its embeddings are tied
-    check(it, make_plan(it, mode, unified_dtype="bfloat16", moments=moments), two_groups(), tmp_path / "run")
+    plan = make_plan(it, mode, unified_dtype="bfloat16", moments=moments)
+    check(it, plan, two_groups(), tmp_path / "run", writes=mode == "resident")
 
 
 @pytest.mark.parametrize("split_number", [8, 3])

@@ -126,6 +126,13 @@ def transient(threads: int) -> dict[str, list[int]]:
             (forward, (query, key, key, 0.0, False), query),
             (backward, (grad, query, key, key, query, query), query),
         ]
+    vector = one[0]
+    products: Any = (
+        (aten.mm.default, (one, one)),
+        (aten.addmm.default, (vector, one, one)),  # with a bias
+        (aten.addmm.default, (one, one, one)),
+        (aten.addmv.default, (vector, one, vector)),
+    )
     found: dict[str, list[int]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -134,7 +141,8 @@ def transient(threads: int) -> dict[str, list[int]]:
             target = target_for(preset(name))
             found[name] = [target.transient_bytes(func, args, {}, [output]) for func, args, output in calls]
             found[name] += [target.round_bytes(nbytes) for nbytes in (0, 1, 512, 513)]
-            found[name] += target.matmul_workspace_bytes(aten.mm.default, (one, one)) or (0,)
+            for func, args in products:
+                found[name] += target.matmul_workspace_bytes(func, args) or (0,)
     torch.set_num_threads(before)
     return found
 
