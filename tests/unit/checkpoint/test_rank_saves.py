@@ -190,7 +190,23 @@ def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) ->
     run.module.close()
 
 
-@pytest.mark.parametrize("files", [FILES, FailingFiles(1, only=("write",))], ids=["whole", "failed"])
+class FailingInACircle(FailingFiles):
+    """Fails with an error and its cause, whose cause is the error."""
+
+    def call(self, *args: Any) -> Any:
+        try:
+            return super().call(*args)
+        except FileError as error:
+            error.__cause__ = OSError("the disk")
+            error.__cause__.__cause__ = error
+            raise
+
+
+@pytest.mark.parametrize(
+    "files",
+    [FILES, FailingFiles(1, only=("write",)), FailingInACircle(1, only=("write",))],
+    ids=["whole", "failed", "failed in a circle"],
+)
 def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, files: Any) -> None:
     run = Rank(ONE, 0)
     run.step(0)
