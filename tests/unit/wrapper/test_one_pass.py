@@ -156,8 +156,10 @@ def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next
             if batch is steps[0][broken]:  # noqa: B023 - called in this turn
                 if broken:  # noqa: B023
                     raise ValueError("mine")
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                handled.wait()  # noqa: B023
+                # A signal wakes a thread that waits already; of one that is about to wait it only leaves a note.
+                while not handled.is_set():  # noqa: B023
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    handled.wait(1)  # noqa: B023
             optimizer.backward(loss)  # noqa: B023
 
         handled = threading.Event()
