@@ -48,6 +48,8 @@ class StoredStates(StoredTensors):
         self._depth = 0
         self.extent_uses = MemoryUses()
         """The lane of the disk reads and writes in order; others wait for the last write."""
+        self.due_bytes = 0
+        """Bytes of the extent that the lane has written once it has done what it was given so far."""
 
     @property
     def has_room_for_states(self) -> bool:
@@ -167,7 +169,7 @@ class StateWindow:
         while len(self._waiting) >= count or any(each is states for each, _, _ in self._waiting):
             self._write_next()
         buffer = self._take_only(states) if makes_states else self._buffers.take(WINDOW, states.nbytes)
-        nbytes = states.kept_bytes
+        nbytes = min(states.used_bytes, max(states.kept_bytes, states.due_bytes))
         self.read_bytes += nbytes
         return buffer, self._read(states, buffer, nbytes)
 
@@ -195,7 +197,7 @@ class StateWindow:
 
     def _write_next(self) -> None:
         states, buffer, stepped = self._waiting.popleft()
-        nbytes = states.used_bytes
+        nbytes = states.due_bytes = states.used_bytes
 
         def write() -> None:
             error = self.lost or failure(stepped)

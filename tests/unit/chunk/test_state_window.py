@@ -118,6 +118,18 @@ def test_a_chunk_that_is_stepped_again_is_written_before_it_is_read(tmp_path: Pa
     adam.close()
 
 
+def test_states_that_are_still_to_be_written_count_as_read_next(tmp_path: Path) -> None:
+    it, adam, gate = Window(tmp_path, UnsyncedFiles(), states=False), ThreadLane("adam"), threading.Event()
+    it.chunks[0].show(it, it.chunks[0].region("exp_avg", NUMEL, torch.float32), "exp_avg")
+    for _ in range(2):
+        it.step(0, gate.wait, adam)
+    gate.set()
+    it.window.settle()
+    assert it.window.take_moved() == (3 * BLOCK, 4 * BLOCK)
+    it.close()
+    adam.close()
+
+
 def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Path) -> None:
     it = Window(tmp_path, UnsyncedFiles())
     first, second = it.chunks[:2]
