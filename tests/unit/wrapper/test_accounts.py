@@ -52,6 +52,16 @@ def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:
             assert counts.observed["device_to_host"] == plan.predicted.moved_bytes["device_to_host"]
 
 
+def test_gradients_that_stay_with_parameters_are_none_of_the_runtimes_buffers() -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "resident")) as pair:
+        pair.train(2)
+        report = pair.module.last_report
+    assert report is not None
+    buffers, gradients = report.predicted["device_buffers"], pair.module.plan.predicted.device_parts["gradients"]
+    assert 0 <= buffers - report.observed["device_buffers"] < gradients
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
