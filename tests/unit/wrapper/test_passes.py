@@ -1,0 +1,45 @@
+"""A pass ends with the error of the call that it is made of, and else with its output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.wrapper.passes import Arguments, Passes
+
+
+class Halving(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.sum():
+            raise ValueError("nothing to halve")
+        return x / 2
+
+
+def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
+    model, ended = Halving(), list[Any]()
+
+    @contextlib.contextmanager
+    def begin(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Arguments, Callable[[Any], Any]]]:
+        try:
+            yield (args, kwargs), lambda output: output + 1
+        except ValueError as error:
+            ended.append(error)
+            raise
+        ended.append("well")
+
+    passes = Passes([model], begin)
+    passes.attach()
+    with pytest.raises(ValueError, match="nothing to halve") as raised:
+        model(torch.zeros(2))
+    try:
+        raise KeyError
+    except KeyError:  # an error that the caller handles is none of the call's
+        assert model(torch.full((2,), 4.0)).tolist() == [3.0, 3.0]
+    passes.remove()
+    assert model(torch.full((2,), 4.0)).tolist() == [2.0, 2.0]
+    assert ended == [raised.value, "well"]
