@@ -203,6 +203,22 @@ def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_
     assert kept("h100") == kept("cpu")  # from the first forward to the first backward
 
 
+class RunsAgain(Layer):
+    """Its forward is a checkpoint, with options of that and of what runs again."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.run = checkpoint
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        return self.run(super().forward, x, given=given, use_reentrant=False)  # type: ignore[return-value]
+
+
+def test_for_a_gpu_layers_may_be_checkpoints() -> None:
+    found = traced(made_of(RunsAgain), hardware="h100")
+    assert "generates" in found.assumptions[-1], found.assumptions
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_for_a_gpu_layers_of_many_operators_have_code(checkpointed: bool) -> None:
