@@ -222,6 +222,38 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
     assert torch.equal(sink.tensor("a/0", torch.float32), torch.zeros(100))
 
 
+def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_into_it() -> None:
+    copying, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Flat):
+        def values(self, first: int, stop: int) -> torch.Tensor:
+            copying.set()
+            assert go.wait(60)
+            return super().values(first, stop)
+
+    chunk, pool = Chunk(0, SPAN), pool_of(1 << 12)
+    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
+    snapshot, free = Snapshot([chunk], pool, CPU), list[int]()
+
+    def end() -> None:
+        snapshot.end()
+        free.append(pool.free_bytes)
+        ended.set()
+
+    update = threading.Thread(target=snapshot.release, args=(0,))
+    update.start()
+    assert copying.wait(60)
+    ending = threading.Thread(target=end)
+    ending.start()
+    while not snapshot._turn._waiters and not ended.is_set():  # it has come to wait, or has not waited
+        time.sleep(1e-3)
+    held = pool.free_bytes
+    go.set()
+    update.join(60)
+    ending.join(60)
+    assert (held, free) == (pool.limit_bytes - aligned(4 * SPAN), [pool.limit_bytes])
+
+
 def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
     chunk = Chunk(0, SPAN)
     snapshot, alive = Snapshot([chunk], SnapshotPool(0, torch.empty), CPU), weakref.ref(chunk)
