@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +16,15 @@ from elixir.access.autograd import backward_is_running
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Pass = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
 """Gives the arguments as the model gets them, and a function that finishes its output."""
+
+
+class _Open(NamedTuple):
+    """A pass that has begun."""
+
+    begun: Pass
+    finished: Callable[[Any], Any]
+    handled: BaseException | None
+    """The exception that the caller was handling."""
 
 
 class Passes:
@@ -30,7 +39,7 @@ class Passes:
 
     def __init__(self, models: Iterable[nn.Module], begin: Callable[[nn.Module, Any, Any], Pass]) -> None:
         self._models, self._begin = list(models), begin
-        self._open: dict[int, list[tuple[Pass, Callable[[Any], Any]] | None]] = {}  # by thread
+        self._open: dict[int, list[_Open | None]] = {}  # by thread; None is a call inside of a pass
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -52,7 +61,7 @@ class Passes:
             return None
         begun = self._begin(model, args, kwargs)
         arguments, finished = begun.__enter__()
-        open_here.append((begun, finished))
+        open_here.append(_Open(begun, finished, sys.exc_info()[1]))
         return arguments
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -63,8 +72,9 @@ class Passes:
             self._open.pop(thread, None)
         if found is None:
             return None
-        begun, finished = found
-        # torch calls this with None after an error, which is the one that is being handled.
-        error = sys.exc_info() if output is None else (None, None, None)
-        begun.__exit__(*error)
-        return None if error[0] is not None else finished(output)
+        # torch calls this after an error too, which is then being handled; a later hook may have raised it.
+        error = sys.exc_info()
+        if error[1] is found.handled:
+            error = (None, None, None)
+        found.begun.__exit__(*error)
+        return None if error[0] is not None else found.finished(output)

@@ -20,8 +20,14 @@ class Halving(nn.Module):
         return x / 2
 
 
+def refuse_negative(model: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if output.sum() < 0:
+        raise ValueError("negative")
+
+
 def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
     model, ended = Halving(), list[Any]()
+    model.register_forward_hook(refuse_negative)
 
     @contextlib.contextmanager
     def begin(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Arguments, Callable[[Any], Any]]]:
@@ -40,6 +46,8 @@ def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
         raise KeyError
     except KeyError:  # an error that the caller handles is none of the call's
         assert model(torch.full((2,), 4.0)).tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="negative") as refused:
+        model(-torch.ones(2))
     passes.remove()
     assert model(torch.full((2,), 4.0)).tolist() == [2.0, 2.0]
-    assert ended == [raised.value, "well"]
+    assert ended == [raised.value, "well", refused.value]

@@ -196,6 +196,18 @@ def test_calls_are_passes_after_a_move_too() -> None:
         report = model.last_report
         assert (report.not_compared, report.demand_loads, report.deviations) == ("", 0, 0)
     assert losses == expected
+    weight = model.policy.lm_head.weight
+
+    def stale(**_: torch.Tensor) -> torch.Tensor:
+        row = weight[0]
+        with torch.no_grad():
+            weight.mul_(1.0)
+        return row
+
+    model.policy.forward = stale
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.policy(**batch(0))  # the output is refused after the call has returned
+    del model.policy.forward
     model.close()
 
 
