@@ -145,7 +145,7 @@ class Snapshot:
         self._pool, self._device = pool, device
         self._turn = threading.Condition()
         self._wanted: list[int] = []
-        """Chunks that an update waits for, first come first."""
+        """Chunks that an update waits for or has waited for, first come first."""
         self._begun = False
         """Whether updates of the next step have come."""
         self.stall_s = 0.0
@@ -172,11 +172,9 @@ class Snapshot:
                 area = self._area_of(part)
                 if area is None:
                     self._wanted.append(index)
-                    self._turn.notify_all()
                     # The writer, or another update, reads this chunk's live memory, which the caller is about to
                     # change.
                     self._turn.wait_for(lambda: part.state in (PartState.DONE, PartState.COPIED) or part.handed_over)
-                    self._wanted.remove(index)
                     area, part.handed_over = part.area if part.handed_over else None, False
             if area is not None:
                 self._copy(part, area)
@@ -223,8 +221,7 @@ class Snapshot:
         arrived = self._recorded() if by_device else None
         with self._turn:
             part.arrived = arrived
-            if part.state is PartState.COPYING:
-                part.to(PartState.COPIED)
+            part.to(PartState.COPIED)
             self._turn.notify_all()
 
     def write(self, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
@@ -363,9 +360,6 @@ class Snapshot:
     def end(self) -> None:
         """Ends the snapshot after its writer has ended, well or not: nothing is read any more."""
         with self._turn:
-            for part in self._parts:
-                if part.state is PartState.WRITING:
-                    part.to(PartState.DONE)
             # An updating thread still copies into areas of the pool, which are given back next.
             self._turn.wait_for(lambda: all(part.state is not PartState.COPYING for part in self._parts))
             for part in self._parts:
