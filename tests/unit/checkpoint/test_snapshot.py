@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import random
-import signal
 import threading
 import time
 import weakref
@@ -347,104 +346,6 @@ def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> 
     rest = (numel * 4 - SPAN, numel * 2)
     assert snapshot.copied_bytes == sum(map(aligned, rest)) == pool.largest_use_bytes
     assert pool.free_bytes == 4 * SPAN
-
-
-@pytest.mark.parametrize("reading", [True, False])
-def test_an_update_that_cannot_copy_goes_on_and_the_writer_ends(reading: bool) -> None:
-    """Either the states cannot be read, or they were written to meanwhile. The writer waits for the copy."""
-    copying, go = threading.Event(), threading.Event()
-
-    class Unreadable(Flat):
-        def values(self, first: int, stop: int) -> torch.Tensor:
-            copying.set()
-            assert go.wait(20)
-            if reading:
-                raise RuntimeError("unreadable")
-            return super().values(first, stop)
-
-    chunks, pool = [Chunk(0, 10), Chunk(1, 10)], pool_of(1 << 12)
-    snapshot = Snapshot(chunks, pool, CPU)
-    chunks[0].read = lambda: {"a/0": Unreadable(torch.ones(10))}  # type: ignore[method-assign]
-
-    def check() -> None:
-        raise RuntimeError("unreadable")
-
-    if not reading:
-        chunks[0].check = check  # type: ignore[method-assign]
-    update = threading.Thread(target=snapshot.release, args=(0,))
-    update.start()
-    assert copying.wait(20)
-    snapshot.release(1)  # its copy is given up, too
-    found: list[BaseException] = []
-
-    def writes() -> None:
-        try:
-            snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
-        except CheckpointError as error:
-            found.append(error)
-
-    writer = threading.Thread(target=writes)
-    writer.start()
-    time.sleep(0.02)
-    go.set()
-    for thread in (update, writer):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert "unreadable" in str(found)
-    snapshot.end()
-    assert pool.free_bytes == 1 << 12
-    snapshot.release(0)
-    snapshot.wait_for_live()
-
-
-def test_an_interrupt_of_an_update_ends_it_and_the_save() -> None:
-    class Interrupted(Flat):
-        def values(self, first: int, stop: int) -> torch.Tensor:
-            raise KeyboardInterrupt
-
-    chunk = Chunk(0, 10)
-    chunk.read = lambda: {"a/0": Interrupted(torch.ones(10))}  # type: ignore[method-assign]
-    snapshot = Snapshot([chunk], pool_of(1 << 12), CPU)
-    with pytest.raises(KeyboardInterrupt):
-        snapshot.release(0)
-    with pytest.raises(CheckpointError):
-        snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts the main thread")
-def test_an_interrupt_of_an_update_that_waits_for_the_writer_ends_both() -> None:
-    def over(*_: object) -> None:
-        raise TimeoutError("time is up")
-
-    begun, goes_on, written = threading.Event(), threading.Event(), list[int]()
-    snapshot, found = Snapshot([Chunk(0, 3 * SPAN)], pool_of(1 << 16), CPU), list[Exception]()
-
-    def write_span(key: str, number: int, data: memoryview) -> None:
-        written.append(number)
-        begun.set()
-        goes_on.wait(20)
-
-    def write() -> None:
-        try:
-            snapshot.write(write_span, lambda: None)
-        except CheckpointError as error:
-            found.append(error)
-        snapshot.end()
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    assert begun.wait(20)
-    before = signal.signal(signal.SIGALRM, over)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        snapshot.release(0)  # a save that failed is no error of the step
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    goes_on.set()
-    writer.join(20)
-    assert not writer.is_alive()
-    assert "time is up" in str(found)
-    assert written == [0], "nothing is written for a save that is given up"
 
 
 def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:
