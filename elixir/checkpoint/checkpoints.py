@@ -135,9 +135,12 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be saved, which was not reported yet.
         """
-        error = None if self._saving is None else self._saving.end()
+        error = self._ended()
         if error is not None:
             raise error
+
+    def _ended(self) -> CheckpointError | None:
+        return None if self._saving is None else self._saving.end()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -146,6 +149,6 @@ class Checkpoints:
         if kind is None:
             self.close()
             return
-        error = None if self._saving is None else self._saving.end()
+        error = self._ended()
         if error is not None:  # the exception that is on its way says more
             logger.error("the last checkpoint was not saved: %s", error)

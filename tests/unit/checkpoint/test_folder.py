@@ -30,6 +30,7 @@ from elixir.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    FileError,
     InputError,
     InputTypeError,
 )
@@ -317,8 +318,9 @@ def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, files=FailingFiles(3))
     with Run(*planned("cnn", "mixed"), adamw) as other:
         checkpoints.save(1, other.state())
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(CheckpointError, match="No space left") as caught:
             checkpoints.close()
+        assert isinstance(caught.value.__cause__, FileError)
     assert not any(parameter.is_meta for parameter in run.case.model.parameters())  # and gives the model back
 
 
@@ -351,8 +353,9 @@ def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(UnsyncedFiles, "free_bytes", lambda self, folder: 1000)
-    with pytest.raises(CheckpointError, match="are free"):
+    with pytest.raises(CheckpointError, match="are free") as caught:
         save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    assert caught.value.__cause__ is None, "it was raised as it is"
     assert os.listdir(tmp_path / "run") == []
 
 
@@ -559,8 +562,9 @@ def test_the_public_names() -> None:
     assert elixir.Checkpoints is Checkpoints
     with pytest.raises(InputError, match="keep"):
         Checkpoints("x", keep=0)
-    with pytest.raises(InputTypeError, match="keep must be a whole number"):
-        Checkpoints("x", keep=1.5)  # type: ignore[arg-type]
+    for keep in (1.5, True):
+        with pytest.raises(InputTypeError, match="keep must be a whole number"):
+            Checkpoints("x", keep=keep)  # type: ignore[arg-type]
 
 
 def test_the_package_unpickles_nothing() -> None:
