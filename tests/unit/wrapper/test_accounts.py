@@ -15,7 +15,6 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.errors import PlanError, StepError
-from elixir.hardware import promises
 from elixir.hardware.profile import preset
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
@@ -165,32 +164,6 @@ def test_what_the_device_held_before_the_first_step_is_not_the_peak_of_a_step() 
         torch.cuda.reset_peak_memory_stats()
         pair.train(1)
         assert 0 < pair.module.last_report.observed["device_peak"] < 2**28  # type: ignore[union-attr]
-
-
-def test_the_peak_of_a_device_is_known_once_a_step_of_the_only_plan_has_raised_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    it, peak = Case(nn.Linear(4, 4), {"input": torch.randn(2, 4)}, square_loss), {"bytes": 100}
-    with Pair(it, make_plan(it, "resident"), device="cpu") as pair:
-        promise, other = pair.module._promise, copy.copy(pair.module._promise)
-        promise.note_device_peak()
-        assert promise.device_peak() is None, "a CPU has none"
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
-        with monkeypatch.context() as there:
-            there.setattr(pair.engine, "device", torch.device("cuda", 0))
-            promise.note_device_peak()
-            assert promise.device_peak() is None, "that of something before"
-            peak["bytes"] = 200
-            promise.note_device_peak()  # before a step that is not the first
-            assert promise.device_peak() == 200
-            promise.forget_device_peak()
-            promise.note_device_peak()
-            assert promise.device_peak() is None
-            peak["bytes"] = 300
-            promises.enter(other)
-            assert promise.device_peak() is None, "whose memory is it?"
-            promises.leave(other)
-            assert promise.device_peak() == 300
 
 
 def test_a_step_far_beyond_its_range_is_remarked_upon_once(

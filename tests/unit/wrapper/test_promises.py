@@ -15,8 +15,7 @@ import torch
 import elixir
 from elixir.errors import InputError
 from elixir.hardware import promises
-from elixir.hardware.host_share import host_share, host_view
-from elixir.hardware.process_memory import HEAP, HEAP_LEFT_BYTES, resident
+from elixir.hardware.process_memory import HEAP, HEAP_LEFT_BYTES
 from elixir.hardware.profile import preset
 from elixir.hardware.promises import UNSTEADY_SHARE
 from elixir.search import optimal_search
@@ -30,7 +29,6 @@ from tests.common.peaks import status_bytes
 
 HERE = replace(preset("cpu"), host_memory_bytes=None)
 FREE = 16 * GIB
-HERE_VIEW = host_view()
 PLACE = "elixir.wrapper.account.plan_promise"
 
 
@@ -151,53 +149,6 @@ def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: 
     model.rehome(other)
     assert [chunk.home for chunk in model.plan.chunks] != [chunk.home for chunk in before.chunks]
     predicted()
-
-
-def test_ranks_of_a_machine_that_hold_different_amounts_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = wrapped(reserve="1GiB")
-    promise, plan = model._promise, model.plan
-    engine_of(model).host_share = host_share([HERE_VIEW, HERE_VIEW], 0, {})
-    mine = promise.coming_bytes(model.plan)
-    assert mine > GIB / 2
-    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: mine + 64 * MIB)
-    with pytest.raises(InputError, match="more suffice"):
-        promise.refuse_exceeded(plan)  # as if the other rank took as much
-    promise.refuse_exceeded(plan, [mine, 0])
-    with pytest.raises(InputError, match="more suffice"):
-        promise.refuse_exceeded(plan, [mine, 128 * MIB])
-    model.close()
-
-
-def test_what_a_rank_holds_beyond_its_plan_is_no_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = wrapped(reserve="1GiB")
-    promise, plan = model._promise, model.plan
-    engine_of(model).host_share = host_share([HERE_VIEW, HERE_VIEW], 0, {})
-    other = promise.coming_bytes(plan)
-    held = resident()
-    assert held is not None
-    assert other > GIB / 2
-    more = replace(held, own_bytes=held.own_bytes + 20 * GIB)  # a data set that this rank has loaded
-    monkeypatch.setattr(f"{PLACE}.resident", lambda: more)
-    monkeypatch.setattr(f"{PLACE}.free_host_bytes", lambda: GIB // 4)
-    coming = [promise.coming_bytes(plan), other]
-    with pytest.raises(InputError, match="more suffice"):
-        promise.refuse_exceeded(plan, coming)
-    monkeypatch.setattr(f"{PLACE}.free_host_bytes", lambda: other)
-    promise.refuse_exceeded(plan, coming)
-    model.close()
-
-
-def test_ranks_of_other_machines_take_nothing_from_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = wrapped(reserve="1GiB")
-    promise, plan = model._promise, model.plan
-    there = replace(HERE_VIEW, host="there")
-    engine_of(model).host_share = host_share([HERE_VIEW, there, HERE_VIEW, there], 0, {})
-    mine = promise.coming_bytes(plan)
-    monkeypatch.setattr(f"{PLACE}.free_host_bytes", lambda: mine + 64 * MIB)
-    promise.refuse_exceeded(plan, [mine, 4 * GIB, 0, 4 * GIB])
-    with pytest.raises(InputError, match="more suffice"):
-        promise.refuse_exceeded(plan, [mine, 0, 128 * MIB, 0])
-    model.close()
 
 
 def test_full_state_dicts_count_as_far_as_they_exceed_what_a_step_has() -> None:

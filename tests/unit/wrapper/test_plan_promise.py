@@ -1,0 +1,242 @@
+"""What a plan may still take of a machine, from sizes of the process that are written down by hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.hardware import promises
+from elixir.hardware.host_share import host_share, host_view
+from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, Resident
+from elixir.hardware.promises import UNSTEADY_SHARE, Memory
+from elixir.units import GIB, LARGEST_BYTES, MIB
+from elixir.wrapper import ElixirModule
+from elixir.wrapper.account.plan_promise import PlanPromise
+from elixir.wrapper.engine import engine_of
+from tests.common.parity import Case, make_plan, square_loss
+
+PLACE = "elixir.wrapper.account.plan_promise"
+
+
+class Net(nn.Module):
+    """A layer with buffers, one of them sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("scale", torch.ones(1000))
+        few = torch.sparse_coo_tensor([[1, 5]], [1.0, 2.0], (900,), check_invariants=True)
+        self.register_buffer("few", few, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale[0]
+
+
+BUFFER_BYTES = 4000 + 2 * (4 + 8)
+MODEL_BYTES = 4 * (64 * 64 + 64) + BUFFER_BYTES
+
+
+class Machine:
+    """The memory of a process and of its machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: Resident | None = Resident(GIB, 100 * MIB, 2 * GIB)
+        self.free_bytes: int | None = 64 * GIB
+        self.asked: list[str] = []
+        monkeypatch.setattr(f"{PLACE}.give_back_freed", lambda: self.asked.append("give back"))
+        monkeypatch.setattr(f"{PLACE}.resident", self.resident)
+        monkeypatch.setattr(f"{PLACE}.free_host_bytes", self.free)
+
+    def resident(self) -> Resident | None:
+        self.asked.append("resident")
+        return self.held
+
+    def free(self) -> int:
+        if self.free_bytes is None:
+            raise InputError("this operating system does not tell it")
+        return self.free_bytes
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr(promises, "_AT_WORK", weakref.WeakSet())  # without models of other tests
+    monkeypatch.delenv(MAPS_VARIABLE, raising=False)
+    yield Machine(monkeypatch)
+    HEAP.forget()
+
+
+@pytest.fixture
+def module(machine: Machine) -> Iterator[ElixirModule]:
+    it = Case(Net(), {"x": torch.randn(2, 64)}, square_loss)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    yield module
+    module.close()
+
+
+def test_the_memory_of_the_model_gives_way_to_that_of_the_plan(machine: Machine, module: ElixirModule) -> None:
+    promise, engine = module._promise, engine_of(module)
+    assert promise.held == machine.held
+    assert machine.asked[:2] == ["give back", "resident"], "freed memory is nothing that it holds"
+    need = promise.need(module.plan, 12345)
+    assert need.parts["program"] == GIB - MODEL_BYTES
+    assert need.parts["host"] == 12345
+    assert need.parts["heap"] > 0
+    live = engine.arena.live_bytes
+    promise.ranks = 3
+    assert promise.taken == Memory(live("device") + BUFFER_BYTES, 3 * live("host"))
+
+
+def test_large_buffers_that_are_mapped_leave_no_gaps(
+    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MAPS_VARIABLE, "1")
+    assert "heap" not in module._promise.need(module.plan, 0).parts
+
+
+def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Machine, module: ElixirModule) -> None:
+    promise = module._promise
+    promise.ranks = 2
+    need_bytes, held = promise.need_of(module.plan).own_bytes, machine.held
+    assert held is not None
+    for ahead, later in ((1000, 1000), (-1000, 0)):
+        machine.held = replace(held, own_bytes=need_bytes - ahead)
+        later += int(UNSTEADY_SHARE * need_bytes)
+        for left, expected in ((77, 77), (0, 0), (-77, 0)):
+            machine.free_bytes = 2 * (later + left)
+            assert promise.spare_host_bytes() == expected
+    machine.held = None
+    assert promise.spare_host_bytes() == LARGEST_BYTES
+    machine.held, machine.free_bytes = held, None
+    assert promise.spare_host_bytes() == LARGEST_BYTES
+
+
+def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Machine, module: ElixirModule) -> None:
+    promise, need = module._promise, module._promise.need_of(module.plan)
+    libraries = need.parts["libraries"]
+    assert need.peak_bytes < 2 * GIB - MIB
+    HEAP.forget()
+    assert promise.peaks(need) == (2 * GIB, 2 * GIB)
+    assert HEAP.expected_bytes == need.own_bytes
+    machine.held = Resident(3 * GIB, libraries + 2 * GIB, 5 * GIB)
+    predicted = need.peak_bytes + 2 * GIB
+    assert promise.peaks(need) == (5 * GIB, predicted)
+    machine.held = Resident(GIB, libraries - MIB, 5 * GIB)
+    assert promise.peaks(need) == (5 * GIB, predicted)
+    other = PlanPromise(module.module, engine_of(module))
+    promises.enter(other)
+    assert promise.peaks(need) is None
+    promises.leave(other)
+    assert promise.peaks(need) is not None
+    machine.held = None
+    assert promise.peaks(need) is None
+    unknown = PlanPromise(module.module, engine_of(module))
+    machine.held = Resident(GIB, libraries, 2 * GIB)
+    assert unknown.peaks(need) is None
+
+
+def test_memory_to_come_is_without_state_dicts_and_what_is_held(machine: Machine, module: ElixirModule) -> None:
+    plain, held = module._promise, machine.held
+    promise = PlanPromise(module.module, engine_of(module), between_steps_bytes=GIB)
+    need, without = promise.need_of(module.plan), plain.need_of(module.plan)
+    assert need.parts["state_dicts"] > GIB / 2
+    assert held is not None
+    for ahead, coming in ((1000, 1000), (-1000, 0)):
+        machine.held = replace(held, own_bytes=need.own_bytes - need.parts["state_dicts"] - ahead)
+        assert promise.coming_bytes(module.plan) == coming
+    assert without.own_bytes < need.own_bytes
+    machine.held = None
+    assert promise.coming_bytes(module.plan) == 0
+
+
+def test_the_memory_of_a_device_limits_no_heap(
+    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promise, need = module._promise, module._promise.need_of(module.plan)
+    other = PlanPromise(module.module, engine_of(module))
+    promises.enter(other)
+    expected = need.own_bytes + promises.outstanding("cpu", promise).host_bytes
+    assert expected > need.own_bytes
+    HEAP.forget()
+    promise.refuse_exceeded(module.plan)
+    assert HEAP.expected_bytes == expected
+    HEAP.set(4 * expected)
+    promise.refuse_exceeded(module.plan)
+    assert HEAP.expected_bytes == 4 * expected, "another model was promised more"
+    with monkeypatch.context() as there:
+        there.setattr(engine_of(module), "device", torch.device("cuda", 0))
+        there.setattr(f"{PLACE}.free_device_bytes", lambda device: 64 * GIB)
+        promise.refuse_exceeded(module.plan)
+        assert HEAP.expected_bytes == 4 * expected
+        promises.leave(other)
+        promise.refuse_exceeded(module.plan)
+        assert HEAP.expected_bytes == 0
+
+
+def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
+    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promise, engine = module._promise, engine_of(module)
+    later = module.plan.predicted.device_peak_bytes - engine.arena.live_bytes("device")
+    assert later > 0
+    with monkeypatch.context() as there:
+        there.setattr(engine, "device", torch.device("cuda", 0))
+        there.setattr(promise, "device", "cuda:0")
+        there.setattr(f"{PLACE}.free_device_bytes", lambda device: later)
+        promise.refuse_exceeded(module.plan)
+        there.setattr(f"{PLACE}.free_device_bytes", lambda device: later - 1)
+        with pytest.raises(InputError, match="more of device memory"):
+            promise.refuse_exceeded(module.plan)
+    machine.held = None
+    machine.free_bytes = 0
+    promise.refuse_exceeded(module.plan)  # nothing is known of the process
+
+
+def test_ranks_that_share_the_memory_of_a_machine_are_summed(machine: Machine, module: ElixirModule) -> None:
+    promise, engine, plan = module._promise, engine_of(module), module.plan
+    need_bytes = promise.need_of(plan).own_bytes
+    here, there = host_view(), replace(host_view(), host="there")
+    engine.host_share = host_share([here, there, here, there], 0, {})
+    for own_bytes in (0, 20 * GIB):  # such as a data set that this rank has loaded, which is no room for another
+        machine.held = Resident(own_bytes, 0, own_bytes)
+        mine = promise.coming_bytes(plan)
+        assert mine == (0 if own_bytes else need_bytes)
+        machine.free_bytes = mine + 64 * MIB
+        promise.refuse_exceeded(plan, [mine, 4 * GIB, 64 * MIB, 4 * GIB])
+        with pytest.raises(InputError, match="more suffice"):
+            promise.refuse_exceeded(plan, [mine, 0, 64 * MIB + 1, 0])
+    machine.held = Resident(0, 0, 0)
+    machine.free_bytes = 2 * need_bytes
+    promise.refuse_exceeded(plan)  # as if the other rank took as much
+    machine.free_bytes -= 1
+    with pytest.raises(InputError, match="more suffice"):
+        promise.refuse_exceeded(plan)
+
+
+def test_the_peak_of_a_device_is_known_once_a_step_of_the_only_plan_has_raised_it(
+    module: ElixirModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promise, other, peak = module._promise, PlanPromise(module.module, engine_of(module)), {"bytes": 100}
+    promise.note_device_peak()
+    assert promise.device_peak() is None, "a CPU has none"
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
+    with monkeypatch.context() as there:
+        there.setattr(engine_of(module), "device", torch.device("cuda", 0))
+        promise.note_device_peak()
+        assert promise.device_peak() is None, "that of something before"
+        peak["bytes"] = 200
+        promise.note_device_peak()  # before a step that is not the first
+        assert promise.device_peak() == 200
+        promise.forget_device_peak()
+        promise.note_device_peak()
+        assert promise.device_peak() is None
+        peak["bytes"] = 300
+        promises.enter(other)
+        assert promise.device_peak() is None, "whose memory is it?"
+        promises.leave(other)
+        assert promise.device_peak() == 300
