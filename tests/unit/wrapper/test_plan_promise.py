@@ -1,4 +1,4 @@
-"""What a plan may still take of a machine, from sizes of the process that are written down by hand."""
+"""The memory of a machine that a plan may still take, from sizes of the process that are written down by hand."""
 
 from __future__ import annotations
 
