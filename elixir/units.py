@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-
-import torch
+from typing import TYPE_CHECKING
 
 from elixir.errors import InputError, shortened, unknown_name
+
+if TYPE_CHECKING:
+    import torch
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 LARGEST_BYTES = 2**60
@@ -21,12 +23,18 @@ _SUFFIX_BYTES = {
     "t": TIB, "tib": TIB, "tb": 10**12,
 }  # fmt: skip
 
-_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
+_TRAINED = {
+    "fp32": "float32", "float32": "float32", "float": "float32",
+    "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "half": "float16",
+    "fp64": "float64", "float64": "float64", "double": "float64",
 }  # fmt: skip
+
+_ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""An element of the usual dtypes; torch, whose import takes seconds, is asked for others."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -75,13 +83,16 @@ def format_seconds(seconds: float) -> str:
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype to train in, for ``bf16``, ``float32``, ... or a dtype itself; `InputError` for anything else."""
+    import torch
+
     if isinstance(dtype, torch.dtype):
-        if dtype not in _DTYPES.values():
+        if dtype_name(dtype) not in _TRAINED:
             raise InputError(f"{dtype} cannot be trained in; give float32, bfloat16, float16 or float64")
         return dtype
-    found = _DTYPES.get(str(dtype).lower().removeprefix("torch."))
-    if found is None:
-        raise unknown_name("dtype", str(dtype), _DTYPES)
+    name = _TRAINED.get(str(dtype).lower().removeprefix("torch."))
+    if name is None:
+        raise unknown_name("dtype", str(dtype), _TRAINED)
+    found: torch.dtype = getattr(torch, name)
     return found
 
 
@@ -90,9 +101,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_dtype_name(name: object) -> bool:
+    """True for canonical names only: an alias such as ``half`` would never be looked up."""
+    if not isinstance(name, str) or name in _ITEM_BYTES:
+        return isinstance(name, str)
+    dtype = _torch_dtype(name)
+    return dtype is not None and dtype_name(dtype) == name
+
+
 def dtype_bytes(name: str) -> int:
     """Bytes of one element of a dtype given by its torch name, such as ``bfloat16`` or ``int64``."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if name in _ITEM_BYTES:
+        return _ITEM_BYTES[name]
+    dtype = _torch_dtype(name)
+    if dtype is None:
         raise InputError(f"{name!r} is no torch dtype")
     return dtype.itemsize
+
+
+def _torch_dtype(name: str) -> torch.dtype | None:
+    import torch
+
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None

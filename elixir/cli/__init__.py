@@ -2,8 +2,8 @@
 checkpoint``.
 
 Nothing but `os`, `signal` and `sys` is imported up front, and everything else inside of `main`, so that a user who
-interrupts an import gets an answer. ``elixir --help`` imports no torch. Results go to standard output, everything else
-to standard error.
+interrupts an import gets an answer. ``elixir --help``, ``show``, ``compare``, ``models`` and ``hardware`` import no
+torch, unless they measure. Results go to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ __all__ = ["main"]
 BAD_INPUT_STATUS = 2
 DEFECT_STATUS = 1
 INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
+_COMMANDS = {
+    "show": ("show", "compare", "models"),
+    "hardware": ("hardware",),
+    "commands": ("profile", "plan", "check"),
+    "whatif": ("sweep", "fit", "explain", "timeline"),
+    "checkpoints": ("checkpoint",),
+    "try_model": ("try",),
+}
+"""Commands by the module that runs them: one imports only what its command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,6 +127,7 @@ def _parsed(words: list[str]) -> Namespace | None:
 
 def _run(args: Namespace, *, for_good: bool) -> int:
     import contextlib
+    from importlib import import_module
 
     from elixir.cli import output
     from elixir.garbage import garbage_collection_paused
@@ -125,13 +135,8 @@ def _run(args: Namespace, *, for_good: bool) -> int:
     # A command imports and traces for most of its time, and ends; only one that trains makes garbage that matters.
     paused = contextlib.nullcontext() if args.command == "try" else garbage_collection_paused()
     with output.results_apart(for_good=for_good), paused:
-        from elixir.cli import checkpoints, commands, hardware, try_model, whatif
-
-        name = f"run_{args.command}"
-        module = next(
-            module for module in (commands, hardware, whatif, checkpoints, try_model) if hasattr(module, name)
-        )
-        run: Callable[[Namespace], int] = getattr(module, name)
+        module = next(name for name, commands in _COMMANDS.items() if args.command in commands)
+        run: Callable[[Namespace], int] = getattr(import_module(f"elixir.cli.{module}"), f"run_{args.command}")
         return run(args)
 
 

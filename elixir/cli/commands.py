@@ -1,4 +1,4 @@
-"""``elixir profile | plan | check | show | compare | models``.
+"""``elixir profile | plan | check``.
 
 Each checks everything the user gave before the work starts, then works, then prints.
 """
@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elixir.cli import files, from_flags, output
-from elixir.cli.hardware import say_hardware
+from elixir.cli.show import say_parts, say_trace
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models import user_code
 from elixir.models.loading import config_of
-from elixir.models.model_shape import describe, model_names
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
-from elixir.plan.plan import Plan
 from elixir.plan.weight_file import WeightFile
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
@@ -49,7 +47,7 @@ def run_profile(args: argparse.Namespace) -> int:
     if args.json:
         output.say_json(tables.trace_record(trace))
         return 0
-    _print_trace(trace, brief=args.brief)
+    say_trace(trace, brief=args.brief)
     output.say_written(written)
     return 0
 
@@ -138,7 +136,10 @@ def _say_plan(
         return 0
     if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
-    _print_plan(plan, answer, brief=args.brief)
+    output.say(str(plan))
+    _say_need(answer)
+    if not args.brief:
+        say_parts(plan)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
     if not (args.brief or args.no_levers):
@@ -184,66 +185,6 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         output.say("\n".join(map(str, found)) or "nothing is refused")
     return 1 if found else 0
-
-
-def run_show(args: argparse.Namespace) -> int:
-    """Shows any saved artifact."""
-
-    artifact = files.load(args.file)
-    if args.json:
-        output.say_json(tables.record_of(artifact))
-    elif isinstance(artifact, StepTrace):
-        _print_trace(artifact)
-    elif isinstance(artifact, HardwareProfile):
-        say_hardware(artifact)
-    elif isinstance(artifact, Plan):
-        _print_plan(artifact)
-    return 0
-
-
-def run_compare(args: argparse.Namespace) -> int:
-    """Two artifacts of one kind side by side."""
-
-    a, b = files.load(args.a), files.load(args.b)
-    rows = tables.compare(a, b)
-    moved = tables.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
-    if args.json:
-        fields = {row.name: {"a": row.a, "b": row.b, "differs": row.differs} for row in rows}
-        extra = {} if moved is None else {"placed_differently": list(moved)}
-        output.say_json({"a": args.a, "b": args.b, "fields": fields, **extra})
-        return 0
-    output.say_tables(tables.comparison_table(f"{args.a} and {args.b}", "a", "b", rows))
-    differing = sum(row.differs for row in rows)
-    output.say(f"{differing} of {len(rows)} fields differ" + ("" if moved is None else _moved_line(moved)))
-    return 0
-
-
-def run_models(args: argparse.Namespace) -> int:
-    """The models known by name."""
-
-    shapes = [describe(name) for name in model_names()]
-    if args.json:
-        sized = (
-            "parameters",
-            "source",
-            "family",
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "ffn",
-            "vocabulary",
-            "positions",
-        )
-        output.say_json({shape.name: {key: getattr(shape, key) for key in (*sized, "config")} for shape in shapes})
-        return 0
-    sizes = ("layers", "hidden", "heads", "ffn", "positions")
-    rows = []
-    for shape in shapes:
-        shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
-        rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
-    output.say_tables(tables.list_table("models known by name", ("name", "parameters", *sizes), rows))
-    return 0
 
 
 def _search_batch(
@@ -294,35 +235,3 @@ def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
     if trace.device not in preset_names():
         raise InputError(f"{path} was traced for {trace.device!r}, which is no preset; give --hardware")
     return preset(trace.device)
-
-
-def _print_plan(plan: Plan, answer: Answer | None = None, *, brief: bool = False) -> None:
-    output.say(str(plan))
-    if answer is not None:
-        _say_need(answer)
-    if not brief:
-        judged = [tables.scenarios_table(plan)] if plan.predicted.judgements else []
-        kept = [tables.activations_table(plan)] if plan.activations else []
-        output.say_tables(tables.parts_table(plan), tables.homes_table(plan), *kept, *judged)
-
-
-def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:
-    """The memory profile of a step: totals, where the peak is, what is alive there, and what was assumed."""
-    output.say(tables.trace_summary(trace))
-    if not brief:
-        output.say_tables(tables.memory_table(trace), tables.contributors_table(trace))
-    for label, names in (
-        ("unused parameters", trace.unused_parameters),
-        ("modules that never ran", trace.unused_modules),
-    ):
-        if names:
-            output.say(f"{label}: {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
-    for assumption in trace.assumptions:
-        output.say(f"assumed: {assumption}")
-
-
-def _moved_line(moved: tuple[str, ...]) -> str:
-    if not moved:
-        return "; every parameter has the same homes in both"
-    names = ", ".join(moved[:5]) + (", ..." if len(moved) > 5 else "")
-    return f"; {len(moved)} parameters are placed differently: {names}"

@@ -12,8 +12,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
 from elixir.artifact import Artifact, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware.presets import PRESETS
@@ -28,6 +26,7 @@ from elixir.hardware.rate_fit import (
     is_finite,
     plainer_keys,
 )
+from elixir.units import is_dtype_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -228,7 +227,7 @@ class HardwareProfile(Artifact):
         if not self.flops_per_s:
             raise InputError("hardware field 'flops_per_s' must give a rate for at least one dtype, found none")
         for dtype, rate in self.flops_per_s.items():
-            if not _is_dtype_name(dtype):
+            if not is_dtype_name(dtype):
                 raise InputError(
                     f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
                 )
@@ -500,9 +499,3 @@ IF_DOUBTFUL = (
 def _device_of(name: str) -> str:
     """The name of a device without the thread count, which a process chooses."""
     return re.sub(r", \d+ threads?$", "", name)
-
-
-def _is_dtype_name(name: str) -> bool:
-    """True for canonical names only: an alias such as ``half`` would never be looked up."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.common.samples import make_plan, make_trace
 
 HEAVY = ("transformers", "scipy", "pandas", "matplotlib", "rich", "safetensors", "xformers", "lightning")
 
@@ -41,14 +44,14 @@ def test_libraries_for_pictures_tables_and_models_wait_for_their_use(code: str) 
     assert modules_after(code, beyond="import torch").isdisjoint(HEAVY)
 
 
-def test_help_needs_no_torch() -> None:
-    code = "from elixir.cli import main\ntry: main(['profile', '--help'])\nexcept SystemExit: pass"
-    assert modules_after(code).isdisjoint({"torch", *HEAVY})
-
-
-def test_listing_models_needs_no_transformers() -> None:
-    loaded = modules_after("from elixir.cli import main\nassert main(['models']) == 0", beyond="import torch")
-    assert loaded.isdisjoint({"transformers", "matplotlib", "pandas"})
+def test_help_and_what_is_known_already_need_no_torch(tmp_path: Path) -> None:
+    plan, trace = (str(made.save(tmp_path / f"{type(made).__name__}.json")) for made in (make_plan(), make_trace()))
+    commands = (["models"], ["hardware"], ["hardware", "--show", "h200"], ["compare", plan, plan])
+    code = f"""from elixir.cli import main
+try: main(["profile", "--help"])
+except SystemExit: pass
+for words in {[*commands, ["show", plan], ["show", trace]]}: assert main(words) == 0"""
+    assert modules_after(code).isdisjoint({"torch", "numpy", *HEAVY} - {"rich"})
 
 
 def test_every_public_name_is_listed_and_found() -> None:
