@@ -95,12 +95,12 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             return self._host.back(
                 tensor, rest or ([torch.device("meta")] if func is torch.Tensor.cuda else []), kwargs
             )
+        if func is not torch.Tensor.cuda and not any(_is_cuda(each) for each in (*rest, *kwargs.values())):
+            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:  # a machine without a device refuses in other words
-            if func is torch.Tensor.cuda or any(_is_cuda(each) for each in (*rest, *kwargs.values())):
-                raise NotImplementedError(NAMES_CUDA) from error
-            raise
+            raise NotImplementedError(NAMES_CUDA) from error
 
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is on from now on."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -427,3 +428,17 @@ def _alike(count: int) -> int:
     value = torch.tensor([count])
     dist.broadcast(value, 0)
     return int(value)
+
+
+def fails_at(lane: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one of the next pieces of work of a lane fail."""
+    submit, left = lane.submit, [number]
+
+    def failing(work: Callable[[], None], **options: Any) -> Any:
+        def fail() -> None:
+            raise MemoryError("no memory on the way")
+
+        left[0] -= 1
+        return submit(work if left[0] else fail, **options)
+
+    monkeypatch.setattr(lane, "submit", failing)

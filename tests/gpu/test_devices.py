@@ -19,6 +19,8 @@ from elixir.kernels.adam.moments import make_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
+from tests.common.early import chain
+from tests.common.failing import fails_at
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 from tests.common.twins import step_alike
@@ -259,3 +261,30 @@ def test_compiled_adam_is_asked_for_by_the_device_of_the_tensors(monkeypatch: py
     values = torch.ones(64, device="cuda:0")
     adam_step(values.clone(), values.clone(), None, make_moments(64, "float32", values.device), AdamOptions(), 1)
     assert [combination.device for combination in asked] == ["cuda:0"]
+
+
+def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = chain()
+    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
+        pair.train(1)
+        fails_at(pair.engine.lanes.offload, 3, monkeypatch)
+        with pytest.raises(MemoryError, match="no memory on the way"):
+            pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+        monkeypatch.undo()
+        pair.module.zero_grad()
+        pair.optimizer.zero_grad()
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_what_the_device_held_before_the_first_step_is_not_the_peak_of_a_step() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        torch.empty(2**28, dtype=torch.uint8, device=gpu.DEVICE)  # such as that of an evaluation
+        pair.train(2)
+        report = pair.module.last_report
+        assert report is not None
+        assert "device_peak" not in report.observed
+        torch.cuda.reset_peak_memory_stats()
+        pair.train(1)
+        assert 0 < pair.module.last_report.observed["device_peak"] < 2**28  # type: ignore[union-attr]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import elixir
+from elixir.errors import TraceError
+from elixir.hardware.profile import preset
 from elixir.models.step import default_input
+from elixir.tracer.trace import trace_step
 from elixir.wrapper.engine import engine_of
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import hf_loss
@@ -46,6 +50,19 @@ def test_a_device_that_no_preset_knows_is_planned_for_with_the_memory_it_has(cap
     plan = elixir.search.optimal_search(tiny("opt"), 1).plan
     assert 0.9 * TOTAL_BYTES < plan.device_budget_bytes <= TOTAL_BYTES
     assert "no preset" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: x.cuda(), lambda x: x.to("cuda"), lambda x: x.to(device=torch.device("cuda"))]
+)
+def test_a_traced_step_that_moves_a_tensor_is_told_of_the_device_of_others(
+    move: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def step(model: torch.nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        model(move(inp["x"])).sum().backward()
+
+    with pytest.raises(TraceError, match=r"moved to cuda, .*\(x\.device\)"):
+        trace_step(torch.nn.Linear(4, 4), {"x": torch.randn(2, 4)}, step, hardware=preset("h200"))
 
 
 @pytest.mark.parametrize("more", [[], ["--device-memory", "110MiB", "--activation-checkpointing"]])

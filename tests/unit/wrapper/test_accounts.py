@@ -152,20 +152,6 @@ def test_the_device_peak_of_a_report_is_that_of_the_plan() -> None:
             assert "not measured" in str(report)
 
 
-@gpu.needs_gpu
-def test_what_the_device_held_before_the_first_step_is_not_the_peak_of_a_step() -> None:
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        torch.empty(2**28, dtype=torch.uint8, device=gpu.DEVICE)  # such as that of an evaluation
-        pair.train(2)
-        report = pair.module.last_report
-        assert report is not None
-        assert "device_peak" not in report.observed
-        torch.cuda.reset_peak_memory_stats()
-        pair.train(1)
-        assert 0 < pair.module.last_report.observed["device_peak"] < 2**28  # type: ignore[union-attr]
-
-
 def test_a_step_far_beyond_its_range_is_remarked_upon_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

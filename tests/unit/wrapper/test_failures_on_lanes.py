@@ -19,6 +19,7 @@ from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard
 from tests.common import gpu
 from tests.common.early import all_early, attempts, backward_watched, chain, early_fails, rehomed
+from tests.common.failing import fails_at
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
 from tests.common.parity import Pair, case, make_plan
@@ -69,20 +70,6 @@ def after(plan: Any, *steps: int) -> list[dict[str, Any]]:
             run.step()
             found[step] = run.bits()
     return [found[step] for step in steps]
-
-
-def fails_at(lane: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes one of the next pieces of work of a lane fail."""
-    submit, left = lane.submit, [number]
-
-    def failing(work: Callable[[], None], **options: Any) -> Any:
-        def fail() -> None:
-            raise MemoryError("no memory on the way")
-
-        left[0] -= 1
-        return submit(work if left[0] else fail, **options)
-
-    monkeypatch.setattr(lane, "submit", failing)
 
 
 @contextlib.contextmanager
@@ -241,21 +228,6 @@ def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monke
         hook.remove()
         with pytest.raises(StepError, match="once"):
             run.module.settle()
-
-
-@gpu.needs_gpu
-def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = chain()
-    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
-        pair.train(1)
-        fails_at(pair.engine.lanes.offload, 3, monkeypatch)
-        with pytest.raises(MemoryError, match="no memory on the way"):
-            pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
-        monkeypatch.undo()
-        pair.module.zero_grad()
-        pair.optimizer.zero_grad()
-        pair.train(2)
-        pair.assert_same_weights()
 
 
 @LATER
