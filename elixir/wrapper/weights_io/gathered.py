@@ -54,7 +54,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
         yield
         if write:
-            engine.cache.invalidate()  # a backward inside of the context may have fetched old weights
+            engine.cache.invalidate()  # a forward inside of the context may have fetched old weights
             take_back(opened)
             for chunk, memory, asked in opened:
                 chunk.take(memory, asked)

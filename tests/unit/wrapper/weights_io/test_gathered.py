@@ -216,3 +216,35 @@ def test_a_plain_weight_of_another_shape_is_refused() -> None:
         ):
             mine.data = torch.zeros(3)
         pair.assert_same_weights()
+
+
+def test_what_is_written_to_memory_that_a_plain_weight_was_given_stays() -> None:
+    with make_pair("resident") as pair:
+        mine, plain = (weight(model, "layers.1.weight") for model in (pair.module.module, pair.plain))
+        for each in (mine, plain):
+            each.data = each.data * 2
+        with pair.module.gathered():
+            assert torch.equal(mine, plain)
+        pair.assert_same_weights()
+        for each in (mine, plain):
+            each.data = each.data * 2
+        with pair.module.gathered([mine], write=True), torch.no_grad():
+            mine.add_(1)
+        with torch.no_grad():
+            plain.add_(1)
+        pair.assert_same_weights()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> None:
+    """It fetches the other chunk and prefetches that of the weight that is written afterwards."""
+    with make_pair("streamed") as pair:
+        mine, plain = (weight(model, "layers.4.weight") for model in (pair.module.module, pair.plain))
+        with pair.module.gathered([mine], write=True), torch.no_grad():
+            pair.module(**pair.case.inp)
+            assert pair.engine.cache.held
+            mine.mul_(0.5)
+            plain.mul_(0.5)
+        pair.train(1)
+        pair.assert_same_weights()
