@@ -43,9 +43,11 @@ def _views(rank: int, world_size: int, kind: str, names: list[str], wrap: dict[s
 _FORWARDS = [forward.__name__ for forward in views.FORWARDS]
 
 
-@pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"evict_always": True})])
-def test_views_that_outlive_their_module(kind: str, wrap: dict[str, Any]) -> None:
-    run_ranks(2, _views, kind, _FORWARDS, wrap)
+@pytest.mark.parametrize(
+    ("kind", "every", "wrap"), [("host", 3, {}), ("host", 1, {}), ("mixed", 1, {"evict_always": True})]
+)
+def test_views_that_outlive_their_module(kind: str, every: int, wrap: dict[str, Any]) -> None:
+    run_ranks(2, _views, kind, _FORWARDS[::every], wrap)
 
 
 def _drop(twins: Twins, start: int, by: int = 2) -> None:

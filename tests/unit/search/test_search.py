@@ -68,15 +68,15 @@ def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
 
 
 def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it() -> None:
-    trace = stack_trace("opt-1.3b")
+    trace = stack_trace(SMALL)
     assert gc.isenabled()
     with pytest.raises(PlanError):
-        plan(trace, 1, device=GIB // 8)
+        plan(trace, 1, device=MIB)
     assert gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        plan(trace, 1, device=6 * GIB)
+        plan(trace, 1, device=GIB)
         assert not gc.isenabled()
         assert gc.collect() < len(trace.parameters)
     finally:
