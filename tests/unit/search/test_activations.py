@@ -85,6 +85,7 @@ def test_each_change_keeps_more_and_takes_less_time() -> None:
     assert min(worth) > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: str) -> None:
     it = wide(checkpoint)
@@ -101,7 +102,8 @@ def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: st
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     model = ElixirModule(it.model, plan, device="cpu")
     assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     model.close()
 
 
@@ -143,6 +145,7 @@ def by_name(folder: Path, **options: Any) -> StepQuestion:
     return StepQuestion(model=str(folder), batch=4, seq=96, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 def test_a_stored_trace_of_a_model_by_name_is_planned_as_the_model(tmp_path: Path, checkpoint: str) -> None:
     step = by_name(tmp_path, checkpoint=checkpoint)

@@ -75,7 +75,8 @@ def test_the_search_moves_what_pays_and_a_run_has_the_same_bits() -> None:
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     model = ElixirModule(it.model, moved, device="cpu")
     assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     report = model.last_report
     assert report is not None
     assert report.observed["device_to_host"] == report.predicted["device_to_host"]

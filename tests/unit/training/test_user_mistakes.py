@@ -305,5 +305,6 @@ def test_a_model_that_is_scripted_as_a_whole_runs() -> None:
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     loss(plain).backward()
     reference.step()
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     module.close()

@@ -66,7 +66,8 @@ def test_zero_grad_of_the_model_inside_forgets_gradients() -> None:
     wrapper.module.zero_grad()
     before = wrapper.state_dict()
     optimizer.step()
-    assert all(torch.equal(value, wrapper.state_dict()[name]) for name, value in before.items())
+    state = wrapper.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in before.items())
     wrapper.close()
     assert "zero_grad" not in vars(wrapper.module)
 
@@ -95,7 +96,8 @@ def test_a_plan_that_is_given_is_run_without_a_trace(tmp_path: Path) -> None:
     for run, steps in ((first, optimizer), (again, other)):
         step(run, batch())
         steps.step()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in first.state_dict().items())
     spare = make_model()
     with pytest.raises(InputError, match="leave out device_memory, inp"):
         elixir.wrap(spare, torch.optim.AdamW(spare.parameters()), plan=path, device_memory="1GiB", inp=batch())
@@ -114,7 +116,8 @@ def test_several_optimizers_share_a_plan() -> None:
                 optimizer.step()
             for optimizer in each:
                 optimizer.zero_grad()
-    assert all(torch.equal(value, wrapper.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = wrapper.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     wrapper.close()
     mixed = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters())]
     with pytest.raises(InputError, match="one family"):

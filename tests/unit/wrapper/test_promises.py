@@ -108,7 +108,8 @@ def test_a_plan_that_exceeds_what_is_free_and_not_promised_is_refused(monkeypatc
     plan = first.plan
     with pytest.raises(InputError, match=r"takes .* of host memory, but only .* not promised .*\(1\).*together\(\)"):
         elixir.ElixirModule(it.model, plan, device="cpu")
-    assert all(torch.equal(value, it.model.state_dict()[name]) for name, value in kept.items())
+    state = it.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in kept.items())
     first.close()
     with pytest.raises(
         InputError, match=r"takes (.*) MiB more of host memory, but only .*: (.*) MiB more suffice"

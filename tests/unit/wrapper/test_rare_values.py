@@ -139,7 +139,8 @@ def test_states_that_are_none_are_loaded_as_none(mode: str) -> None:
         it.loss(model, it.inp).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in plain.state_dict().items())
+    weights = module.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
     found, expected = (
         {at: state["momentum_buffer"] for at, state in each.state_dict()["state"].items()} for each in (mine, theirs)
     )

@@ -113,7 +113,8 @@ def test_several_models_train_as_in_plain_pytorch(step: Step, memory: str, caplo
     model, optimizer = wrapped(step, memory, 2, replan=False)
     with caplog.at_level(logging.WARNING):
         assert trained(model, optimizer, step, accumulation=2) == expected
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     assert {chunk.resident for chunk in model.plan.chunks} == {"streamed": {False}, "resident": {True}}.get(
         memory, {False, True}
     )

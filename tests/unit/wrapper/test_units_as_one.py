@@ -99,7 +99,8 @@ def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
     plan = mixed(plan) if mode == "mixed" else plan
     model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
     assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
     model.close()
 
 

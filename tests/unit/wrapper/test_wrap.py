@@ -61,7 +61,8 @@ def test_trains_as_plain_pytorch_does(memory: str, replan: bool) -> None:
     assert all(chunk.resident for chunk in model.plan.chunks) == (memory == "1GiB")
     assert trained(model, optimizer, it.inp, 8) == trained(plain, plain_optimizer, it.inp, 8)
     assert engine_of(model).before_forward is None
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     model.close()
 
 
@@ -86,7 +87,8 @@ def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     assert model.plan.chunks == mixed(before).chunks
     assert len(seen) == 1
     assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     model.close()
 
 

@@ -49,7 +49,8 @@ def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_p
     for name in ("disk_read", "disk_write", "disk_peak"):
         assert report.observed[name] == report.predicted[name] > 0
     assert report.observed["host_peak"] <= report.predicted["host_peak"] <= 960 * 2**10
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     assert list(tmp_path.iterdir()) == []
     model.close()
 
