@@ -236,6 +236,7 @@ def _counts(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 @pytest.mark.parametrize("kind", ["host", "device", "resident"])
 def test_loads_and_bytes_are_those_predicted(kind: str, checkpoint: str) -> None:
@@ -250,6 +251,7 @@ def _evicting(rank: int, world_size: int) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 def test_with_eviction_at_every_position() -> None:
     run_ranks(2, _evicting)
 

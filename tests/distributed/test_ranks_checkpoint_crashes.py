@@ -83,6 +83,7 @@ def _look(rank: int, world_size: int, folder: str, said: int) -> int:
         return int(state["number"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     folder = tmp_path / "runs"

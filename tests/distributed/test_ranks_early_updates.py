@@ -86,6 +86,7 @@ def test_losses_and_weights_are_those_of_ddp() -> None:
     run_ranks(2, _as_ddp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"emulation": None}, {"evict_always": True}])
 def test_same_bits_under_other_conditions(options: dict[str, Any]) -> None:
     run_ranks(2, _kept, "streamed", options)

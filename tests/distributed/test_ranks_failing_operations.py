@@ -29,6 +29,7 @@ def run(contract: Callable[..., int], folder: Path, *args: Any) -> list[int]:
     return run_ranks(2, on_ranks, contract, folder, list(args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["allocate", *(kind for kind in DISK_OR_MEMORY if kind != "allocate")])
 def test_a_model_that_cannot_be_wrapped_is_as_it_came(kind: str, dtype: str | None, tmp_path: Path) -> None:
@@ -37,6 +38,7 @@ def test_a_model_that_cannot_be_wrapped_is_as_it_came(kind: str, dtype: str | No
     assert here or kind in ("read", "close")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("homes", MOVES, ids="-".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["zeros", *ON_DISK, "pages"])
@@ -53,6 +55,7 @@ def test_weights_outlive_a_move_that_can_go_neither_way(kind: str, homes: tuple[
     run(failing.rehoming_for_good, tmp_path, kind, homes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", None])
 @pytest.mark.parametrize("kind", ["read", *(kind for kind in DISK_OR_MEMORY if kind != "read")])
 def test_a_model_that_is_closed_has_its_weights(kind: str, dtype: str | None, tmp_path: Path) -> None:

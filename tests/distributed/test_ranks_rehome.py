@@ -72,5 +72,6 @@ def _given_back(rank: int, world_size: int) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_closed_model_is_whole_on_every_rank() -> None:
     run_ranks(2, _given_back)

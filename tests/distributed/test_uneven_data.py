@@ -100,6 +100,7 @@ def test_experts_that_differ_between_ranks(kind: str) -> None:
     run_ranks(2, _routing, kind, {})
 
 
+@pytest.mark.slow
 def test_frozen_experts_that_differ_between_ranks() -> None:
     # Experts are gathered, but have no reductions that others would wait for.
     run_ranks(2, _routing, "host", {}, True)
@@ -192,6 +193,7 @@ def _accumulated(rank: int, world_size: int) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 def test_experts_that_differ_between_micro_batches() -> None:
     run_ranks(2, _accumulated)
 
@@ -224,6 +226,7 @@ def _mixtral(rank: int, world_size: int, kind: str) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "mixed"])
 def test_mixtral_with_tokens_for_other_experts(kind: str) -> None:
     run_ranks(2, _mixtral, kind)
@@ -278,6 +281,7 @@ def _two_backwards(rank: int, world_size: int) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 def test_two_forwards_before_one_backward() -> None:
     run_ranks(2, _two_backwards)
 
@@ -298,6 +302,7 @@ def _two_models(rank: int, world_size: int) -> None:
         twins.close()
 
 
+@pytest.mark.slow
 def test_two_models_in_turn() -> None:
     run_ranks(2, _two_models)
 

@@ -44,6 +44,7 @@ def refusal(trace: StepTrace, **budgets: Any) -> PlanError:
     return caught.value
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "budgets",
     [

@@ -86,6 +86,7 @@ def test_on_a_cpu_the_lane_reads_what_it_moves_and_numbers_need_no_way() -> None
     assert length_s(clipped, "norm") == 0.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_search_sees_what_simulate_step_gives(world_size: int) -> None:
     """Clipping never makes a step faster; sums of parts hold with it."""

@@ -103,6 +103,7 @@ def test_what_does_not_fit_says_why_and_gives_no_numbers(rows: list[SweepRow]) -
     assert reasons(rows)[0] == many.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.79, 1.0])
 def test_a_row_with_chosen_activations_is_that_of_their_plan(share: float) -> None:
     """It is never slower than without: with less memory the choice needs more than was predicted, and is dropped."""

@@ -163,6 +163,7 @@ def test_same_bits_under_inductor(name: str, checkpoint: str, mode: str) -> None
     check(name, checkpoint, mode, backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_outside_of_the_graph_is_refused_or_has_the_same_bits() -> None:
     """Some compilers break the graph of T5's layers before their checkpoint, which then runs again as eager code. Others
     break it as well, and compile what the checkpoint runs."""
