@@ -76,7 +76,6 @@ class Shards:
             self._moving = shard.leave() | self._moving
             if shard.chunk.stored is not None:
                 self._left.append((shard.chunk.stored, shard))
-        self._user.forget_shared()
         self._by_chunk.clear()
 
     def arrive(self) -> None:

@@ -273,10 +273,6 @@ class UserOptimizer:
         adam = type(self.given) in (torch.optim.Adam, torch.optim.AdamW)
         return adam and all(group.get("fused") for group in self._groups())
 
-    def forget_shared(self) -> None:
-        """Drops the shared optimizer, whose shards have given up their states."""
-        self._shared = None
-
 
 def _fuses(fused_kernels: bool, moments: str) -> bool:
     return fused_kernels or moments != "float32"

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.optimizer_states import moments_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper import module as wrapper
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
 from tests.common import gpu
 from tests.common.parity import MODES, ROUNDED, Case, Pair, case, distance, make_plan, mixed, square_loss
 
@@ -56,17 +58,17 @@ def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
         assert report.demand_loads == report.deviations == 0
 
 
-def test_blocks_of_the_old_plan_are_gone_before_chunks_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_shards_of_the_old_plan_are_gone_before_chunks_move(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("gpt2")
     plan = make_plan(it, "streamed")
     found: list[bool] = []
     with Pair(it, plan, optimizer=OPTIMIZERS["fused"]) as pair:
         pair.train(1)
-        blocks = weakref.ref(engine_of(pair.module).cache)
+        old = [weakref.ref(each) for each in (engine_of(pair.module).cache, *stepper_of(pair.optimizer).shards)]
         moved = wrapper.move_chunks
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            found.append(blocks() is None)
+            found.append(all(each() is None for each in old))
             return moved(*args, **kwargs)
 
         monkeypatch.setattr(wrapper, "move_chunks", watched)
@@ -206,10 +208,10 @@ def test_memory_is_counted_anew() -> None:
         assert "resident_weights" not in pair.engine.arena.parts("device")
 
 
-def test_moves_only_where_nothing_is_lost() -> None:
+def test_moves_only_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     it = case("opt")
-    plan = make_plan(it, "streamed")
-    with Pair(it, plan) as pair:
+    plan = make_plan(it, "streamed", optimizer_type="SGD")
+    with Pair(it, plan, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) as pair:
         pair.backward()
         with pytest.raises(InputError, match="zero_grad"):
             pair.module.rehome(with_homes(plan, "resident"))
@@ -218,6 +220,10 @@ def test_moves_only_where_nothing_is_lost() -> None:
             pair.module.rehome(plan)
         with pytest.raises(InputError, match="repack"):
             pair.module.rehome(make_plan(case("opt"), "streamed", split_number=3))
+        short = {"optimizer": "AdamW", "moments": "bfloat16", "state_size": moments_size("bfloat16")}
+        with pytest.raises(InputError, match="moments in bfloat16"):
+            pair.module.rehome(replace(plan, **short))  # type: ignore[arg-type]
+        assert "cannot be moved" not in caplog.text, "this was asked before"
         pair.module.rehome(with_homes(plan, "resident"))
         pair.train(1)
         pair.assert_same_weights()
