@@ -138,7 +138,8 @@ def test_masters_follow_as_they_follow_a_write_to_the_weight(how: str, fused: bo
 def test_weights_that_are_swapped_in_by_assignment_are_read_and_come_back(dtype: torch.dtype) -> None:
     """The memory before, which somebody keeps, must not change while others look at the weights."""
     it = _case()
-    module = ElixirModule(it.model, _plan(it, unified_dtype=dtype), device=gpu.DEVICE)
+    plan, moved = (_plan(it, home, unified_dtype=dtype) for home in ("device", "host"))
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, adamw(module.module))
     optimizer.backward(square_loss(module, gpu.there(it.inp, module.device)))
     optimizer.step()
@@ -156,6 +157,10 @@ def test_weights_that_are_swapped_in_by_assignment_are_read_and_come_back(dtype:
         parameter.data = data
     after = module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    for parameter in parameters:
+        parameter.data = torch.full_like(parameter, 0.25)
+    module.rehome(moved)
+    assert all((value == 0.25).all() for value in module.state_dict().values())
     module.close()
 
 

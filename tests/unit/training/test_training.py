@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -224,18 +225,21 @@ def test_any_elementwise_optimizer(name: str) -> None:
         pair.assert_same_weights()
 
 
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+def two_groups(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-3
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}],
+        lr=1e-3,
+        fused=fused,
     )
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_groups_and_schedulers(after: bool) -> None:
     it = case("gpt2")
-    with Pair(it, make_plan(it, "mixed"), optimizer=two_groups, after=after) as pair:
+    optimizer = partial(two_groups, fused=after)  # one call steps all of its chunks on the device
+    with Pair(it, make_plan(it, "mixed"), optimizer=optimizer, after=after) as pair:
         schedulers = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             for optimizer in (pair.optimizer, pair.plain_optimizer)

@@ -89,7 +89,8 @@ def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_low_precision_comes_back_as_its_masters_in_the_dtype_in_which_it_came(mode: str) -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, mode, unified_dtype="bfloat16"), device=gpu.DEVICE)
+    plan = make_plan(it, mode, unified_dtype="bfloat16")
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE, use_fused_kernels=mode == "streamed")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
     optimizer.step()
@@ -125,7 +126,9 @@ def _bytes_in_tensors() -> int:
     return sum(found.values())
 
 
-def test_states_in_transit_are_free_after_a_move_that_failed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_in_transit_are_free_after_a_move_that_failed_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(self: Shards) -> None:
         raise InputError("these states do not arrive")
 
@@ -141,6 +144,8 @@ def test_states_in_transit_are_free_after_a_move_that_failed_twice(monkeypatch: 
     monkeypatch.setattr(Shards, "arrive", fails)
     with pytest.raises(InputError, match="do not arrive"):
         module.rehome(mixed(plan))
+    assert "since they cannot be moved: these states do not arrive" in caplog.text
+    assert "chunks cannot go back either" in caplog.text
     gc.collect()
     assert [each() for each in states] == [None] * len(states) != []
     with pytest.raises(InputError, match="closed"):
