@@ -191,6 +191,22 @@ def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None
                 pair.module(**gpu.there(it.inp, pair.module.device))
 
 
+def test_a_frozen_copy_in_a_block_is_old_once_its_weight_is_written() -> None:
+    it = _case(_frozen_head)
+    plan = make_plan(it, "streamed", split_number=12, allocate_factor=1.0)
+    homes: Any = {"resident": True, "weight_home": "device", "state_home": "device"}
+    chunks = tuple(
+        replace(chunk, **homes) if any(each.name == "table.weight" for each in chunk.parameters) else chunk
+        for chunk in plan.chunks
+    )
+    with Pair(it, replace(plan, chunks=chunks), plain=_make(_frozen_head)) as pair, torch.no_grad():
+        for _ in range(2):
+            assert pair.agree(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
+            assert pair.engine.places[pair.module.module.head.weight][0].index in pair.engine.cache.held
+            for model in (pair.module.module, pair.plain):
+                model.table.weight.mul_(0.5)
+
+
 def _two_heads(net: Net) -> None:
     net.head.weight.data = net.table.weight.data
 
