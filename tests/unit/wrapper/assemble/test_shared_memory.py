@@ -161,6 +161,9 @@ def test_weights_written_between_steps_show_under_both_names() -> None:
             pair.module.module.layers[2].weight.mul_(0.5)
         pair.plain.layers[2].weight.data.mul_(0.5)
         assert torch.equal(pair.module.module.now, pair.plain.now)
+        for model in (pair.module, pair.plain):
+            model.load_state_dict({"layers.2.weight": torch.ones(8, 8)}, strict=False)
+        assert torch.equal(pair.module.state_dict()["now"], torch.ones(8, 8))
         pair.train(2)
         pair.assert_same_weights()
 

@@ -199,6 +199,11 @@ def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
             parameter = weight(model, "layers.1.weight")
             parameter.data = parameter.data * 2
         pair.assert_same_weights()
+        for model in (pair.module.module, pair.plain):
+            parameter = weight(model, "layers.1.weight")
+            parameter.data = parameter.data * 2
+            model.get_submodule("layers.1").load_state_dict({"bias": torch.ones(16)}, strict=False)
+        pair.assert_same_weights()
         pair.train(2)
         pair.assert_same_weights()
         parameter = weight(pair.module.module, "layers.1.bias")

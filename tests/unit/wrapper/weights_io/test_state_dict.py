@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
-from tests.common.parity import MODES, Pair, adamw, case, make_plan
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 
 
 @pytest.fixture(params=MODES)
@@ -215,6 +216,17 @@ def test_hooks_on_state_dicts_see_values(mode: str) -> None:
         for state in (pair.module.state_dict(), pair.module.module.state_dict()):
             assert list(state) == list(expected)
             assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in state.items())
+
+
+def test_what_a_module_leaves_out_of_its_state_dict_stays_out() -> None:
+    class Brief(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            del destination[f"{prefix}bias"]
+
+    it = Case(nn.Sequential(Brief(4, 4), nn.Linear(4, 4, bias=False)), {"input": torch.randn(2, 4)}, square_loss)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        assert list(pair.module.state_dict()) == list(pair.plain.state_dict()) == ["0.weight", "1.weight"]
 
 
 def test_as_a_part_of_another_module() -> None:
