@@ -92,9 +92,9 @@ class Shards:
             for segment in shard.segments:  # only now, since the write to a disk at the end of `at_hand` may fail
                 self._moving.pop(segment.name, None)
             give_back_freed()  # or all states would be there twice
-        for stored, shard in self._left:
+        while self._left:
+            stored, shard = self._left.pop()
             stored.forget(shard)
-        self._left.clear()
 
     def _make_shards(self) -> None:
         for chunk in self._engine.chunks_by_use():

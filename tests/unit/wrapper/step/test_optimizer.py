@@ -294,9 +294,10 @@ def test_thawing_needs_another_plan() -> None:
 def test_a_slow_class_on_the_host_is_said(
     options: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shards, "_SLOW_NUMEL", 1)
     it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
+    plan = make_plan(it, "streamed")
+    monkeypatch.setattr(shards, "_SLOW_NUMEL", sum(chunk.numel for chunk in plan.chunks))
+    with Pair(it, plan, optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
         assert ("as long as with fused=True" in caplog.text) == told
 
 
