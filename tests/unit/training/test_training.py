@@ -167,7 +167,7 @@ def test_the_norm_is_that_of_torch() -> None:
     with Pair(it, make_plan(it, "mixed")) as pair:
         for _ in range(3):
             pair.backward()
-            mine = pair.optimizer.clip_grad_norm_(0.1)
+            mine = pair.optimizer.clip_grad_norm_(0.1, error_if_nonfinite=True)
             assert torch.equal(mine, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
             pair.step()
         pair.assert_same_weights()
