@@ -106,6 +106,7 @@ def test_frozen_experts_that_differ_between_ranks() -> None:
     run_ranks(2, _routing, "host", {}, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [{"evict_always": True}, {"prefetch": False}, {"emulation": None}])
 def test_experts_that_differ_under_other_conditions(wrap: dict[str, Any]) -> None:
     run_ranks(2, _routing, "host", wrap)

@@ -61,7 +61,7 @@ def fine_tuned(kind: Any, folder: Path, *, resume: Any = None, elixir: Any = Non
     return trainer
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> None:
     plain = fine_tuned(trl.SFTTrainer, tmp_path / "plain", **SETTINGS[name])
@@ -75,7 +75,8 @@ def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> Non
         assert [entry["step"] for entry in state["log_history"]] == list(range(1, int(step[-1]) + 1))
 
 
-@pytest.mark.parametrize("library", ["nf4", pytest.param("torchao", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["nf4", "torchao"])
 def test_sft_over_quantised_weights_logs_what_it_does_alone(library: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
@@ -204,7 +205,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("placement", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_grpo_logs_and_saves_what_it_does_alone(name: str, placement: str, tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     native._library(combination, ("CONTRACTED", "1"), lambda command: pytest.fail("compiled again"))
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("what", ["folder", "library"])
 def test_a_library_that_others_could_have_written_is_never_loaded(

@@ -396,6 +396,7 @@ def test_a_child_that_fails_says_why_and_none_begins_at_the_end(caplog: pytest.L
         step._run_child(["true"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_leaves_neither_the_child_nor_its_compiler(number: int, tmp_path: Path) -> None:
     """Both hold the writing end of a pipe open, so the pipe ends when both have ended."""

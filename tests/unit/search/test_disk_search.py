@@ -40,13 +40,16 @@ def stack() -> StepTrace:
 @pytest.fixture(scope="module")
 def limits(stack: StepTrace) -> tuple[int, int]:
     """A device that holds little more than it must, and the host bytes that are needed with it."""
-    least = plan_from_trace(stack, FAST, 1, device_memory=1 << 40, placement="cpu").predicted.device_peak_bytes
+    least = plan_from_trace(
+        stack, FAST, 1, device_memory=1 << 40, placement="cpu", assume="nominal"
+    ).predicted.device_peak_bytes
     device = int(0.7 * least)
     return device, shortage(stack, FAST, 1, device_memory=device, host_memory=1).needed_bytes
 
 
 def searched(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
-    return plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=host, **options).plan  # type: ignore[arg-type]
+    budgets = {"device_memory": device, "host_memory": host, "assume": "nominal"}
+    return plan_from_trace(stack, FAST, 1, **budgets | options).plan  # type: ignore[arg-type]
 
 
 _PLANS: dict[tuple[object, ...], tuple[StepTrace, Plan]] = {}

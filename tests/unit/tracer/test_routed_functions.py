@@ -82,7 +82,10 @@ KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("lstm in float64", "rnn_relu") else ()) for name in KINDS],
+)
 def test_recurrent_layers_and_their_gradients_are_those_of_pytorch(name: str) -> None:
     kind, options = KINDS[name]
     operator = name.partition(" ")[0]

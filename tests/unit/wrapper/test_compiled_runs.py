@@ -267,6 +267,7 @@ def test_homes_change_under_compiled_layers() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama", "non-reentrant")
     plain = gpu.there(compiled(copy.deepcopy(it.model)))

@@ -19,7 +19,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.one_pass.one_pass import OnePass
 from tests.common.one_pass import batches, family, hf_loss, plan_for, stepping
 
-LAYERS = 4
+LAYERS = 2
 LOSS_BYTES = 4
 """A plan counts two of each micro-batch that waits."""
 LARGEST_GRADIENT_BYTES = 4 * 4 * 128 * 128

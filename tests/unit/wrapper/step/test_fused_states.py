@@ -73,6 +73,7 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     module.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_low_precision_weights_are_the_rounded_masters(mode: str) -> None:
     it = case("opt")

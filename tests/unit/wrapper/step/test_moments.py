@@ -125,6 +125,7 @@ def _losses_of_20_steps(moments: str) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", LOW)
 def test_20_steps_end_near_those_of_float32(kind: str) -> None:
     losses = {moments: _losses_of_20_steps(moments) for moments in ("float32", kind)}
