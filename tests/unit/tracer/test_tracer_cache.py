@@ -59,7 +59,7 @@ def cache_cases() -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("family", "optimizer", "kind"), cache_cases())
 def test_the_cache_changes_nothing(family: str, optimizer: str, kind: str) -> None:
     model = tiny(family, dropout=0.1, checkpoint="non-reentrant")

@@ -35,7 +35,7 @@ def traced(it: Case, **options: Any) -> elixir.StepTrace:
     return trace_step(it.model, it.inp, step, hardware=preset("cpu"), **options)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("form", "mode", "checkpoint"),
     [

@@ -168,7 +168,7 @@ def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype, steps: int
     module.close()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), _SAMPLE)
 def test_every_model_once(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
     _check(name, checkpoint, mode, dtype, steps=4)

@@ -82,7 +82,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("dtype", "moments", "fused"),
     [
