@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -234,7 +235,7 @@ def test_two_optimizers_share_a_model(mode: str) -> None:
     module.close()
 
 
-def test_sums_of_gradients_of_several_loss_scales_are_not_stepped_with() -> None:
+def test_sums_of_gradients_of_several_loss_scales_are_not_stepped_with(caplog: pytest.LogCaptureFixture) -> None:
     """One optimizer adds up while the other one's overflow changes the scale that both share."""
     it = case("opt", layers=1)
     module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype="float16"), device=gpu.DEVICE)
@@ -261,7 +262,9 @@ def test_sums_of_gradients_of_several_loss_scales_are_not_stepped_with() -> None
             parameter.grad = None
         return moved
 
-    assert [second_moves(overflows=overflows) for overflows in (False, True, False)] == [True, False, True]
+    with caplog.at_level(logging.INFO):
+        assert [second_moves(overflows=overflows) for overflows in (False, True, False)] == [True, False, True]
+    assert caplog.text.count("the loss scale has changed while its gradients were added up") == 1
     assert first.loss_scale == 128.0
     module.close()
 
