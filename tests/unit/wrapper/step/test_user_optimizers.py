@@ -287,7 +287,17 @@ def test_modes_are_for_between_steps() -> None:
     optimizer: Any = ElixirOptimizer(module, own.Averaging(module.parameters()))
     with module.gathered(), pytest.raises(InputError, match="outside of gathered"):
         optimizer.eval()
-    assert optimizer.param_groups[0]["train_mode"]
+    layers: Any = module.module.layers
+    handle = layers[0].register_forward_hook(lambda *_: optimizer.eval())
+    with pytest.raises(InputError, match="outside of the model's forward"):
+        it.loss(module, gpu.there(it.inp, module.device))
+    handle.remove()
+    group = optimizer.param_groups[0]
+    last = group["params"].pop()
+    with pytest.raises(InputError, match="parameters of the groups have changed"):
+        optimizer.eval()
+    group["params"].append(last)
+    assert group["train_mode"]
     optimizer.eval()
     with pytest.raises(RuntimeError, match=r"call train\(\) first"):
         optimizer.step()
