@@ -27,8 +27,7 @@ aten = torch.ops.aten
 
 ROOT = Path(__file__).parents[3]
 OPTIMIZERS = ("AdamW", "SGD", "Adagrad", "NAdam")
-QUICK = {("opt", "AdamW", "cuda"), ("gpt2", "SGD", "cpu"), ("mixtral", "AdamW", "cuda"), ("t5", "Adagrad", "cuda")}
-QUICK |= {("llama", "AdamW", "cpu"), ("bert", "NAdam", "cuda"), ("vit", "AdamW", "cuda")}
+QUICK = {("bert", "NAdam", "cuda"), ("gpt2", "SGD", "cpu"), ("mixtral", "AdamW", "cuda"), ("t5", "Adagrad", "cuda")}
 
 
 def assert_same(one: StepTrace, other: StepTrace) -> None:
@@ -59,7 +58,6 @@ def cache_cases() -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("family", "optimizer", "kind"), cache_cases())
 def test_the_cache_changes_nothing(family: str, optimizer: str, kind: str) -> None:
     model = tiny(family, dropout=0.1, checkpoint="non-reentrant")
