@@ -45,6 +45,9 @@ class Fault(Files):
     """Operations of one kind fail: the `at`-th after `arm`, or with `forever` all from then on."""
 
     def __init__(self, kind: str) -> None:
+        self.may_come = threading.Event()
+        """Operations wait for this while they are counted."""
+        self.may_come.set()
         self.kind, self.count, self._at, self._forever = kind, 0, NEVER, False
         self._armed, self._lock = False, threading.Lock()
 
@@ -70,6 +73,7 @@ class Fault(Files):
         return self.count >= self._at
 
     def _strikes(self) -> bool:
+        assert not self._armed or self.may_come.wait(60)
         with self._lock:
             self.count += self._armed
             return self._armed and (self.count == self._at or (self._forever and self.count > self._at))
@@ -404,16 +408,19 @@ def computing(folder: Path, rank: int, world_size: int, kind: str) -> int:
     for at in range(1, _alike(fault.count) + 1, 3):
         run = Run(fault, folder, world_size, "disk")
         run.train(1)
+        run.model.register_forward_pre_hook(lambda *_: fault.may_come.set())
         with fault.armed(at if rank == 0 else NEVER, forever=True):
             try:
                 for _ in range(3):
                     with torch.no_grad():
                         assert torch.equal(run.module(**BATCH), run.plain(**BATCH))
+                    fault.may_come.clear()  # so that the next forward has begun when an operation of this step fails
                     run.step()
             except ElixirError:
                 failed += 1
             else:
                 assert not fault.struck
+            fault.may_come.set()
             with contextlib.suppress(ElixirError, OSError):
                 run.module.close()
     return failed
