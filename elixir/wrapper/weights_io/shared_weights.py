@@ -32,7 +32,9 @@ class _Copy:
     copied: tuple[int, ...] = ()
     """The state of the weight when its values were copied."""
     version: int = -1
-    """The version of the tensor at that time."""
+    """The version of the tensor at that time. A detached weight has that of the weight, which each step changes."""
+    sums: torch.Tensor | None = None
+    """`_sums` of the tensor at that time."""
 
 
 class SharedWeights:
@@ -73,7 +75,11 @@ class SharedWeights:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Copies the values of changed weights; with several ranks all must call this."""
+        """Copies the values of changed weights; with several ranks all must call this.
+
+        Raises:
+            InputError: a buffer was written to, which has not its weight's values now.
+        """
         engine, moved = self._engine, False
         for copy in self._copies:
             chunk, _ = copy.weight
@@ -84,7 +90,10 @@ class SharedWeights:
                 continue
             values = self._values(copy)
             if copy.home is None:
+                if copy.sums is not None and not torch.equal(_sums(copy.tensor), copy.sums):
+                    _refuse_other(copy, values)
                 copy.tensor.copy_(values)
+                copy.sums = _sums(copy.tensor)
             else:
                 copy.home[0].write(copy.home[1], values)
                 moved = True
@@ -112,11 +121,7 @@ class SharedWeights:
     def _refuse_written(self, copy: _Copy) -> None:
         if copy.tensor._version == copy.version or copy.home is not None:
             return
-        if not torch.equal(copy.tensor, self._values(copy).to(copy.tensor)):
-            raise InputError(
-                f"{copy.shared.name} was written to, which shares memory with {copy.shared.weight}: under this plan "
-                "the weight is elsewhere and would not change; write to the weight"
-            )
+        _refuse_other(copy, self._values(copy))
         copy.version = copy.tensor._version
 
     def _values(self, copy: _Copy) -> torch.Tensor:
@@ -131,3 +136,18 @@ class SharedWeights:
         with DisableTorchFunctionSubclass():
             address = slot.parameter.data_ptr() if chunk.whole is not None else 0
         return chunk.index, id(chunk), slot.parameter._version, chunk.writes, chunk.data_writes, address
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Tells tensors from each other that differ by more than the order of their values."""
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return torch.stack([tensor.sum(dtype=torch.float64), norm]).nan_to_num()
+
+
+def _refuse_other(copy: _Copy, values: torch.Tensor) -> None:
+    """Raises `InputError` if a copy has other values than these, those of its weight."""
+    if not torch.equal(copy.tensor, values.to(copy.tensor)):
+        raise InputError(
+            f"{copy.shared.name} was written to, which shares memory with {copy.shared.weight}: under this plan "
+            "the weight is elsewhere and would not change; write to the weight"
+        )

@@ -194,6 +194,21 @@ def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None
                 pair.module(**gpu.there(it.inp, pair.module.device))
 
 
+@pytest.mark.parametrize("kind", ["whole", "row"])
+def test_a_buffer_that_is_written_to_between_two_steps_is_refused(kind: str) -> None:
+    it = _case(KEPT[kind])
+    with Pair(it, make_plan(it, "streamed", split_number=12), plain=_make(KEPT[kind])) as pair:
+        pair.train(1)
+        (buffer,) = pair.module.module.buffers()
+        buffer.mul_(0.5)
+        for reads in (pair.module.state_dict, lambda: pair.module(**gpu.there(it.inp, pair.module.device))):
+            with pytest.raises(InputError, match=r"now was written to.*layers\.2\.weight"):
+                reads()
+        buffer.mul_(2)
+        pair.train(1)
+        pair.assert_same_weights()
+
+
 def test_a_frozen_copy_in_a_block_is_old_once_its_weight_is_written() -> None:
     it = _case(_frozen_head)
     plan = make_plan(it, "streamed", split_number=12, allocate_factor=1.0)
