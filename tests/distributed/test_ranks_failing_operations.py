@@ -38,7 +38,6 @@ def test_a_model_that_cannot_be_wrapped_is_as_it_came(kind: str, dtype: str | No
     assert here or kind in ("read", "close")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("homes", MOVES, ids="-".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["zeros", *ON_DISK, "pages"])

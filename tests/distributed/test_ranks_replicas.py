@@ -172,7 +172,6 @@ def _uneven_counts(rank: int, world_size: int, kind: str) -> None:
     twins.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_replicas_sum_once_whatever_the_number_of_backwards(kind: str) -> None:
     run_ranks(4, _uneven_counts, kind)
