@@ -103,10 +103,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def is_dtype_name(name: object) -> bool:
     """True for canonical names only: an alias such as ``half`` would never be looked up."""
-    if not isinstance(name, str) or name in _ITEM_BYTES:
-        return isinstance(name, str)
-    dtype = _torch_dtype(name)
-    return dtype is not None and dtype_name(dtype) == name
+    if not isinstance(name, str):
+        return False
+    dtype = None if name in _ITEM_BYTES else _torch_dtype(name)
+    return name in _ITEM_BYTES or (dtype is not None and dtype_name(dtype) == name)
 
 
 def dtype_bytes(name: str) -> int:
