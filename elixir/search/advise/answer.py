@@ -37,7 +37,7 @@ class Effect:
     """Samples a second over those of the plan as it is."""
 
     def __repr__(self) -> str:
-        if self.plan is None or self.step_s is None:
+        if self.step_s is None:
             return f"<Effect: {self.action}: does not fit>"
         gain = "" if self.gain is None else f", {self.gain:.2f} x the samples a second"
         return f"<Effect: {self.action}: {format_seconds(self.step_s)} a step{gain}>"

@@ -73,16 +73,16 @@ def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
     largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
     if unmet.question.request.placement == "cuda":
         return ": weights and states of every chunk on the device (placement 'cuda') exceed its memory"
+    if rest > budgets.device_bytes:
+        return ": activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
     parameter = unmet.question.trace.parameters[largest]
     together = 2 if parameter.trainable else 1
-    if rest <= budgets.device_bytes < rest + together * table.aligned[largest]:
+    if rest + together * table.aligned[largest] > budgets.device_bytes:
         gradient = " with its gradient" if parameter.trainable else ""
         return (
             f": parameter {parameter.name!r} of {format_bytes(table.bytes[largest])}{gradient} is larger than "
             "every chunk that fits the device"
         )
-    if rest > budgets.device_bytes:
-        return ": activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
     return " does not fit the device memory, even with everything else on the host"
 
 

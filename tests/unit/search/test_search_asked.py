@@ -30,10 +30,17 @@ from elixir.search.planner import plan_or_shortage, planned
 from elixir.search.question import Question
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import GIB, MIB
-from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, plan
+from tests.common.samples import make_trace
+from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, plan, shortage
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
 _GIVEN: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
+
+
+def test_a_plan_that_fits_leaves_what_is_kept_back_for_the_allocator(caplog: pytest.LogCaptureFixture) -> None:
+    request = SearchRequest(world_size=1, host_memory=PLENTY, search="minimum_waste", assume="nominal")
+    plan_or_shortage(make_trace(), replace(HARDWARE, device_name="No such device"), request)
+    assert "expandable_segments" not in caplog.text
 
 
 def test_a_cpu_shares_its_memory_between_devices_and_host() -> None:
@@ -98,6 +105,12 @@ def test_a_parameter_larger_than_every_chunk_that_fits_is_named() -> None:
     trace = stack_trace(StackShape(hidden=512, layers=2, ffn=2048, vocab=500_000, positions=64), batch=1, seq=8)
     with pytest.raises(PlanError, match=r"'embed_tokens\.weight' .* larger than every chunk"):
         plan(trace, device=400 * MIB)
+    build = TraceBuilder()
+    build.use("backward", build.parameter("w", 8 * MIB), live=100 * MIB)
+    one = build.build("one")
+    what = [shortage(one, HARDWARE, 1, device_memory=100 * MIB - less, host_memory=PLENTY).what for less in (0, 1)]
+    assert "larger than every chunk" in what[0]
+    assert "activations, inputs and buffers alone" in what[1]
 
 
 @pytest.mark.parametrize(
