@@ -352,8 +352,8 @@ def _loaded(graph: Any, cost: Callable[[Operation], None]) -> Any:
     )
     exec(compile(source, "<generated code>", "exec"), names)
     names |= {f"empty_strided_{kind}": empty, "device": lambda *_, **__: torch.device("meta")}
-    if kind == "cuda":  # seeds of attention have another shape than in the graph, and nothing has an address
-        names |= {"assert_size_stride": lambda *_: None, "copy_if_misaligned": lambda tensor: tensor}
+    # Seeds of attention on CUDA have another shape than in the graph, and nothing has an address.
+    names |= {"assert_size_stride": lambda *_: None, "copy_if_misaligned": lambda tensor: tensor}
     names["elixir_draws"] = SimpleNamespace(run_and_save_rng_state=saving, run_with_rng_state=restoring)
     return SimpleNamespace(call=names["call"], runner=names.get("runner"), __file__="<generated code>")
 

@@ -68,7 +68,7 @@ def operation_of(
     if any(_row_bytes(tensor) % row_bytes for tensor in (*inputs[at : at + 2], *outputs)):
         return Operation("unaligned", dtype, flops, moved_bytes)
     rows, inner = inputs[at].shape[-2:]
-    return Operation(product_class(int(rows), int(inner), int(inputs[at + 1].shape[-1])), dtype, flops, moved_bytes)
+    return Operation(product_class(int(rows), int(inner), int(tensors[0].shape[-1])), dtype, flops, moved_bytes)
 
 
 def product_class(rows: int, inner: int, columns: int) -> OperatorKind:
