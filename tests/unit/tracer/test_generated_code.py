@@ -19,6 +19,7 @@ from elixir.kernels.model.fused_ops import torch_rms_norm
 from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer import generated_code
+from elixir.tracer.joint_graph import JointGraph
 from elixir.tracer.pretended_cuda import pretended_cuda
 from elixir.tracer.trace import trace_step
 
@@ -59,6 +60,14 @@ def traced(
 
 def moved_bytes(trace: StepTrace) -> int:
     return sum(trace.operations[index].moved_bytes for access in trace.accesses for index in access.operations)
+
+
+def test_weights_of_a_layer_are_free_to_be_saved_and_what_it_is_given_is_not() -> None:
+    layouts = [(torch.Size([4, 4]), (4, 1), torch.float32, True)] * 3
+    layer = JointGraph(nn.Linear(4, 4), lambda given: given[0] @ given[1] @ given[2], layouts, 2, "cpu")
+    graph, _ = layer.as_dynamo_gives_it()
+    inputs = {node.name: bool(node.meta["tensor_dict"]) for node in graph.graph.find_nodes(op="placeholder")}
+    assert inputs == {"input_0": True, "input_1": True, "input_2": False}
 
 
 def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:

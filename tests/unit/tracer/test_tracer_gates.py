@@ -299,6 +299,17 @@ def test_attention_and_dropout_on_meta_are_as_before_a_trace() -> None:
     assert graph() == before
 
 
+def test_no_function_is_compiled_during_a_trace() -> None:
+    square = torch.compile(torch.square, backend=pytest.fail)
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        square(inp["x"])
+        raise KeyError("not compiled")
+
+    with pytest.raises(TraceError, match="not compiled"):
+        cpu_trace(mlp(), INP, step)
+
+
 def test_a_compiled_model_is_traced_as_the_plain_one() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     plain = cpu_trace(model, INP, sum_step)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from torch import nn
 from benchmark.observe import observe_step
 from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
+from elixir.tracer.ledger import Ledger
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import BalancedRouting
+from elixir.tracer.values.shadows import Shadows
 from elixir.tracer.values.unknown_number import UnknownNumber, unknown_number
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
@@ -325,6 +329,25 @@ def test_a_number_that_python_would_take_for_known_says_what_to_write(convert: C
 
     with pytest.raises(TraceError, match=r"Write loss\.item\(\) .* to record it, torch\.isfinite\(loss\) to check it"):
         cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
+
+
+def test_values_that_nobody_has_asked_for_keep_nothing_alive() -> None:
+    ledger = Ledger(int)
+    shadows = Shadows(ledger)
+    known, made = (torch.empty(4, device="meta") for _ in range(2))
+    for tensor in (known, made):
+        ledger.add(tensor, "activations", "", None)
+    shadows.attach(known, torch.ones(4))
+    shadows.derive(torch.ops.aten.neg.default, (known,), {}, [known], [made])
+    gone = weakref.ref(shadows)
+    shadows.stop()
+    ledger.stop()
+    gc.disable()
+    try:
+        del shadows, ledger
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_classes_of_torch_are_as_before_when_a_step_raises() -> None:
