@@ -48,6 +48,30 @@ def trace_of(batch: int, checkpoint: str = "non-reentrant") -> StepTrace:
     return stack_trace(SMALL, batch=batch, seq=256, checkpoint=checkpoint != "none")
 
 
+def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "assume": "nominal"}
+    told: list[tuple[str, int, int]] = []
+    choice = search_batches(
+        trace_of,
+        HARDWARE,
+        1,
+        samples=4,
+        checkpoints=["non-reentrant", "none"],
+        layers=1,  # between none and all of them, there is no number to try
+        progress=lambda *s: told.append(s),
+        **options,
+    )
+    assert (choice.option.batch, choice.option.checkpoint) == (4, "none")
+    assert [(way.split(",")[0], done, count) for way, done, count in told] == [
+        (f"{option.accumulation} x {option.batch} samples", done, 6 + 2 * 2)
+        for done, option in enumerate(choice.options)
+    ]
+    only = search_batches(trace_of, HARDWARE, 1, samples=4, micro_batches=False, **options)
+    assert [option.batch for option in only.options] == [4]
+    odd = search_batches(trace_of, HARDWARE, 1, samples=6, **options)
+    assert [option.batch for option in odd.options] == [6, 3]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
@@ -201,28 +225,6 @@ def test_what_was_left_out_is_planned_if_what_seemed_faster_does_not_fit(monkeyp
     assert first.reason.startswith("too large")
     assert (choice.option, second.checkpoint, second.reason) == (second, "non-reentrant", "")
     assert second.step_s == choice.plan.predicted.step_s > seen[0].plan.predicted.step_s
-
-
-def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
-    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "assume": "nominal"}
-    told: list[tuple[str, int, int]] = []
-    choice = search_batches(
-        trace_of,
-        HARDWARE,
-        1,
-        samples=4,
-        checkpoints=["non-reentrant", "none"],
-        progress=lambda *s: told.append(s),
-        **options,
-    )
-    assert (choice.option.batch, choice.option.checkpoint) == (4, "none")
-    assert [(way.split(",")[0], done, count) for way, done, count in told] == [
-        (f"{option.accumulation} x {option.batch} samples", done, 6) for done, option in enumerate(choice.options)
-    ]
-    only = search_batches(trace_of, HARDWARE, 1, samples=4, micro_batches=False, **options)
-    assert [option.batch for option in only.options] == [4]
-    odd = search_batches(trace_of, HARDWARE, 1, samples=6, **options)
-    assert [option.batch for option in odd.options] == [6, 3]
 
 
 @pytest.mark.slow

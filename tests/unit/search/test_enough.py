@@ -44,6 +44,45 @@ def refusal(trace: StepTrace, **budgets: Any) -> PlanError:
     return caught.value
 
 
+def test_as_much_of_the_device_as_there_is_can_be_asked_for(trace: StepTrace) -> None:
+    def offered(size_bytes: int) -> bool:
+        changes = more_machine(
+            Question(trace, MACHINE, SearchRequest(world_size=1)), "device", str(size_bytes), size_bytes
+        )
+        return any("of the device" in change.action for change in changes)
+
+    there = MACHINE.device_memory_bytes - CUDA_CONTEXT_BYTES
+    assert offered(there)
+    assert not offered(there + 1)
+
+
+class Headed(nn.Module):
+    """A layer below a wide head, whose weights are the only ones that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 32000)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.body(inputs)), labels)
+
+
+def test_logits_rule_the_peak_of_a_step_that_ends_with_them() -> None:
+    with torch.device("meta"):
+        model, inputs, labels = Headed(), torch.ones(4096, 16), torch.zeros(4096, dtype=torch.long)
+    with pytest.raises(PlanError) as caught:
+        optimal_search(
+            model,
+            1,
+            inp={"inputs": inputs, "labels": labels},
+            step_fn=lambda model, batch: model(**batch).backward(),
+            hardware=MACHINE,
+            device_memory=250 * MIB,
+            host_memory=GIB,
+        )
+    assert "fused_kernels" in [lever.argument for lever in caught.value.levers]
+
+
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "budgets",
@@ -72,18 +111,6 @@ def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -
     assert [name for name, _ in first.options] == ["device_memory", "host_memory"]
     assert first.step_s is not None
     assert plan_from_trace(trace, MACHINE, 1, **dict(first.options)).predicted.step_s <= 1.01 * first.step_s
-
-
-def test_as_much_of_the_device_as_there_is_can_be_asked_for(trace: StepTrace) -> None:
-    def offered(size_bytes: int) -> bool:
-        changes = more_machine(
-            Question(trace, MACHINE, SearchRequest(world_size=1)), "device", str(size_bytes), size_bytes
-        )
-        return any("of the device" in change.action for change in changes)
-
-    there = MACHINE.device_memory_bytes - CUDA_CONTEXT_BYTES
-    assert offered(there)
-    assert not offered(there + 1)
 
 
 def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
@@ -121,33 +148,6 @@ def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabul
     assert (first == "fused_kernels") == (vocabulary > 64)
     if vocabulary > 64:
         optimal_search(model, 1, **asked, **budgets, use_fused_kernels=True)
-
-
-class Headed(nn.Module):
-    """A layer below a wide head, whose weights are the only ones that backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 32000)
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self.head(self.body(inputs)), labels)
-
-
-def test_logits_rule_the_peak_of_a_step_that_ends_with_them() -> None:
-    with torch.device("meta"):
-        model, inputs, labels = Headed(), torch.ones(4096, 16), torch.zeros(4096, dtype=torch.long)
-    with pytest.raises(PlanError) as caught:
-        optimal_search(
-            model,
-            1,
-            inp={"inputs": inputs, "labels": labels},
-            step_fn=lambda model, batch: model(**batch).backward(),
-            hardware=MACHINE,
-            device_memory=250 * MIB,
-            host_memory=GIB,
-        )
-    assert "fused_kernels" in [lever.argument for lever in caught.value.levers]
 
 
 def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> None:

@@ -80,6 +80,49 @@ class Drawing(nn.Module):
         return x + nn.functional.dropout(seen.reshape(x.shape), self.after, self.training)
 
 
+def test_no_more_budgets_are_looked_at_than_decide() -> None:
+    it = wide(layers=2)
+    whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
+    asked: list[float | None] = []
+
+    def found(*staying: object, unknown: Sequence[float | None] = (), given: bool = False, alone: bool = True) -> Any:
+        """The budgets of the traces, the largest first, and whether everything stays with that."""
+
+        def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
+            budget = own[0].budget if own else None
+            asked.append(budget)
+            if budget in unknown:
+                raise TraceError("no code")
+            return replace(whole, model_name=str(budget))
+
+        asked.clear()
+        step = replace(whole, model_name="as set" if given else "uncompiled")
+        step = step if alone else replace(step, forwards=(UnitForward(("other",), (), 0, 0),))
+        names = set(map(str, staying))
+        traces, stays = _by_budget(step, traced, lambda trace: trace.model_name in names, uncompiled=not given)
+        return [traces.largest, *traces.under], stays
+
+    assert found("uncompiled", None) == ([None], True)
+    assert found("uncompiled") == ([None, 0.99, 0.0], False)
+    assert found() == ([0.99, 0.0], False)
+    assert asked == [0.99, 0.0]
+    assert found(0.99) == ([None, 0.99], False)
+    assert found(0.99, None) == ([None, 0.99], True)
+    assert asked == [0.99, None]
+    assert found(unknown=[0.99]) == ([0.0], False)
+    assert found(unknown=[0.0]) == ([0.99], False)
+    assert found(None, unknown=[0.99, 0.0]) == ([None], True)
+    assert found(unknown=[0.99, 0.0], alone=False) == ([None], False)
+    with pytest.raises(InputError, match="less than everything: no code"):
+        found(unknown=[0.99, 0.0])
+    with pytest.raises(TraceError, match="no code"):
+        found("uncompiled", unknown=[None])
+    assert found("as set", given=True) == ([None], True)
+    assert asked == []
+    assert found(0.99, given=True) == ([None, 0.99], False)
+    assert asked == [0.99]
+
+
 @pytest.mark.parametrize("hardware", [CPU, H200])
 @pytest.mark.parametrize(("after", "inside"), [(0.5, 0.0), (0.0, 0.5)])
 def test_layers_that_draw_have_no_budget(after: float, inside: float, hardware: HardwareProfile) -> None:
@@ -229,49 +272,6 @@ def of_traces(it: Case, budgets: Sequence[float]) -> BudgetedTraces:
         return cpu_trace(it.model, it.inp, step_of(it), compile=True, activations=with_budgets(own or [None] * count))
 
     return BudgetedTraces(traced(), {budget: traced(*[budget] * count) for budget in budgets})
-
-
-def test_no_more_budgets_are_looked_at_than_decide() -> None:
-    it = wide(layers=2)
-    whole = cpu_trace(compiled(it.model), it.inp, step_of(it), optimizer="AdamW")
-    asked: list[float | None] = []
-
-    def found(*staying: object, unknown: Sequence[float | None] = (), given: bool = False, alone: bool = True) -> Any:
-        """The budgets of the traces, the largest first, and whether everything stays with that."""
-
-        def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
-            budget = own[0].budget if own else None
-            asked.append(budget)
-            if budget in unknown:
-                raise TraceError("no code")
-            return replace(whole, model_name=str(budget))
-
-        asked.clear()
-        step = replace(whole, model_name="as set" if given else "uncompiled")
-        step = step if alone else replace(step, forwards=(UnitForward(("other",), (), 0, 0),))
-        names = set(map(str, staying))
-        traces, stays = _by_budget(step, traced, lambda trace: trace.model_name in names, uncompiled=not given)
-        return [traces.largest, *traces.under], stays
-
-    assert found("uncompiled", None) == ([None], True)
-    assert found("uncompiled") == ([None, 0.99, 0.0], False)
-    assert found() == ([0.99, 0.0], False)
-    assert asked == [0.99, 0.0]
-    assert found(0.99) == ([None, 0.99], False)
-    assert found(0.99, None) == ([None, 0.99], True)
-    assert asked == [0.99, None]
-    assert found(unknown=[0.99]) == ([0.0], False)
-    assert found(unknown=[0.0]) == ([0.99], False)
-    assert found(None, unknown=[0.99, 0.0]) == ([None], True)
-    assert found(unknown=[0.99, 0.0], alone=False) == ([None], False)
-    with pytest.raises(InputError, match="less than everything: no code"):
-        found(unknown=[0.99, 0.0])
-    with pytest.raises(TraceError, match="no code"):
-        found("uncompiled", unknown=[None])
-    assert found("as set", given=True) == ([None], True)
-    assert asked == []
-    assert found(0.99, given=True) == ([None, 0.99], False)
-    assert asked == [0.99]
 
 
 def test_a_unit_that_keeps_what_is_set_keeps_it_in_the_run() -> None:

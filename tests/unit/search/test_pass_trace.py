@@ -48,7 +48,13 @@ def test_each_layer_is_one_access_per_direction(trace: StepTrace) -> None:
     assert [module for phase, module in modules if phase == "backward" and module] == layers[::-1]
     turn = next(index for index, access in enumerate(found.accesses) if access.phase == "backward")
     # The tail alternates between forward and backward, so its weights are needed together.
-    assert found.accesses[turn - 1].parameters == found.accesses[turn].parameters
+    tail = found.accesses[turn - 1 : turn + 1]
+    assert tail[0].parameters == tail[1].parameters
+    # The others wait with what the last layer has given, or with its gradient, and never with logits.
+    more = pass_trace(trace, 5).accesses[turn - 1 : turn + 1]
+    waiting = max(tail[0].kept_bytes, found.accesses[turn + 1].kept_bytes) // 4
+    assert [after.live_bytes - before.live_bytes for before, after in zip(tail, more, strict=True)] == [waiting] * 2
+    assert waiting < tail[1].kept_bytes // 4
 
 
 def test_work_grows_with_the_pass_and_the_order_does_not(trace: StepTrace) -> None:

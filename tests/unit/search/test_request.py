@@ -55,6 +55,14 @@ def test_what_makes_no_sense_is_refused_when_it_is_asked(
         replace(request, **options)
 
 
+@pytest.mark.parametrize("function", [optimal_search, minimum_waste_search, simple_search, elixir.wrap])
+def test_an_unknown_option_names_the_nearest(function: Any) -> None:
+    with pytest.raises(InputTypeError, match="did you mean device_memory"):
+        function(stack_trace(SMALL), 1, device_memry="1GiB")
+    with pytest.raises(InputTypeError, match="did you mean device_memory"):
+        SearchRequest.of(1, device_memry="1GiB")
+
+
 def test_auto_takes_the_fastest_number_of_replicas() -> None:
     plenty = {"device_memory": "4GiB", "host_memory": "4GiB", "search": "minimum_waste", "assume": "nominal"}
     trace = stack_trace(SMALL, batch=2)
@@ -157,12 +165,6 @@ def test_positions_are_those_that_users_know() -> None:
     assert by_position == plan_from_trace(
         trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_memory=PLENTY
     )
-
-
-@pytest.mark.parametrize("function", [optimal_search, minimum_waste_search, simple_search, elixir.wrap])
-def test_an_unknown_option_names_the_nearest(function: Any) -> None:
-    with pytest.raises(InputTypeError, match="did you mean device_memory"):
-        function(stack_trace(SMALL), 1, device_memry="1GiB")
 
 
 @pytest.mark.parametrize("function", [optimal_search, elixir.wrap])
