@@ -222,7 +222,7 @@ class HostBuffers:
             extra.uses.failures()  # a lane may still use the memory; its error is reported elsewhere
             self._give_up(kind, extra)
         most = max(kind.buffer_bytes, lent.most_bytes)
-        if lent.nothing and whole.memory.nbytes < most:
+        if lent.nothing:
             if most > kind.buffer_bytes * NOTICEABLE_GROWTH and not lent.has_grown:
                 lent.has_grown = True
                 logger.warning(

@@ -86,15 +86,8 @@ class PartNorms:
 
     def add_and_measure(self, home: torch.Tensor, gradients: torch.Tensor) -> None:
         """Adds `gradients` to `home`, both on the host, and fills in the norms of the sums while they are cached."""
-        if not self._parts:
-            home.add_(gradients)
-            return
-        stops = [part.start for part in self._parts[1:]] + [home.numel()]
-        start = 0
-        for index, (part, stop) in enumerate(zip(self._parts, stops, strict=True)):
-            home[start:stop].add_(gradients[start:stop])  # with the gap up to the next parameter, which is nobody's
-            self.values[index] = _host_norm(home[part])
-            start = stop
+        for index, part in enumerate(self._parts):  # the gaps between them are nobody's
+            self.values[index] = _host_norm(home[part].add_(gradients[part]))
 
     def of(self, place: int) -> torch.Tensor:
         """The norm of the part of the parameter at this place of the chunk; valid once `wait` has returned."""

@@ -126,7 +126,7 @@ class Origins:
                     unread = unread or _as_rounded(lacking)
                 except _SHORTAGES as error:  # another rank is gone, so that the rest cannot be gathered either
                     problem = error
-            if memory is None and chunk.whole is not None:
+            if memory is None:
                 memory = chunk.whole  # in the dtype of the run
             if memory is None:
                 missing += [slot.name for slot in chunk.slots]
