@@ -106,7 +106,7 @@ class Group:
                 self.divide(1)
             control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
             self._control = control
-            self._store = _private_store(control, dist.get_global_rank(process_group, 0))
+            self._store = _private_store(control, ranks[0])
 
     @property
     def shards(self) -> int:

@@ -291,6 +291,24 @@ def test_a_module_may_return_its_own_weight() -> None:
         pair.assert_same_weights()
 
 
+def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:
+    class Kept(dict[str, torch.Tensor]):
+        def __setitem__(self, key: str, value: torch.Tensor) -> None:
+            raise TypeError("this dictionary cannot be changed")
+
+    class Holder(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Kept(y=super().forward(x))
+
+    model = Holder()
+    it = Case(model, {"x": torch.randn(4, 8)}, lambda model, inp: model(**inp)["y"].square().mean())
+    plan, expected = make_plan(it, "streamed", split_number=4), model(**it.inp)["y"]
+    module = ElixirModule(model, plan, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(module(**it.inp)["y"], expected)
+    module.close()
+
+
 def test_an_activation_changed_in_place_raises_as_in_pytorch(pair: Pair) -> None:
     for model in (pair.module.module, pair.plain):
         model.middle = lambda net, x: x.exp().add_(1)  # exp saved what add_ changes

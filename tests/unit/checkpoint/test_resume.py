@@ -68,6 +68,24 @@ def check(it: Case, plan: Plan, make: Make, folder: Path, **options: Any) -> Non
     assert (loaded.step, loaded.world_size, loaded.sequence) == (3, 1, 1)
 
 
+def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:
+    it = case("opt")
+    plan = make_plan(it, "mixed", unified_dtype="float16")
+    with Run(it, plan, two_groups(), initial_scale=2.0**10, growth_interval=4) as run:
+        run.step(scale=1e38)  # overflows: the scale is halved and counts begin anew
+        run.train(3)
+        assert run.optimizer.loss_scale == 2.0**9
+        saving = save_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.step()
+        assert run.optimizer.loss_scale == 2.0**10  # the fourth good step, of which three were before the save
+        whole = run.bits()
+        saving.wait()
+    with Run(it, plan, two_groups()) as run:
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.step()
+        assert differing(whole, run.bits()) == []
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> None:
     it = case("opt", dropout=0.1)
@@ -104,24 +122,6 @@ def test_float32_weights_with_8_bit_moments(split_number: int, tmp_path: Path) -
         assert len(codes) == 2 * len(saved.index.names)
     if split_number == 8:
         assert differing(whole, resumed) == []
-
-
-def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:
-    it = case("opt")
-    plan = make_plan(it, "mixed", unified_dtype="float16")
-    with Run(it, plan, two_groups(), initial_scale=2.0**10, growth_interval=4) as run:
-        run.step(scale=1e38)  # overflows: the scale is halved and counts begin anew
-        run.train(3)
-        assert run.optimizer.loss_scale == 2.0**9
-        saving = save_checkpoint(tmp_path / "run", run.state(), files=FILES)
-        run.step()
-        assert run.optimizer.loss_scale == 2.0**10  # the fourth good step, of which three were before the save
-        whole = run.bits()
-        saving.wait()
-    with Run(it, plan, two_groups()) as run:
-        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
-        run.step()
-        assert differing(whole, run.bits()) == []
 
 
 @pytest.mark.parametrize(

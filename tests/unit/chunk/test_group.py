@@ -94,13 +94,18 @@ def test_collectives_give_what_their_names_say(size: int, replicas: int, monkeyp
 
 
 def test_one_rank_copies_to_other_memory_alone() -> None:
-    group, values = Group(), torch.arange(4.0)
-    for collective in (lambda out: group.gather(out, values), lambda out: group.reduce_mean(out, values)):
-        out = torch.zeros(4)
-        collective(out)
-        assert torch.equal(out, values)
-        collective(values)
-        assert values.tolist() == [0, 1, 2, 3]
+    def work(rank: int) -> None:
+        group, values = Group(), torch.arange(4.0)
+        for collective in (lambda out: group.gather(out, values), lambda out: group.reduce_mean(out, values)):
+            out = torch.zeros(4)
+            collective(out)
+            assert torch.equal(out, values)
+            collective(values)
+            assert values.tolist() == [0, 1, 2, 3]
+        assert group.timeout_s is None  # there is nobody to wait for
+
+    work(0)
+    results(1, work)
 
 
 @pytest.mark.parametrize("among", [[0, 2], [1, 2]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,18 @@ class Pair:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def test_a_wrapping_that_fails_closes_the_files(tmp_path: Path) -> None:
+    model = frozen_model()
+    save_frozen(model, tmp_path)
+    plan = plan_in_files(model, default_input(model, batch=2, seq=16))
+    with pytest.raises(InputError, match="not those of OPTForCausalLM: missing") as kept:
+        ElixirModule(model, plan, device="cpu", weights=tmp_path)
+    assert kept.tb is not None  # so that what the functions have opened is not collected
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    assert not [each for each in opened if each.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("every", [1, 2], ids=["streamed", "mixed"])

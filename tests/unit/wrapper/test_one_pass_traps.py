@@ -63,6 +63,30 @@ def three() -> list[nn.Module]:
     return [Layer() for _ in range(3)]
 
 
+class Dropping(Stack):
+    """Skips layers at random, but not all of them."""
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        skips = float(torch.rand(())) < 0.5 and layer is not self.layers[1]
+        return x if skips else super().run(layer, x)
+
+
+def dropping_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(int(batch["x"][0, 0].abs() * 1000))
+    return square_loss(model, batch)
+
+
+def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -> None:
+    steps = vectors(6)
+    # The trace runs all layers, so that the plan knows them.
+    plan = plan_for(seeded(lambda: Stack(three()))(), steps[0][0], square_loss, accumulation=6)
+    make = seeded(lambda: Dropping(three()))
+    with torch.random.fork_rng(devices=[]):
+        expected = plainly(make, steps, dropping_loss)
+        object.__setattr__(plan, "model_fingerprint", fingerprint(make()))
+        assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
+
+
 def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
     seen = set()
 
@@ -287,30 +311,6 @@ def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Te
     make, steps = family("llama"), batches("llama", 2)
     with pytest.raises(InputError, match="waits for the gradient.*pass_size=1"):
         in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=2), loss)
-
-
-class Dropping(Stack):
-    """Skips layers at random, but not all of them."""
-
-    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        skips = float(torch.rand(())) < 0.5 and layer is not self.layers[1]
-        return x if skips else super().run(layer, x)
-
-
-def dropping_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    torch.manual_seed(int(batch["x"][0, 0].abs() * 1000))
-    return square_loss(model, batch)
-
-
-def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -> None:
-    steps = vectors(6)
-    # The trace runs all layers, so that the plan knows them.
-    plan = plan_for(seeded(lambda: Stack(three()))(), steps[0][0], square_loss, accumulation=6)
-    make = seeded(lambda: Dropping(three()))
-    with torch.random.fork_rng(devices=[]):
-        expected = plainly(make, steps, dropping_loss)
-        object.__setattr__(plan, "model_fingerprint", fingerprint(make()))
-        assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
 
 
 class Noted(Layer):

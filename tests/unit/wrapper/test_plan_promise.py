@@ -131,6 +131,8 @@ def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Mac
     other = PlanPromise(module.module, engine_of(module))
     promises.enter(other)
     assert promise.peaks(need) is None
+    promise.refuse_exceeded(module.plan)
+    assert HEAP.expected_bytes == need.own_bytes + promises.outstanding("cpu", promise).host_bytes > need.own_bytes
     promises.leave(other)
     assert promise.peaks(need) is not None
     machine.held = None

@@ -56,6 +56,14 @@ class Rows(Lamb2):
                     p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
 
 
+class Numbered(torch.optim.SGD):
+    """Keeps a number of the whole that no step changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.interval = 3
+
+
 class MyLBFGS(torch.optim.LBFGS):
     """Derived from one that is refused."""
 
@@ -91,6 +99,7 @@ def test_what_is_not_elementwise_is_refused(make: Callable[..., torch.optim.Opti
         lambda p: torch.optim.RAdam(p),
         lambda p: torch.optim.Rprop(p),
         lambda p: torch.optim.ASGD(p),
+        Numbered,
     ],
 )
 def test_what_is_elementwise_is_taken(make: Callable[..., torch.optim.Optimizer], module: ElixirModule) -> None:
