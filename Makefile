@@ -1,5 +1,5 @@
 # make quickstart   a fresh clone to a first plan and a first training under one, without a GPU
-# make test         lint, types and all CPU tests that are quick
+# make test         lint, types and all CPU tests that are quick; in parts: make lint, make test-on-cpu, make test-on-cuda
 # make test-all     the slow ones as well
 # make pictures     the pictures of README and docs, made anew
 # make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
@@ -15,6 +15,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= out
 BIN    := $(VENV)/bin
+# What a process has compiled is kept for the next, whatever the environment says, so pip need not compile everything.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := -m pip install -qq --no-compile
 
 STEP    := --dtype bf16 --activation-checkpointing
 TRACED  := profile opt-175b --batch 8 --seq 2048 $(STEP) --brief
@@ -24,8 +27,8 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures finetune figures test test-all test-machines test-oldest test-newest lint docs wheel wheel-check release-check \
-        clean
+.PHONY: help quickstart pictures finetune figures test test-on-cpu test-on-cuda test-all test-machines test-oldest test-newest \
+        lint docs wheel wheel-check release-check clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -90,15 +93,23 @@ MORE_ON_CUDA := $(patsubst %,tests/unit/wrapper/step/test_%.py,\
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
-# Compiled files are kept, whatever the environment says: each process that starts would compile the package again.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 # Runs pytest once for each list of arguments, the later ones also after an earlier one has failed.
 all_of = failed=0; for arguments in $(1); do \
            echo "pytest $$arguments"; eval "$(PYTEST) $$arguments" || failed=1; \
          done; exit $$failed
 
-test: lint
-	@$(call all_of,"-m 'not slow'" "-m 'not slow' --cuda $(ON_CUDA)")
+# Types and the device that is pretended take what the other tests leave of the cores, which wait for files and ranks.
+test: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory --keep-going -j3 lint test-on-cpu test-on-cuda
+
+test-on-cpu: $(VENV)/.installed-test
+	$(PYTEST) -m 'not slow'
+
+test-on-cuda: $(VENV)/.installed-test
+	@mkdir -p $(OUT)
+	@$(PYTEST) -n 1 -m 'not slow' --cuda $(ON_CUDA) > $(OUT)/test_on_cuda.txt 2>&1; failed=$$?; \
+	  printf '\npytest --cuda $(ON_CUDA)\n'; cat $(OUT)/test_on_cuda.txt; exit $$failed
 
 test-all: lint
 	@$(call all_of,"" "--cuda $(ON_CUDA) tests/unit/training/test_parity.py" "-m 'not slow' --cuda $(MORE_ON_CUDA)")
@@ -117,8 +128,8 @@ test-oldest: $(OLDEST)/.installed
 
 $(OLDEST)/.installed: requirements-oldest.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -qq 'setuptools>=77' wheel -r requirements-oldest.txt
-	$(OLDEST)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	$(OLDEST)/bin/python $(INSTALL) 'setuptools>=77' wheel -r requirements-oldest.txt
+	$(OLDEST)/bin/python $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Whatever is newest on the day: nothing is kept from the run before but what pip finds unchanged.
@@ -126,8 +137,8 @@ NEWEST := .venv-newest
 
 test-newest:
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install -qq --upgrade 'setuptools>=77' wheel torch transformers
-	$(NEWEST)/bin/python -m pip install -qq --no-build-isolation -e '.[test]'
+	$(NEWEST)/bin/python $(INSTALL) --upgrade 'setuptools>=77' wheel torch transformers
+	$(NEWEST)/bin/python $(INSTALL) --no-build-isolation -e '.[test]'
 	@$(NEWEST)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow' tests/unit
 
@@ -141,25 +152,25 @@ $(VENV)/.requirements: requirements.txt
 	  echo "Elixir needs Python 3.10 or newer, but '$(PYTHON)' is $$found. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo 'cannot create $(VENV): is the venv module of $(PYTHON) installed?' >&2; exit 1; }
-	$(BIN)/python -m pip install -qq 'setuptools>=77' wheel -r requirements.txt
+	$(BIN)/python $(INSTALL) 'setuptools>=77' wheel -r requirements.txt
 	@touch $@
 
 # The distribution was called "elixir" before, which is another project's name on the package index.
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
 	@$(BIN)/python -m pip uninstall -qq -y elixir
-	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[hf]'
+	$(BIN)/python $(INSTALL) --no-build-isolation -e '.[hf]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
+	$(BIN)/python $(INSTALL) --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[docs]'
+	$(BIN)/python $(INSTALL) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed
-	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[release]'
+	$(BIN)/python $(INSTALL) --no-build-isolation -e '.[release]'
 	@touch $@
 
 clean:
