@@ -160,6 +160,7 @@ def _routed(rank: int, world_size: int, homes: str) -> None:
     assert not [name for name, value in states[1].items() if not torch.equal(states[0][name], value)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("homes", ["streamed", "states"])
 def test_layers_that_run_on_one_rank_only(homes: str) -> None:
     run_ranks(2, _routed, homes)

@@ -61,6 +61,7 @@ def test_a_model_that_is_closed_has_its_weights(kind: str, dtype: str | None, tm
     run(failing.closing, tmp_path, kind, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["write", *(kind for kind in (*IN_CHECKPOINT, *IN_MEMORY) if kind != "write")])
 def test_a_checkpoint_that_cannot_be_saved_leaves_the_last_one(kind: str, dtype: str | None, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def _as_ddp(rank: int, world_size: int, family: str, kind: str, checkpoint: Any)
     twins.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind", "checkpoint"),
     [("llama", "host", "non-reentrant"), ("opt", "mixed", "none"), ("t5", "device", "none")],

@@ -104,6 +104,7 @@ def _dropping_all(rank: int, world_size: int) -> None:
     twins.close()
 
 
+@pytest.mark.slow
 def test_a_step_after_all_were_dropped_changes_nothing() -> None:
     run_ranks(2, _dropping_all)
 

@@ -79,7 +79,7 @@ def _inference(write: Write) -> Write:
 WRITES["without a count"] = _inference(WRITES["data"])
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("between", [False, True], ids=["before the forward", "after backward"])
 @pytest.mark.parametrize("how", WRITES)

@@ -204,7 +204,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_views_have_the_values_of_plain_pytorch(mode: str, forward: Forward) -> None:

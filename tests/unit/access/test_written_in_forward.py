@@ -73,7 +73,7 @@ def case_of(write: Write, checkpointed: bool = False) -> Case:
     return Case(Net(), {"input": torch.randn(WIDTH, WIDTH)}, square_loss)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 @pytest.mark.parametrize("name", WRITES)
 def test_what_a_forward_writes_has_the_bits_of_plain_pytorch(name: str, mode: str) -> None:

@@ -55,7 +55,7 @@ def kinds_of_case(name: str) -> Case:
     return case(name, layers=3)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["gpt2", "frozen", "checkpointed"])
 def test_a_step_moves_what_is_predicted_for_its_micro_batches(name: str, mode: str) -> None:
@@ -91,7 +91,7 @@ def search(it: Case, accumulation: int, where: str) -> Plan:
     ).plan  # fmt: skip
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "cpu"), (3, "auto"), (4, "cpu"), (4, "cuda")])
 def test_a_searched_plan_predicts_its_own_optimizer_step(
     accumulation: int, where: str, caplog: pytest.LogCaptureFixture
@@ -109,7 +109,7 @@ def test_a_searched_plan_predicts_its_own_optimizer_step(
     assert "differs from its plan" not in caplog.text
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "auto"), (4, "cpu")])
 def test_the_simulated_step_moves_the_same(accumulation: int, where: str) -> None:
     it = case("opt", "non-reentrant", layers=2)

@@ -126,7 +126,7 @@ def _decaying(cls: type, **options: Any) -> Callable[[nn.Module], torch.optim.Op
     return lambda model: cls(model.parameters(), lr=1e-2, **options)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mine", [torch.optim.AdamW, torch.optim.Adam, HybridAdam])
 @pytest.mark.parametrize("theirs", [torch.optim.Adam, HybridAdam, torch.optim.AdamW])

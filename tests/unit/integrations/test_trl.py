@@ -105,6 +105,7 @@ def test_sft_over_quantised_weights_logs_what_it_does_alone(library: str, tmp_pa
     assert report.observed["loads"] == report.predicted["loads"] > 0
 
 
+@pytest.mark.slow
 def test_sft_is_resumed_with_the_same_losses(tmp_path: Path) -> None:
     kind = with_elixir(trl.SFTTrainer)
     whole = logged(fine_tuned(kind, tmp_path, elixir=ROOMY))
@@ -145,7 +146,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("placement", ["cpu", "cuda"])
 @pytest.mark.parametrize("lora", ["", "given", "made"])
 def test_dpo_logs_and_saves_what_it_does_alone(lora: str, placement: str, tmp_path: Path) -> None:

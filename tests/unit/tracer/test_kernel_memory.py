@@ -123,6 +123,7 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_the_real_one(name: str) -> None:
     if name == "LSTM without biases" and torch.__version__.startswith("2.11."):

@@ -55,6 +55,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("family", "checkpoint", "dropout"), cases())
 def test_predicted_peak_is_the_real_one(family: str, checkpoint: str, dropout: float) -> None:
     model = tiny(family, dropout=dropout, checkpoint=checkpoint)

@@ -25,12 +25,13 @@ def _check(name: str, checkpoint: str, mode: str, *, steps: int = 10, **options:
         assert losses[0] != losses[-1]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
 def test_same_bits(name: str, checkpoint: str, mode: str) -> None:
     _check(name, checkpoint, mode, steps=5)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
 def test_same_bits_when_nothing_unpinned_stays(name: str, checkpoint: str, mode: str) -> None:
     _check(name, checkpoint, "mixed" if mode == "streamed" else "streamed", steps=5, evict_always=True)

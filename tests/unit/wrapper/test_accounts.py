@@ -35,7 +35,7 @@ def step_of(it: Case) -> Any:
     return lambda model, inp: it.loss(model, inp).backward()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("checkpoint", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:

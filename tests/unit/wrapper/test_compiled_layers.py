@@ -119,7 +119,7 @@ def check(name: str, checkpoint: str, mode: str, backend: str = "aot_eager") -> 
     model.close()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("name", "checkpoint", "mode"), _SAMPLE)
 def test_same_bits_as_plain_compiled_pytorch(name: str, checkpoint: str, mode: str) -> None:
     check(name, checkpoint, mode)

@@ -67,7 +67,7 @@ def test_a_model_that_is_closed_has_its_weights(kind: str, dtype: str | None, tm
     closing(tmp_path, 0, 1, kind, dtype)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*IN_CHECKPOINT, *IN_MEMORY])
 def test_a_checkpoint_that_cannot_be_saved_leaves_the_last_one(kind: str, dtype: str | None, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.common.tiny_models import tiny
 FAMILIES = ("llama", "gpt2", "t5", "mixtral")
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gives_the_bits_of_a_loop(name: str, max_norm: float) -> None:

@@ -105,7 +105,7 @@ SCALARS = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("start", MODES)
 @pytest.mark.parametrize("name", SCALARS)
 def test_states_of_weights_without_dimensions_move_too(name: str, start: str) -> None:

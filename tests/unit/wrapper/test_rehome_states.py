@@ -86,7 +86,7 @@ def under(plan: Plan, homes: str) -> Plan:
     return replace(plan, chunks=tuple(chunks))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(("start", "to"), [("streamed", "resident"), ("resident", "mixed")])
 def test_states_move_as_they_are(name: str, start: str, to: str) -> None:

@@ -259,7 +259,7 @@ REDOES: dict[str, Callable[[Pair], None]] = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("homes", "early"),
     [
@@ -479,7 +479,7 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @every_home
 @pytest.mark.parametrize(
     ("name", "kernel"), [(name, kernel) for name in _OTHERS for kernel in {False, "fused" in name}]

@@ -134,7 +134,7 @@ MORE: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_states_that_a_class_makes_have_the_bits_of_plain_pytorch(name: str, tmp_path: Path) -> None:
     """The bits hold while states move between disk and memory, before they are made and after."""

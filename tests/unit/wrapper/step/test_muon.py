@@ -116,7 +116,7 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     module.close()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:

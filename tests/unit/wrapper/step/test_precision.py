@@ -87,7 +87,7 @@ def wrapped(
     return module, ElixirOptimizer(module, adam(module.parameters()), **options)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
@@ -168,7 +168,7 @@ def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype, steps: int
     module.close()
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), _SAMPLE)
 def test_every_model_once(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
     _check(name, checkpoint, mode, dtype, steps=4)
