@@ -120,8 +120,8 @@ class ElixirModule(nn.Module):
         debug: Debug | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
-            raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
+        if not isinstance(module, nn.Module):
+            raise InputTypeError(f"module must be an nn.Module, got {type(module).__name__}")
         refuse_wrapped(module)
         dtype = None if dtype is None else parse_dtype(dtype)
         debug = debug or Debug()
@@ -405,7 +405,6 @@ class ElixirModule(nn.Module):
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
         if not self._engine.steppers:
             raise InputError("clip_grad_norm_ needs an ElixirOptimizer, this module has none")
-        self._engine.refuse_in_pass("clip_grad_norm_()")
         first, *others = self._engine.steppers
         return first.clip_grad_norm_(max_norm, error_if_nonfinite, others)
 

@@ -309,7 +309,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
         """
-        self._engine.refuse_in_pass("clip_grad_norm_()")
         return self._stepper.clip_grad_norm_(max_norm, error_if_nonfinite)
 
     @not_compiled

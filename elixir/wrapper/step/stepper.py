@@ -154,6 +154,7 @@ class Stepper:
             others: further optimizers, whose gradients count and are clipped, too.
         """
         engine = self._engine
+        engine.refuse_in_pass("clip_grad_norm_()")
         self.gradients.refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
         engine.errors.report(Call.GRADIENTS)
