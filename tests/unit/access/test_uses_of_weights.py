@@ -500,8 +500,10 @@ def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:
     # The first thing that DistributedDataParallel asks a module for, once it has a process group.
     with pytest.raises(InputError, match="leave out DistributedDataParallel"):
         hasattr(pair.module, "_ddp_params_and_buffers_to_ignore")
-    with pytest.raises(InputTypeError, match="plain nn.Module"):
+    with pytest.raises(InputError, match="this ElixirModule is run by an ElixirModule already"):
         ElixirModule(pair.module, pair.plan)
+    with pytest.raises(InputTypeError, match=r"must be an nn\.Module, got dict"):
+        ElixirModule(vars(pair.plain), pair.plan)  # type: ignore[arg-type]
     pair.train(2)
     pair.assert_same_weights()
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from elixir import HybridAdam
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.chunk.lanes import Emulation
 from elixir.errors import CheckpointMismatch, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
@@ -72,6 +73,26 @@ def test_it_is_that_of_torch(mode: str, cls: type, tmp_path: Path) -> None:
                     optimizer.zero_grad()
             assert all(torch.equal(v, plain.state_dict()[n].cpu()) for n, v in run.module.state_dict().items())
             assert same(run.optimizer.state_dict(), twin.state_dict())
+
+
+def test_a_step_that_is_under_way_ends_before_states_or_weights_are_loaded() -> None:
+    it = case("cnn")
+    with Pair(it, make_plan(it, "streamed"), optimizer=two_groups(), emulation=Emulation(delay_s=0.02)) as pair:
+        pair.train(1)
+        states, weights = pair.optimizer.state_dict(), pair.module.state_dict()
+        pair.backward()
+        pair.optimizer.step()
+        pair.optimizer.load_state_dict(states)
+        assert same(pair.optimizer.state_dict(), states)
+        pair.optimizer.step()
+        pair.module.load_state_dict(weights)
+        assert all(torch.equal(value, weights[name]) for name, value in pair.module.state_dict().items())
+        pair.optimizer.step()
+        with pair.module.gathered(write=True), torch.no_grad():
+            for parameter in pair.module.parameters():
+                parameter.zero_()
+        found = pair.module.state_dict()
+        assert not any(found[name].any() for name, _ in pair.plain.named_parameters())
 
 
 def test_a_weight_without_a_state_has_none_afterwards() -> None:

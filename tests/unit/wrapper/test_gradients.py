@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elixir.checkpoint import save_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
@@ -342,6 +344,44 @@ def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -
                 pair.backward()
             pair.step()
         pair.assert_same_weights()
+
+
+def test_gradients_that_a_failed_backward_left_may_be_given_up(tmp_path: Path) -> None:
+    it = case("opt", layers=1)
+    before = {name: value.clone() for name, value in it.model.state_dict().items()}
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    weights = list(it.model.parameters())
+    optimizers = [ElixirOptimizer(module, torch.optim.SGD(weights[at::2], lr=0.1)) for at in range(2)]
+    state = {"model": module, "first": optimizers[0], "second": optimizers[1]}
+
+    def fails() -> None:
+        handle = weights[0].register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizers[0].backward(it.loss(module, it.inp))
+        handle.remove()
+
+    def is_as_before() -> bool:
+        for optimizer in optimizers:
+            optimizer.step()
+        return all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+    fails()
+    module.zero_grad()
+    save_checkpoint(tmp_path / "run", state, wait=True)
+    fails()
+    module.zero_grad()
+    assert is_as_before()
+    fails()
+    optimizers[0].zero_grad()
+    with pytest.raises(InputError, match=r"between backward and step\(\)"):
+        save_checkpoint(tmp_path / "run", state)
+    optimizers[1].zero_grad()
+    save_checkpoint(tmp_path / "run", state, wait=True)
+    fails()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    assert is_as_before()
+    module.close()
 
 
 def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_steps() -> None:

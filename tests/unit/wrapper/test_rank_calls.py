@@ -224,11 +224,12 @@ def test_a_step_inside_of_no_sync_is_for_one_rank_alone() -> None:
     def work(rank: int) -> None:
         run = Rank(Situation(), rank)
         run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
-        with (
-            run.module.no_sync(),
-            pytest.raises(InputError, match=r"step\(\) inside no_sync\(\) would use this rank's"),
-        ):
-            run.optimizer.step()
+        for what, call in (("step", run.optimizer.step), ("clip_grad_norm_", lambda: run.module.clip_grad_norm_(1.0))):
+            with (
+                run.module.no_sync(),
+                pytest.raises(InputError, match=rf"{what}\(\) inside no_sync\(\) would use this rank's"),
+            ):
+                call()
         run.optimizer.step()
         run.module.close()
 

@@ -574,9 +574,11 @@ def test_what_enters_a_layer_of_a_pass_may_get_no_gradient_elsewhere() -> None:
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
 
 
-def test_a_closed_model_has_its_own_kernels_again() -> None:
+def test_a_closed_model_has_its_own_kernels_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="elixir")
     it = case("llama")
     module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu", use_fused_kernels=True)
     assert any("forward" in vars(each) for each in it.model.modules())
+    assert [each for each in caplog.messages if each.startswith("fused kernels: ")]
     module.close()
     assert not any("forward" in vars(each) for each in it.model.modules())

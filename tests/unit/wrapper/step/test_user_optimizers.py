@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,28 @@ def test_modes_are_for_between_steps() -> None:
     with pytest.raises(RuntimeError, match=r"call train\(\) first"):
         optimizer.step()
     module.close()
+
+
+def test_a_mode_does_not_change_weights_after_a_step_that_failed() -> None:
+    class Failing(own.Averaging):
+        broken = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.broken and threading.current_thread() is not threading.main_thread():
+                raise MemoryError("no room")
+            super().step(closure)
+
+    it = chain()
+    with Pair(it, make_plan(it, "streamed"), optimizer=lambda model: Failing(model.parameters())) as pair:
+        pair.train(1)
+        before = pair.module.state_dict()
+        pair.backward()
+        Failing.broken = True
+        pair.optimizer.step()
+        with pytest.raises(StepError, match="no room"):
+            pair.optimizer.eval()
+        after = pair.module.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_weights_that_an_evaluation_mode_has_rewritten_in_part_are_refused() -> None:

@@ -217,6 +217,9 @@ def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
 def test_a_plain_weight_of_another_shape_is_refused() -> None:
     with make_pair("resident") as pair:
         mine = weight(pair.module.module, "layers.1.weight")
+        foreign = [*pair.plain.layers[1].parameters(), torch.zeros(3)]
+        with pytest.raises(InputError, match="3 of 4 are none"), pair.module.gathered([mine, *foreign]):
+            pass
         with (
             pytest.raises(InputError, match=r"layers\.1\.weight was given \[3\] values"),
             pair.module.gathered(write=True),

@@ -245,6 +245,6 @@ def test_a_closed_module_is_refused() -> None:
     it = case("cnn")
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     module.close()
-    for call in (module.state_dict, lambda: module(**it.inp)):
+    for call in (module.state_dict, lambda: module(**it.inp), module.half):
         with pytest.raises(InputError, match="closed"):
             call()
