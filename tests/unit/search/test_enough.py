@@ -83,6 +83,21 @@ def test_logits_rule_the_peak_of_a_step_that_ends_with_them() -> None:
     assert "fused_kernels" in [lever.argument for lever in caught.value.levers]
 
 
+def test_levers_of_a_plan_are_plans() -> None:
+    given: dict[str, Any] = {"device_memory": GIB, "host_memory": 8 * GIB, "placement": "cuda"}
+    trace = stack_trace(TINY)
+    given["device_memory"] = plan_from_trace(trace, MACHINE, 1, **given).predicted.device_peak_bytes
+    *levers, last = plan_from_trace(trace, MACHINE, 1, **given).levers()
+    found = {lever.options: lever for lever in levers}
+    gains = [lever.gain or 0.0 for lever in levers]
+    assert gains == sorted(gains, reverse=True)
+    assert repr(last) == "<Effect: accumulate 4 batches a step: does not fit>"
+    eight = found[(("moments", "8bit"),)].plan
+    asked = plan_from_trace(trace, MACHINE, 1, moments="8bit", **given)
+    assert eight is not None
+    assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
+
+
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "budgets",
@@ -158,21 +173,6 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> N
     )
     assert "a typical host is assumed, so measure yours" in of_preset
     assert "supposed" not in of_measured
-
-
-def test_levers_of_a_plan_are_plans() -> None:
-    given: dict[str, Any] = {"device_memory": GIB, "host_memory": 8 * GIB, "placement": "cuda"}
-    trace = stack_trace(TINY)
-    made = plan_from_trace(trace, MACHINE, 1, **given)
-    levers = made.levers()
-    found = {lever.options: lever for lever in levers}
-    assert {(("moments", "8bit"),), (("accumulation", "4"),)} <= set(found)
-    gains = [lever.gain for lever in levers if lever.gain is not None]
-    assert gains == sorted(gains, reverse=True)
-    eight = found[(("moments", "8bit"),)].plan
-    asked = plan_from_trace(trace, MACHINE, 1, moments="8bit", **given)
-    assert eight is not None
-    assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:

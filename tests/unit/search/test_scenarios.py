@@ -74,6 +74,18 @@ def worst(plan: Plan, trace: StepTrace, best_s: dict[Scenario, float]) -> float:
     return max(seconds(plan, trace, each) / least_s - 1 for each, least_s in best_s.items())
 
 
+@pytest.mark.parametrize("clipping", [None, False])
+def test_a_plan_from_a_file_asks_for_the_same_scenarios(clipping: bool | None) -> None:
+    """In float16 the norm is read for overflow, whether the run clips or not."""
+    half = stack_trace(replace(STACK, layers=3), batch=2, seq=256, dtype="float16")
+    plan = planned(half, 1 << 40, placement="cpu", clipping=clipping)
+    again = plan_from_trace(*Answer.of(plan, half, MACHINE).question)
+    assert plan.clipping
+    assert [each.scenario for each in again.predicted.judgements] == [
+        each.scenario for each in plan.predicted.judgements
+    ]
+
+
 def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_nearly_all() -> None:
     plain = preset("a100")
     assert len(scenarios(plain, clips=True)) == 8
@@ -253,18 +265,6 @@ def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Pla
         planned(other, short_bytes, chunks_of=plan)
     with pytest.raises(InputTypeError, match="plan must be a Plan"):
         planned(stack, short_bytes, chunks_of="plan.json")
-
-
-@pytest.mark.parametrize("clipping", [None, False])
-def test_a_plan_from_a_file_asks_for_the_same_scenarios(clipping: bool | None) -> None:
-    """In float16 the norm is read for overflow, whether the run clips or not."""
-    half = stack_trace(replace(STACK, layers=3), batch=2, seq=256, dtype="float16")
-    plan = planned(half, 1 << 40, placement="cpu", clipping=clipping)
-    again = plan_from_trace(*Answer.of(plan, half, MACHINE).question)
-    assert plan.clipping
-    assert [each.scenario for each in again.predicted.judgements] == [
-        each.scenario for each in plan.predicted.judgements
-    ]
 
 
 def test_a_plan_from_a_file_says_how_weights_were_to_be_fetched_and_what_the_program_takes(
