@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from elixir.errors import TraceError
+from elixir.tracer import copied_functions
 from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.trace import trace_step
 from tests.common.tracing import H200, cpu_trace, sum_step
@@ -99,6 +101,7 @@ HOLDS: dict[str, Callable[[Tail], Any]] = {
     "built-in in a closure": lambda model: held_in(model, {1: model.head}.get, lambda held: held(1)),
     "lambda": lambda model: through(model, lambda x: model.head(x)),
     "default": lambda model: through(model, lambda x, layer=model.head: layer(x)),
+    "default of a keyword": lambda model: through(model, lambda x, *, layer=model.head: layer(x)),
     "itself": lambda model: through(model, calls_itself(model.head)),
     "partial": lambda model: through(model, functools.partial(lambda layer, x: layer(x), model.head)),
     "partial of a closure": lambda model: in_forward(model, functools.partial),
@@ -137,11 +140,53 @@ def test_functions_that_hold_nothing_of_the_model_stay_what_they_are() -> None:
     run = lambda x: other(x)  # noqa: E731
     model = Tail()
     model.run, model.act = run, nn.functional.relu
+    given, values = [1], torch.ones(2)
+    model.held = lambda given=given, values=values: (model, given, values)  # type: ignore[assignment]
     twin = meta_copy(model, None).model
     assert (twin.run, twin.act) == (run, nn.functional.relu)
+    assert [id(each) for each in twin.held()] == [id(twin), id(given), id(values)]
 
 
 OUTSIDE = Tail()
+
+
+def test_the_copy_of_a_function_has_its_signature_and_its_attributes() -> None:
+    model = Tail()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return model.head(x)  # type: ignore[no-any-return]
+
+    vars(run).update(layer=model.head, number=3)
+    model.run = run
+    twin = meta_copy(model, None).model
+    assert twin.run is not run
+    assert inspect.signature(twin.run) == inspect.signature(run)
+    assert vars(twin.run) == {"layer": twin.head, "number": 3}
+
+
+class Alone:
+    """Is what it is in every copy."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return self
+
+
+def test_what_does_not_want_to_be_copied_is_not() -> None:
+    model = Tail()
+    model.run = Alone(model.head)
+    assert meta_copy(model, None).model.run is model.run
+
+
+def test_a_function_that_holds_too_much_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tail()
+    held = [model.head]
+    through(model, lambda x: held[0](x))
+    for most, stays in ((5, True), (6, False)):  # the function, its list and the layer, its defaults of both kinds
+        monkeypatch.setattr(copied_functions, "MOST_OBJECTS", most)
+        assert (meta_copy(model, None).model.run is model.run) == stays
 
 
 def test_a_global_name_for_the_model_is_refused_by_the_weight() -> None:
