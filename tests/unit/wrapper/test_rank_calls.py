@@ -51,9 +51,11 @@ def test_state_dicts_are_whole_on_all_ranks_or_on_the_first(homes: str) -> None:
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         inner: Any = run.module.module
-        inner[5].running_mean.add_(1.0)
+        inner[5].running_mean.add_(1.0 + rank)
         assert torch.equal(found["5.running_mean"], expected["5.running_mean"]), "what was given is the caller's"
-        inner[5].running_mean.sub_(1.0)
+        found = run.module.state_dict()
+        assert torch.equal(found["5.running_mean"], expected["5.running_mean"] + 1.0), "all get the buffers of rank 0"
+        inner[5].running_mean.sub_(1.0 + rank)
         first = run.module.state_dict(rank0_only=True)
         assert list(first) == (list(expected) if rank == 0 else [])
         some = run.module.state_dict(only=lambda name, parameter: parameter.requires_grad, dtype=torch.float64)

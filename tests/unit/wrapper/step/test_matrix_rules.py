@@ -12,8 +12,9 @@ from torch import nn
 
 from elixir.api import dry_run
 from elixir.errors import InputError, InputTypeError
-from elixir.kernels.muon import MuonRule, check_rule
+from elixir.kernels.muon import MuonRule
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.step.user_optimizer import check_optimizer
 from tests.common import gpu
 from tests.common.parity import assert_alike, case, make_plan
 
@@ -150,7 +151,7 @@ class Filling(Own):
 @pytest.mark.parametrize("kind", [Decayed, Counting, Filling])
 def test_a_class_that_does_more_than_its_rule_is_refused(kind: Any) -> None:
     with pytest.raises(InputError, match=f"{kind.__name__} steps with other numbers, or other states"):
-        check_rule(OwnRule, lambda weights: kind(weights, lr=0.0))
+        check_optimizer(kind([nn.Parameter(torch.ones(4, 4))], lr=0.0), "float32")
 
 
 def test_a_rule_is_not_inherited_and_must_be_one() -> None:

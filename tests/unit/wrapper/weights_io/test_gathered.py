@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
@@ -258,3 +261,34 @@ def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> No
             plain.mul_(0.5)
         pair.train(1)
         pair.assert_same_weights()
+
+
+def test_a_checkpoint_copies_weights_before_anything_changes_them() -> None:
+    with make_pair("resident") as pair:
+        pair.train(1)
+        found: dict[int, list[Any]] = {}
+
+        def values(chunk: Chunk) -> list[Any]:
+            return [(slot.parameter._version, slot.parameter.tolist()) for slot in chunk.slots]
+
+        def right() -> bool:
+            is_right, expected = found == before, {chunk.index: values(chunk) for chunk in pair.engine.chunks}
+            found.clear()
+            before.update(expected)
+            return is_right
+
+        before = {chunk.index: values(chunk) for chunk in pair.engine.chunks}
+        for chunk in pair.engine.chunks:
+            chunk.before_write = partial(lambda chunk: found.setdefault(chunk.index, values(chunk)), chunk)
+        pair.backward()
+        pair.optimizer.step()
+        assert right()
+        pair.module.load_state_dict({name: value + 1 for name, value in pair.module.state_dict().items()})
+        assert right()
+        with pair.module.gathered():
+            pass
+        assert not found
+        with pair.module.gathered(write=True), torch.no_grad():
+            for parameter in pair.module.parameters():
+                parameter.add_(1)
+        assert right()
