@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elixir.tracer.checkpointed_regions import HostRandom
 from tests.common.tracing import Seen, cpu_trace
 
 
@@ -65,6 +66,10 @@ def test_the_generator_of_the_process_is_borrowed_only_by_operators_that_take_no
             )
             with pytest.raises(RuntimeError, match="borrowed"):
                 torch.native_dropout(torch.ones(3), 0.5, True)
+        torch.native_dropout(torch.ones(3), 0.5, True)
         model(inp["x"]).sum().backward()
 
-    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
+    model, before = nn.Linear(4, 4), torch.get_rng_state()
+    cpu_trace(model, {"x": torch.ones(2, 4)}, step)
+    HostRandom().call(torch.ops.aten.native_dropout.default, (torch.ones(3), 0.5, True), {})
+    assert torch.equal(torch.get_rng_state(), before)
