@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import InputError
@@ -42,7 +43,7 @@ from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from tests.common.parity import case, make_plan
+from tests.common.parity import Case, case, make_plan, square_loss
 from tests.common.samples import make_hardware
 from tests.common.searching import SMALL
 from tests.common.synthetic_trace import stack_trace
@@ -292,7 +293,21 @@ def test_the_optimizer_sets_the_threads_of_its_lane(module: ElixirModule, caplog
         optimizer = ElixirOptimizer(module, first, host_threads=1)
     assert optimizer.host_threads == _on_lane(module) == 1
     assert "threads of the host's Adam: 1, not bound" in caplog.text
+    cores, lane = os.sched_getaffinity(0), engine_of(module).lanes.host_adam
+    lane.submit(lambda: os.sched_setaffinity(0, {min(cores)})).synchronize()  # as an optimizer under another setting
     assert ElixirOptimizer(module, second, host_threads=5).host_threads == _on_lane(module) == 5
+    bound: list[set[int]] = []
+    lane.submit(lambda: bound.append(os.sched_getaffinity(0))).synchronize()
+    assert bound == [cores]
+
+
+def test_threads_that_step_nothing_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    it = Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss)
+    module = ElixirModule(it.model, make_plan(it, "resident"), device="cpu")
+    with caplog.at_level(logging.INFO, "elixir"):
+        ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    assert "threads of the host's Adam" not in caplog.text
+    module.close()
 
 
 def test_by_default_the_rule_says(module: ElixirModule) -> None:
