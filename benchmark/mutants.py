@@ -57,7 +57,7 @@ FIRST_TESTS = 10
 WHOLE = "test_recorded_"
 """Tests of whole outcomes, which run for twice as long: they notice much, and each case reaches other lines."""
 RECORDED = ROOT / "out" / "reached_lines"
-RECORDED_S = 10
+RECORDED_S = 40
 """No further test of a file is recorded after so many seconds of processor time."""
 LONGEST_S = 40
 """No test takes more seconds of processor time, unless a change keeps it from ending."""
