@@ -16,6 +16,7 @@ from elixir.hardware.profile import HardwareProfile, Learned, preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
 from elixir.plan.plan import Plan, same_packing
+from elixir.plan.prediction import NOTICEABLE_REGRET
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.advise.answer import Answer
 from elixir.search.propose.trials import FEW_CHUNKS
@@ -300,6 +301,8 @@ def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -
     assert "measuring the machine (`elixir hardware --measure`) would leave 2 %" in text
     measured = replace(shown, hardware_name="mine")
     assert "a run that uses the links (`elixir hardware --learn`) would leave 2 %" in str(measured)
+    known = {"link": max(each.regret for each in judged) - NOTICEABLE_REGRET}
+    assert "would leave" not in str(replace(shown, predicted=replace(shown.predicted, regret_if_known=known)))
     assert str(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
 
 

@@ -361,6 +361,7 @@ def test_a_pretended_device_is_one_for_inductor_alone_and_leaves_torch_as_it_was
             assert (properties.cc, interface.get_compute_capability()) == (10 * capability[0] + capability[1],) * 2
             assert state() != before
             assert dict(selu.py_kernels) != before[-1]  # it has a gradient on meta
+            torch.cuda.set_rng_state(torch.cuda.get_rng_state())  # without a GPU, too
         assert state() == before
     assert found == [(80, False, True), (108, True, True), (132, True, True)]
     assert is_big_gpu.cache_info().currsize == 0

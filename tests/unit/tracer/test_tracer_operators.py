@@ -248,6 +248,10 @@ def test_what_a_key_does_not_tell_is_not_remembered() -> None:
     # A foreach operator whose lists do not go together, though those of its stand-ins would.
     with pytest.raises(RuntimeError, match="same number"):
         run_on(book, aten._foreach_add.List, [ones] * 4, [ones])
+    # A foreach operator changes each of some real tensors, not one for all.
+    changed = [torch.ones(2), torch.ones(2)]
+    run_on(book, aten._foreach_add_.Scalar, changed, 1)
+    assert [each.tolist() for each in changed] == [[2, 2], [2, 2]]
     # A conjugated view, which has the same shape and strides as what it shows.
     waves = torch.empty(3, dtype=torch.complex64, device="meta")
     assert [run_on(book, aten.clone.default, item)[0].is_conj() for item in (waves, waves.conj())] == [
