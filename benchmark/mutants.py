@@ -6,9 +6,9 @@ python benchmark/mutants.py --paths elixir/plan/plan.py   changes of files, from
 
 A change turns a comparison, exchanges `and` and `or`, `+` and `-`, or `*` and `//`, or leaves out a `not` or a call. It
 is made in a copy of the repository, and in the functions of a fork of a process that has collected all tests; a line
-that runs on import has a new process. The tests of the room that reach the line run there until one fails, in turns from
-each file, those of whole outcomes second. cosmic-ray and mutmut know no rooms, and start Python and run all tests for
-each place.
+that runs on import has a new process. The tests of the room that reach the line run there until one fails, those that
+reach few lines first, those of whole outcomes second. cosmic-ray and mutmut know no rooms, and start Python and run all
+tests for each place.
 
 coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of each test, in
 out/reached_lines: delete that folder after changes of the package. Other processes that a test starts are not recorded.
@@ -52,7 +52,7 @@ PAIRS = (
     (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
 )  # fmt: skip
 TURNED: dict[Any, Any] = {**dict(PAIRS), **{new: old for old, new in PAIRS}}
-FIRST_TESTS = 10
+FIRST_TESTS = 60
 """Number of tests that run before those of whole outcomes."""
 WHOLE = "test_recorded_"
 """Tests of whole outcomes, which run for twice as long: they notice much, and each case reaches other lines."""
@@ -231,13 +231,8 @@ def reached(folders: Iterable[str], record: Callable[[str, Path], None]) -> Reac
 
 
 def at(tests: Reached, path: str, line: int) -> list[str]:
-    """The tests that reach a line: the first of each file, the second of each, and so on."""
-    turns, found = Counter[str](), list[tuple[int, str]]()
-    for test, bits in tests.get(path, ()):
-        if bits >> line & 1:
-            turns[file := test.partition("::")[0]] += 1
-            found.append((turns[file], test))
-    return [test for _, test in sorted(found, key=lambda each: each[0])]
+    """The tests that reach a line; those that reach few lines are first."""
+    return [test for test, bits in tests.get(path, ()) if bits >> line & 1]
 
 
 def main() -> None:
