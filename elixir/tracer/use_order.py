@@ -429,8 +429,6 @@ class UseOrder:
         units_of = [{enclosing(name, units) for name in names} for names in self._parameter_names]
         for index in self._written:
             found.update(units_of[index])
-        for owners in units_of:
-            found.update(owners if len(owners) > 1 else ())
         for use in self.uses:
             here = {enclosing(use.module, units)}
             for index in use.parameters:
