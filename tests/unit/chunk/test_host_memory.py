@@ -28,7 +28,7 @@ from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import Pair, adamw, case, make_plan
-from tests.common.smaps import kernel_flags
+from tests.common.smaps import all_present, kernel_flags
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 
@@ -108,6 +108,7 @@ def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
 def test_pages_are_zero_present_and_not_for_children(dtype: torch.dtype) -> None:
     buffer = host_zeros(100_003, dtype)
     assert (buffer.numel(), buffer.dtype) == (100_003, dtype)
+    assert all_present(buffer)
     assert not buffer.any()
     assert "dc" in kernel_flags(buffer)
     assert "dc" not in kernel_flags(torch.zeros(100_003))
