@@ -22,6 +22,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import sqlite3
@@ -68,6 +69,8 @@ FAILED, LATE, CRASHED = 1, 70, 71
 LINES = (
     "select path, context, numbits from line_bits, context, file where context.id = context_id and file.id = file_id"
 )
+GIVEN = re.compile(r"^@given\(.*?^def (test_\w+)", re.DOTALL | re.MULTILINE)
+"""Tests whose examples hypothesis draws: it is hypothesis that runs the lines."""
 PYTEST = ("pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "-m", "not slow")
 
 Reached = dict[str, list[tuple[str, int]]]
@@ -222,9 +225,10 @@ def reached(folders: Iterable[str], record: Callable[[str, Path], None]) -> Reac
         # There is no file if all tests of one are slow.
         for file, context, bits in sqlite3.connect(data).execute(LINES) if data.exists() else ():
             function = context.partition(f"{path.stem}.")[2].replace(".", "::")
-            test = f"{name}::{function}" if function else name
-            tests[file].append((test, int.from_bytes(bits, "little")))
-            lines[test] += tests[file][-1][1].bit_count()
+            drawn = GIVEN.findall(path.read_text()) if context.startswith("hypothesis.") else [function]
+            for test in (f"{name}::{each}" if each else name for each in drawn):
+                tests[file].append((test, int.from_bytes(bits, "little")))
+                lines[test] += tests[file][-1][1].bit_count()
     for found in tests.values():
         found.sort(key=lambda test: ("::" not in test[0], lines[test[0]]))
     return tests
