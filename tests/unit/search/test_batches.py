@@ -50,7 +50,7 @@ def trace_of(batch: int, checkpoint: str = "non-reentrant") -> StepTrace:
 
 def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
     options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "assume": "nominal"}
-    told: list[tuple[str, int, int]] = []
+    shown: list[tuple[str, int, int]] = []
     choice = search_batches(
         trace_of,
         HARDWARE,
@@ -58,11 +58,11 @@ def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> N
         samples=4,
         checkpoints=["non-reentrant", "none"],
         layers=1,  # between none and all of them, there is no number to try
-        progress=lambda *s: told.append(s),
+        progress=lambda *s: shown.append(s),
         **options,
     )
     assert (choice.option.batch, choice.option.checkpoint) == (4, "none")
-    assert [(way.split(",")[0], done, count) for way, done, count in told] == [
+    assert [(way.split(",")[0], done, count) for way, done, count in shown] == [
         (f"{option.accumulation} x {option.batch} samples", done, 6 + 2 * 2)
         for done, option in enumerate(choice.options)
     ]
@@ -317,7 +317,7 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     for way in ways:
         with contextlib.suppress(PlanError):
             times[way] = plan_from_trace(shallow(8, way), HARDWARE, 1, **memory).predicted.seconds["total"]
-    told: list[tuple[int, int]] = []
+    shown: list[tuple[int, int]] = []
     choice = search_batches(
         shallow,
         HARDWARE,
@@ -326,11 +326,11 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
         checkpoints=["none", "non-reentrant"],
         layers=LAYERS,
         micro_batches=False,
-        progress=lambda _, done, count: told.append((done, count)),
+        progress=lambda _, done, count: shown.append((done, count)),
         **memory,
     )
-    assert [done for done, _ in told] == list(range(len(choice.options)))
-    assert all(done < count <= len(choice.options) + LAYERS + 1 for done, count in told)
+    assert [done for done, _ in shown] == list(range(len(choice.options)))
+    assert all(done < count <= len(choice.options) + LAYERS + 1 for done, count in shown)
     assert choice.option.step_s == min(times.values())
     assert choice.option.checkpoint == min(times, key=lambda way: times[way])
     if share in (0.3, 0.6):
