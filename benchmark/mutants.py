@@ -225,8 +225,8 @@ def reached(folders: Iterable[str], record: Callable[[str, Path], None]) -> Reac
         # There is no file if all tests of one are slow.
         for file, context, bits in sqlite3.connect(data).execute(LINES) if data.exists() else ():
             function = context.partition(f"{path.stem}.")[2].replace(".", "::")
-            drawn = GIVEN.findall(path.read_text()) if context.startswith("hypothesis.") else [function]
-            for test in (f"{name}::{each}" if each else name for each in drawn):
+            drawn = GIVEN.findall(path.read_text()) if context.startswith("hypothesis.") else []
+            for test in (f"{name}::{each}" if each else name for each in drawn or [function]):
                 tests[file].append((test, int.from_bytes(bits, "little")))
                 lines[test] += tests[file][-1][1].bit_count()
     for found in tests.values():

