@@ -106,7 +106,7 @@ def wrapped(step: Step, memory: str, accumulation: int = 1, **options: Any) -> t
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("step", [preference, distillation, pairs, actor_critic, recomputed])
+@pytest.mark.parametrize("step", [preference, pairs, distillation, actor_critic, recomputed])
 def test_several_models_train_as_in_plain_pytorch(step: Step, memory: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = models(critic=step is actor_critic)
     expected = trained(plain, optimizer_of(plain), step, accumulation=2)
