@@ -25,7 +25,7 @@ from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain
 from tests.common.searching import HARDWARE, check_consistent, shortage, traces
-from tests.common.synthetic_trace import StackShape, stack_trace
+from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
 FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
 UNKNOWN = replace(FAST, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
@@ -183,6 +183,25 @@ def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, 
     found = spilled(model, placed(6))
     assert found.state_on_disk == expected
     assert sum(model.host_parts(found).values()) <= whole - lacking
+
+
+def test_several_small_ones_return_but_none_that_is_needed() -> None:
+    """The largest leaves last, and saves 208 bytes a unit more than it takes of the window. Then two of the three small
+    ones, 80 each, need not be on the disk."""
+    unit, build = 4096, TraceBuilder("float32")
+    indices = [
+        build.parameter(f"p{size}.{index}", size * unit) for index, size in enumerate((44, *[40] * 4, *[10] * 3))
+    ]
+    for index in indices:
+        build.use("forward", index, flops=unit)
+    for index in reversed(indices):
+        build.use("backward", index, flops=unit)
+    setting = Setting(1, 1, StateSize(8), False, spill=Spill(1, 1 << 50))
+    model = SearchSpace(build.build("of unequal sizes"), Speeds().machine(), setting).model(10 * 4 * unit)
+    whole = sum(model.host_parts(placed(8)).values())
+    found = spilled(model, placed(8), host_bytes=whole - 81 * unit)
+    assert found.state_on_disk == {0, 1, 2, 3, 4, 7}
+    assert sum(model.host_parts(found).values()) == whole - (288 - 2 * 80) * unit
 
 
 def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
