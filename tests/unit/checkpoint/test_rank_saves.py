@@ -221,6 +221,23 @@ def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, fil
     assert [each() for each in kept] == [None] * len(kept)
 
 
+def test_who_keeps_an_error_keeps_no_tensor_that_was_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def failing(self: slices.SliceWriter, key: str, tensor: torch.Tensor) -> None:
+        given.append(weakref.ref(tensor))
+        raise FileError(key)
+
+    monkeypatch.setattr(slices.SliceWriter, "write_tensor", failing)
+    saving = save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), files=FILES)
+    failed = saving.end()
+    gc.collect()
+    assert isinstance(failed, CheckpointError)
+    assert [each() for each in given] == [None]
+
+
 @pytest.mark.parametrize("missing", ["load_state_dict", "state_dict"])
 def test_an_object_that_cannot_both_save_and_load_is_refused(tmp_path: Path, missing: str) -> None:
     class Half:
