@@ -83,7 +83,7 @@ class Replay:
         self._read: deque[float] = deque(maxlen=FILE_BUFFERS)
         # When what lies in a passage buffer has been added.
         self._passed: deque[float] = deque(maxlen=PASSAGE_BUFFERS)
-        self._unwritten: deque[tuple[int, float]] = deque()  # chunks stepped in the window, and when, not written back
+        self._unwritten: deque[tuple[int, float]] = deque()  # chunks in the window, and when they were stepped
         self._free_blocks = case.grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
@@ -112,7 +112,6 @@ class Replay:
         self._read = deque((max(0.0, at - passed) for at in self._read), maxlen=FILE_BUFFERS)
         self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
         self._added_s = max(0.0, self._added_s - passed)
-        self._unwritten = deque((c, max(0.0, at - passed)) for c, at in self._unwritten)
         self._early_runs = [(start - passed, end - passed) for start, end in self._early_runs]
         self.now_s = 0.0
         self._forget()
