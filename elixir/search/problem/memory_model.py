@@ -176,8 +176,7 @@ class MemoryModel:
         self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
         """Bytes that one rank keeps on the disk, by chunk. Masters are there too: no weight lives on a disk."""
 
-    # --- tables: [chunk, home], of one rank
-    # ----------------------------------------------------------------------------
+    # --- tables: [chunk, home], of one rank ---------------------------------------------------------------------------
 
     @cached_property
     def device_weights(self) -> Ints:
@@ -273,8 +272,7 @@ class MemoryModel:
         )
         return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
 
-    # --- host and disk
-    # -------------------------------------------------------------------------------------------------
+    # --- host and disk ------------------------------------------------------------------------------------------------
 
     def host(self, codes: Codes, some: Ints | None = None) -> dict[str, Ints]:
         """Host bytes of one machine by what holds them.
@@ -310,8 +308,7 @@ class MemoryModel:
         parts = {name: int(amounts[0]) for name, amounts in self.host(placement.codes[None]).items()}
         return {name: amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
 
-    # --- device
-    # --------------------------------------------------------------------------------------------------------
+    # --- device -------------------------------------------------------------------------------------------------------
 
     def device(self, codes: Codes, some: Ints | None = None, *, all_stretches: bool = False) -> DeviceNeed:
         """Device bytes without rCache blocks; floats hold these whole numbers exactly.
@@ -412,8 +409,7 @@ class MemoryModel:
         """Bytes, by chunk, that a step on the device takes next to its operands.
 
         float32 moments: the fp32 copy of one gradient shard that a fused step over an fp32 master reads. Others are
-            stepped
-        in pieces.
+            stepped in pieces.
         """
         moments = self.setting.moments
         if moments != "float32":

@@ -72,6 +72,7 @@ def test_the_rule_leaves_cores_for_compute_and_for_the_data_loader() -> None:
     assert adam_threads(2, ranks=8, compute_threads=2) == 1
 
 
+@pytest.mark.slow
 def test_threads_that_memory_has_no_use_for_are_left_out() -> None:
     """Eight of sixteen cores fill memory: so many step, in the time model and, by what the plan says, in the run."""
     full = {1: 1e9, 2: 2e9, 4: 3.6e9, 8: 5.8e9, 16: 6e9}

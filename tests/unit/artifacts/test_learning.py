@@ -56,6 +56,7 @@ def test_the_disk_is_learned_from_the_seconds_in_which_it_worked() -> None:
     assert fitted.rate("disk_write").per_s == pytest.approx(1e9 / 1.5)
 
 
+@pytest.mark.slow
 def test_a_run_narrows_the_range() -> None:
     def width(hardware: HardwareProfile) -> float:
         low, high = plan_from_trace(TRACE, hardware, 1, **GIVEN).predicted.range_s or (1.0, 1.0)

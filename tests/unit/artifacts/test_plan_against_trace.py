@@ -57,7 +57,7 @@ def test_a_weight_used_several_times_is_planned_at_its_peak(times: int, batch: i
     assert planned_without_states(trace) >= trace.backward_peak_bytes
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_resident_plan_needs_no_less_than_plain_pytorch(family: str, checkpoint: str) -> None:

@@ -55,7 +55,7 @@ def kinds_of_case(name: str) -> Case:
     return case(name, layers=3)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["gpt2", "frozen", "checkpointed"])
 def test_a_step_moves_what_is_predicted_for_its_micro_batches(name: str, mode: str) -> None:

@@ -465,6 +465,7 @@ def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_thread
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saving_and_reading_take_a_few_spans_of_memory(tmp_path: Path) -> None:
     first = tmp_path / "first"  # of what the first one imports and allocates for good
     save(first, {"weight/w": torch.ones(10)})

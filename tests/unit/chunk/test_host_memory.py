@@ -195,6 +195,7 @@ def test_moments_made_beforehand_are_as_those_made_by_a_step() -> None:
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"foreach": True}, {"fused": True}, {"maximize": True}])
 def test_steps_that_begin_with_such_moments_have_the_bits_of_plain_pytorch(options: dict[str, bool]) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -206,6 +207,7 @@ def test_steps_that_begin_with_such_moments_have_the_bits_of_plain_pytorch(optio
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("fused", [True, False])

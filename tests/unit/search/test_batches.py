@@ -72,7 +72,7 @@ def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> N
     assert [option.batch for option in odd.options] == [6, 3]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation: int) -> None:
@@ -337,6 +337,7 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
         assert choice.option.checkpoint not in ("none", "non-reentrant")
 
 
+@pytest.mark.slow
 def test_the_chosen_way_knows_what_would_help() -> None:
     """Levers of the way that was chosen: its trace, and as many batches."""
     quick = {"search": "minimum_waste", "assume": "nominal"}

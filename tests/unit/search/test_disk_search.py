@@ -204,6 +204,7 @@ def test_several_small_ones_return_but_none_that_is_needed() -> None:
     assert sum(model.host_parts(found).values()) == whole - (288 - 2 * 80) * unit
 
 
+@pytest.mark.slow
 def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
     """No chunk could leave the disk and the plan still fit, but for three that only the window would keep there."""
     device, host = limits
@@ -260,6 +261,7 @@ def test_the_budget_of_the_disk_is_kept() -> None:
 # --- advice --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_moments_in_fewer_bits_are_named_before_the_disk_where_they_suffice(
     stack: StepTrace, limits: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,6 +115,7 @@ def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
         before_s = plan.predicted.seconds["total"]
 
 
+@pytest.mark.slow
 def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(stack: StepTrace) -> None:
     steady_host = replace(SLOW, host_adam_numel_per_s=1e9)  # as fast as backward
     most = planned(stack, placement="cuda").predicted.device_peak_bytes

@@ -98,7 +98,7 @@ def test_levers_of_a_plan_are_plans() -> None:
     assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "budgets",
     [
@@ -138,6 +138,7 @@ def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None
     assert "moments='8bit' (not enough alone)" in str(error)
 
 
+@pytest.mark.slow
 def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: StepTrace) -> None:
     error = refusal(trace, device_memory=600 * MIB, host_memory=900 * MIB)
     asked = dict(next(lever.options for lever in error.levers if lever.argument == "host_memory"))["host_memory"]

@@ -112,7 +112,7 @@ def test_the_step_is_that_of_the_simulator(plan: Plan, trace: StepTrace, found: 
     assert sum(found.critical_s.values()) == pytest.approx(step.step_s)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_elsewhere_is_what_the_simulator_says_of_the_changed_plan(trace: StepTrace, world_size: int) -> None:
     plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_memory="4GiB").plan
@@ -200,6 +200,7 @@ def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> N
         assert streamed[0].moved_change_bytes > 0
 
 
+@pytest.mark.slow
 def test_frozen_chunks_have_two_places(trace: StepTrace) -> None:
     frozen = tuple(
         dataclasses.replace(param, trainable=False, grad_access=None) if "layers.1." in param.name else param

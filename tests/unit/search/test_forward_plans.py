@@ -81,7 +81,7 @@ def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:
         assert counts.loads == plan.prediction_for(NEW).loads
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_a_generation_is_planned_with_its_prompt_and_its_full_cache(family: str) -> None:
     given = model(family)

@@ -70,6 +70,7 @@ def test_a_slow_host_begins_no_update_that_was_discarded(planned: Planned, slowe
     assert step.busy_s["host_adam"] <= step.step_s
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("early", [DISCARDED, NOT_MADE])
 def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: EarlyShares) -> None:
     trace, machine, plan = planned

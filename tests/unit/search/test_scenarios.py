@@ -130,6 +130,7 @@ def test_a_run_tells_nothing_of_what_it_has_not_used(
     assert scenarios(learn(again, [RUN]), clips=False) == (Scenario(),)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace) -> None:
     judged = plan.predicted.judgements
     assert tuple(each.scenario for each in judged) == scenarios(MACHINE, clips=True)
@@ -154,6 +155,7 @@ def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.slow
 def test_a_plan_loses_no_more_than_those_for_one_scenario(plan: Plan, stack: StepTrace, short_bytes: int) -> None:
     best_s = {each.scenario: each.best_s for each in plan.predicted.judgements}
     for scenario in (Scenario(), Scenario(0.3), Scenario(clipped=True)):
@@ -179,6 +181,7 @@ def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> Non
     assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
 
 
+@pytest.mark.slow
 def test_a_machine_of_which_all_is_known_leaves_the_host_alone_for_a_point() -> None:
     known = replace(preset("h200"), host_adam_least=1.0, link_least=1.0, early_kept=1.0)
     assert len(scenarios(known, clips=True)) == 1
@@ -226,7 +229,7 @@ def test_given_homes_are_judged_in_all_scenarios(stack: StepTrace, by_hand: bool
     assert plan.assume == "scenarios"
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.7, 0.85, 1.0, 1.15])
 def test_what_others_find_does_not_beat_the_nominal_search(stack: StepTrace, short_bytes: int, share: float) -> None:
     chosen, nominal = (
@@ -268,6 +271,7 @@ def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Pla
         planned(stack, short_bytes, chunks_of="plan.json")
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_says_how_weights_were_to_be_fetched_and_what_the_program_takes(
     stack: StepTrace, short_bytes: int
 ) -> None:

@@ -215,7 +215,7 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
         assert need.grad_blocks == grad_blocks
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
 def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world_size: int) -> None:
     trace = stack_trace(name)
@@ -227,6 +227,7 @@ def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world
             assert made.predicted.seconds["total"] <= theirs + NANOSECOND_S
 
 
+@pytest.mark.slow
 def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_device() -> None:
     trace = stack_trace("opt-30b")
     setting = Setting(1, 1, StateSize(8), True)
@@ -400,6 +401,7 @@ def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
         assert seconds[phase] >= max(seconds[name] for name in resources) * 0.9
 
 
+@pytest.mark.slow
 def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
     shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
     trace = stack_trace(shape, batch=1, seq=128)
@@ -448,6 +450,7 @@ def test_pins_keep_several_chunks_at_once() -> None:
     assert made.block_count >= 3
 
 
+@pytest.mark.slow
 def test_overlap_is_given_up_only_where_nothing_fits_with_it() -> None:
     trace = stack_trace(SMALL)
     least = least_needed(trace, 1)

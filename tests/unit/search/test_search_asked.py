@@ -86,6 +86,7 @@ def test_placement_is_obeyed_by_all_three() -> None:
             check_consistent(on_host, trace)
 
 
+@pytest.mark.slow
 def test_levers_are_sorted_and_true() -> None:
     trace = stack_trace("opt-1.3b", checkpoint=False)
     with pytest.raises(PlanError) as caught:

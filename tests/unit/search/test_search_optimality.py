@@ -31,6 +31,7 @@ from tests.common.synthetic_trace import TraceBuilder, stack_trace
 NANOSECOND_S = 1e-9
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_of_a_small_search_is_faster(seed: int) -> None:
     """All homes, block counts and depths of all packings are simulated. benchmark/search_optimality.py has more."""
@@ -44,7 +45,7 @@ def test_no_plan_of_a_small_search_is_faster(seed: int) -> None:
         assert found.seconds["total"] <= NEAR * outcome.fastest_s
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("seed", range(20, 30))
 def test_more_chunks_where_floors_leave_out_what_cannot_win(seed: int) -> None:
     search = small_search(seed, most_chunks=7)
@@ -210,6 +211,7 @@ def test_no_plan_beats_the_lower_bound(seed: int) -> None:
         assert 0 < bound.step_s <= best.seconds["total"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "world_size", "device_gib"), [("opt-1.3b", 1, 14), ("opt-6.7b", 4, 24)])
 def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: int, device_gib: int) -> None:
     """The host's Adam is slow here compared with the device."""

@@ -239,7 +239,7 @@ def stack() -> StepTrace:
     return stack_trace(SMALL, batch=2, seq=256)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 3.0])
 def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_size: int, share: float) -> None:

@@ -63,6 +63,7 @@ def test_a_row_for_every_combination_in_the_order_asked_for(rows: list[SweepRow]
     assert all(row.model == MODEL and row.dtype == "bfloat16" for row in rows)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_a_row_is_the_plan_and_its_simulation(rows: list[SweepRow], trace: StepTrace, world_size: int) -> None:
     row, hardware = find(rows, "h200", world_size, 1), preset("h200")

@@ -121,6 +121,7 @@ def offloads() -> dict[str, StepTrace]:
     return {name: trace_step(model, batch, step, hardware=H200) for name, step in steps.items()}
 
 
+@pytest.mark.slow
 def test_plans_have_room_on_the_host_and_seconds_on_the_link(offloads: dict[str, StepTrace]) -> None:
     asked = {"hardware": H200, "device_memory": "1GiB", "host_memory": "1GiB", "assume": "nominal"}
     kept, moved = (optimal_search(offloads[name], 1, **asked).plan for name in ("kept", "moved"))

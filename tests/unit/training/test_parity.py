@@ -49,6 +49,7 @@ def test_same_bits_of_every_model_when_nothing_unpinned_stays(name: str, checkpo
     _check(name, checkpoint, mode, evict_always=True)
 
 
+@pytest.mark.slow
 def test_experts_one_by_one_that_may_get_no_tokens() -> None:
     it = case("mixtral", experts_implementation="eager", num_local_experts=8)
     it = replace(it, inp={name: value[:1, :2] for name, value in it.inp.items()})

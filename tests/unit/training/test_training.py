@@ -217,6 +217,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_elementwise_optimizer(name: str) -> None:
     it = case("opt", layers=1)

@@ -35,7 +35,7 @@ def step_of(it: Case) -> Any:
     return lambda model, inp: it.loss(model, inp).backward()
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:
@@ -62,7 +62,7 @@ def test_gradients_that_stay_with_parameters_are_none_of_the_runtimes_buffers() 
     assert 0 <= buffers - report.observed["device_buffers"] < gradients
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
     it = case("opt", "non-reentrant", layers=4)
@@ -89,7 +89,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         assert not surprises(report)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["AdamW", "SGD"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -237,6 +237,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
     return it.model.state_dict()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 200))])
 def test_delays_change_nothing(seed: int, plain_weights: dict[str, torch.Tensor]) -> None:
     it = case("gpt2", "non-reentrant")

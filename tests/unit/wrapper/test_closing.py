@@ -44,7 +44,7 @@ def assert_plain(model: nn.Module) -> None:
         assert parameter.untyped_storage().nbytes() == parameter.nbytes  # separate memory
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["cnn", "gpt2"])
 def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:

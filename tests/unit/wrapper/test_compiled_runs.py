@@ -166,7 +166,7 @@ def test_a_replaced_module_with_hooks_is_refused() -> None:
     assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama", checkpoint)
@@ -297,7 +297,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     model.close()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     it = case("llama", "reentrant")

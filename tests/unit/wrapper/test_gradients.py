@@ -172,6 +172,7 @@ def test_clipping_needs_an_optimizer() -> None:
     module.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_zeros_in_the_place_of_gradients(mode: str) -> None:
     """AdamW goes on decaying and following its moments where gradients are zero, and stops for missing ones."""

@@ -49,7 +49,7 @@ def test_gives_the_bits_of_a_loop_of_any_length(name: str, count: int, home: str
     assert in_passes(make, steps, plan, max_norm=0.5).same_as(plainly(make, steps, max_norm=0.5))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
     make = family(name)
@@ -96,6 +96,7 @@ def test_random_numbers_are_those_of_given_seeds() -> None:
     assert in_passes(make, steps).same_as(plainly(make, steps))
 
 
+@pytest.mark.slow
 def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_them() -> None:
     make, steps = family("gpt2", dropout=0.5), [[batches("gpt2", 1)[0][0]] * 3]
     runs = []
@@ -119,6 +120,7 @@ def _early(plan: Plan) -> Plan:
     return replace(plan, chunks=chunks, may_update_early=True)
 
 
+@pytest.mark.slow
 def test_several_passes_a_step_sum_their_gradients() -> None:
     """Every second chunk is on the device, and its gradients stay with the parameters."""
     make, steps = family("llama"), batches("llama", 5)
@@ -203,6 +205,7 @@ def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next
         phases.clear()
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_a_loop_run_under_the_same_plan() -> None:
     make, steps = family("llama"), batches("llama", 3)
     plan = plan_for(make(), steps[0][0], accumulation=3)

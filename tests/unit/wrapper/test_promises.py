@@ -214,6 +214,7 @@ def test_a_search_is_refused_where_all_free_memory_is_promised(monkeypatch: pyte
     first.close()
 
 
+@pytest.mark.slow
 def test_state_dicts_that_are_given_are_needed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: 3 * GIB)
     wrapped(between_steps="2GiB", host_memory="2GiB")

@@ -75,6 +75,7 @@ def test_scales_of_torchao_are_planned_as_weights() -> None:
     assert traced(it).param_bytes == sum(part.nbytes for each in it.model.parameters() for _, part in flat("", each))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_those_of_the_tensors(form: str) -> None:
     it = quantised_case(form)
@@ -122,7 +123,7 @@ def test_a_cast_leaves_packed_numbers_and_their_scales() -> None:
     module.close()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16", "torchao int8"])
 def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
     first = quantised_case(form)

@@ -187,6 +187,7 @@ def host_bytes(plan: Plan) -> int:
     return found
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_ranks_train_as_one_process_that_sees_all_batches(name: str) -> None:
     it = SITUATIONS[name]

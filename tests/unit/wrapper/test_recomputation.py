@@ -122,6 +122,7 @@ def test_layers_that_are_compiled_later_are_refused() -> None:
     model.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kept", ["attention", "products"])
 def test_the_peak_of_a_real_step(kept: str) -> None:
     it = case("llama", hidden_size=128, intermediate_size=352, num_hidden_layers=4)

@@ -121,6 +121,7 @@ def test_states_of_weights_without_dimensions_move_too(name: str, start: str) ->
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_masters_and_buffers_move_too(mode: str) -> None:
     for family, dtype in (("cnn", None), ("opt", "bfloat16")):

@@ -277,6 +277,7 @@ def planned() -> tuple[Any, Any, Plan]:
     return trace, machine, plan_from_trace(trace, machine, 1, device_memory=budget, host_memory="1GiB").plan
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_right_stays(planned: tuple[Any, Any, Plan]) -> None:
     trace, machine, plan = planned
     found = correct(trace, machine, plan, [steady(plan)], "Adam")
@@ -458,6 +459,7 @@ def test_plans_for_as_many_batches_a_step_as_are_said() -> None:
     model.close()
 
 
+@pytest.mark.slow
 def test_the_plan_is_that_of_the_search() -> None:
     it = case("opt")
     model, _ = elixir.wrap(
@@ -474,7 +476,7 @@ def test_the_plan_is_that_of_the_search() -> None:
     model.close()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "family"),
     [

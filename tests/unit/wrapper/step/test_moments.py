@@ -125,7 +125,7 @@ def _losses_of_20_steps(moments: str) -> list[float]:
     return losses
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOW)
 def test_20_steps_end_near_those_of_float32(kind: str) -> None:
     losses = {moments: _losses_of_20_steps(moments) for moments in ("float32", kind)}
@@ -160,6 +160,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
             assert distance([end[name] for name in ends[0]], list(ends[0].values())) < 1e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", LOW)
 def test_fused_kernels_are_not_needed_and_change_nothing_here(kind: str) -> None:
     ends = []

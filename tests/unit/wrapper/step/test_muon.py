@@ -148,6 +148,7 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
     module.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path: Path) -> None:
     given = case("llama", dtype=getattr(torch, dtype))
@@ -179,6 +180,7 @@ def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path
     assert all(map(torch.equal, momenta, others))
 
 
+@pytest.mark.slow
 def test_a_search_puts_states_of_matrices_on_a_disk() -> None:
     given = case("llama")
     hardware = replace(preset("a100"), disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9)

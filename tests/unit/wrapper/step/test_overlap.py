@@ -86,6 +86,7 @@ def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_autograd_saves_by_itself_where_all_weights_stay(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of Python for every tensor that is saved takes longer than many kernels of a GPU."""

@@ -180,6 +180,7 @@ def test_every_model(name: str, checkpoint: str, mode: str, dtype: torch.dtype) 
     _check(name, checkpoint, mode, dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_whose_gradients_overflow_is_left_out(mode: str) -> None:
     it = case("opt", layers=1)

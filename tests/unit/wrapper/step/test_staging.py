@@ -52,6 +52,7 @@ def returning_plan(it: Case) -> Plan:
     return states_on_host(make_plan(it, "resident", unified_dtype=BF16))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_are_their_masters_rounded(fused: bool) -> None:
     it = case("opt")

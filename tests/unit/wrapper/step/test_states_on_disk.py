@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("every", [1, 2])
 def test_same_bits_as_plain_pytorch(name: str, every: int, tmp_path: Path) -> None:
