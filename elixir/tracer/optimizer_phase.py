@@ -15,10 +15,8 @@ from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.recorder import Recorder
 
-_BY_NAME = {
-    name.lower(): name
-    for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta")
-}
+OPTIMIZER_NAMES = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta")
+_BY_NAME = {name.lower(): name for name in OPTIMIZER_NAMES}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -53,7 +51,8 @@ def run_optimizer(
     """One `step()` of torch's optimizer on the meta gradients, booked by `recorder`.
 
     A foreach or fused optimizer treats all parameters at once, so one of each shape represents the others: its
-    allocations count as many times as there are. A loop takes them one after the other, and is run on all of them.
+    allocations count as many times as there are. A loop takes them one after the other: it is run on those that are
+    `in_every_order`, next to memory of the size of all other states.
     """
     if name is None:
         return OptimizerPhase("none", 0, has_temporaries=False)
@@ -61,31 +60,65 @@ def run_optimizer(
     kernel = _choose_kernel(cls, kernel, target)
     updated = [parameter for parameter in parameters if parameter.grad is not None]
     copies = Counter(parameter.shape for parameter in updated)
-    layouts = {(parameter.shape, parameter.stride(), parameter.dtype) for parameter in updated}
+    others = Counter(map(_layout, updated))
     at_once = kernel != "for-loop" and not target.counts_host_tensors and torch.Size() not in copies
-    if recorder.caches and at_once and len(layouts) == len(copies):
+    if recorder.caches and kernel == "for-loop":
+        updated = in_every_order(updated)
+    elif recorder.caches and at_once and len(others) == len(copies):
         updated = list({parameter.shape: parameter for parameter in updated}.values())
         recorder.copies = copies
+    others -= Counter(map(_layout, updated))  # parameters that others represent
+    theirs = ledger.set_aside(bool(others and not recorder.copies), "optimizer")
     recorder.new_kind = "workspace"
     with recorder:
         optimizer = _build(cls, updated, kernel)
         optimizer.step()
     state_bytes = 0
     for parameter in updated:
+        more = others.pop(_layout(parameter), 0)
         for state in optimizer.state[parameter].values():
             if not isinstance(state, torch.Tensor):
                 continue
-            count = recorder.copies.get(parameter.shape, 1)
             record = ledger.find(state)
             if record is not None:
                 record.kind = "optimizer"
-                state_bytes += state.nbytes * count
             elif kernel == "fused" or target.counts_host_tensors:
                 # Fused kernels keep their step counters on the device; the stand-in kept them on the host. A target
                 # that is the host has them either way.
-                state_bytes += state.nbytes * count
-                ledger.add_bytes(state.nbytes, "optimizer", "", "step", count)
+                ledger.add_bytes(state.nbytes, "optimizer", "", "step", recorder.copies.get(parameter.shape, 1))
+            else:
+                continue
+            state_bytes += state.nbytes * (1 + more)
+            for memory in theirs:
+                memory.nbytes += target.round_bytes(state.nbytes) * more
     return OptimizerPhase(f"{cls.__name__} ({kernel})", state_bytes, has_temporaries=kernel != "fused")
+
+
+def in_every_order(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Few of the parameters, such that each kind of them comes after the same kinds as before, and after no other.
+
+    A loop holds what it has made for one parameter until it makes the same for the next. Repeated layers become two.
+    """
+    kept: list[tuple[nn.Parameter, bool]] = []  # with whether it was the first after one of the kind before
+    seen = set[Any]()
+    for parameter in parameters:
+        kind = _layout(parameter)
+        order = _layout(kept[-1][0]) if kept else None, kind
+        kept.append((parameter, order not in seen))
+        seen.add(order)
+        last = len(kept) - 1
+        while not kept[last][1]:
+            last -= 1
+            if _layout(kept[last][0]) == kind:
+                del kept[last + 1 :]
+                break
+    return [parameter for parameter, _ in kept]
+
+
+def _layout(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """All of a parameter and its gradient on which memory of its update depends."""
+    assert parameter.grad is not None
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.grad.stride(), parameter.grad.dtype
 
 
 def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | None, target: Target) -> OptimizerKernel:

@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from elixir.models.step import default_input, default_step
@@ -19,6 +22,7 @@ from elixir.step_trace import StepTrace
 from elixir.torch_private import operator_names
 from elixir.tracer.device import target_for
 from elixir.tracer.operator_cache import Arguments, OperatorCache, remade, traits
+from elixir.tracer.optimizer_phase import OPTIMIZER_NAMES, in_every_order
 from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import FAMILIES, tiny
 from tests.common.tracing import CPU, H200, sum_step
@@ -97,6 +101,33 @@ def test_parameters_of_one_shape_stand_for_each_other_in_every_optimizer_kernel(
     assert_same_but_for_stand_ins(
         trace_step(model, inp, step, **options), trace_step(model, inp, step, cache=False, **options)
     )
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_a_loop_over_many_layers_needs_what_it_needs_over_all(name: str) -> None:
+    """Two large weights of one size come after each other, where the loop still holds what it made for the first."""
+    layer = lambda: [nn.Linear(16, 16, bias=False), nn.Linear(16, 64, bias=False), nn.Linear(64, 16), nn.Linear(16, 16)]  # noqa: E731
+    model = nn.Sequential(nn.Linear(8, 16), *(each for _ in range(6) for each in layer()), nn.Linear(16, 3))
+    for hardware in (CPU, H200):
+        options: dict[str, Any] = {"hardware": hardware, "optimizer": name, "optimizer_kernel": "for-loop"}
+        few, every = (
+            trace_step(model, {"x": torch.randn(4, 8)}, sum_step, cache=cache, **options) for cache in (True, False)
+        )
+        assert_same_but_for_stand_ins(few, every)
+        assert len(few.curve) < len(every.curve)
+
+
+@given(st.lists(st.integers(1, 4), max_size=12), st.integers(1, 5))
+def test_what_represents_a_loop_has_its_neighbours(kinds: list[int], times: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in [9, *kinds * times, 9]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    few = in_every_order(parameters)
+    assert few[0] is parameters[0]
+    assert set(pairwise(len(each) for each in few)) == set(pairwise(len(each) for each in parameters))
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    assert [places[each] for each in few] == sorted(places[each] for each in few)
+    assert len(few) <= 2 + 2 * len(kinds)
 
 
 def test_equal_numbers_of_different_types_are_different_signatures() -> None:
