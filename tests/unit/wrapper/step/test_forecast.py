@@ -57,6 +57,7 @@ def test_options_that_change_after_every_backward_are_tried_ever_more_rarely() -
         stepped(forecast, made=int(tried), kept=0)
     pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert pauses == sorted(pauses)
+    assert [each > 1 for each in pauses[:REFUSALS]] == [False] * (REFUSALS - 1) + [True]
     assert LONGEST_PAUSE_STEPS <= pauses[-1] <= LONGEST_PAUSE_STEPS + 1
     stepped(forecast)  # kept once
     for _ in range(LONGEST_PAUSE_STEPS):
