@@ -241,10 +241,14 @@ class FakeEvent:
         return self.is_over
 
     def __init__(self, enable_timing: bool = False) -> None:
-        self.what = "nothing"
+        self.what, self.at = "nothing", 0
 
     def record(self, stream: FakeStream) -> None:
-        self.what = stream.told[-1] if stream.told else "compute"
+        self.what, self.at = stream.told[-1] if stream.told else "compute", len(stream.told)
+
+    def elapsed_time(self, ended: FakeEvent) -> float:
+        """All that a stream is told takes a second."""
+        return 1000.0 * (ended.at - self.at)
 
 
 @pytest.fixture
@@ -303,6 +307,14 @@ def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: 
         block.abs()
     assert seen == ["neg.default", "abs.default"]
     assert block.tolist() == [1.0, 1.0]
+    lane.close()
+
+
+def test_a_stream_lane_is_busy_while_its_work_runs(cuda: FakeStream) -> None:
+    lane = StreamLane(torch.device("cuda", 0))
+    for count in (2, 1):
+        lane.submit(lambda count=count: lane._stream.told.extend(["copy"] * count)).wait()  # type: ignore[misc]
+    assert lane.take_busy_s() == 3.0
     lane.close()
 
 
