@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmark.observe import observe_step
+from elixir.tracer.device.common.meta_kernels import KERNELS
 from elixir.tracer.device.cpu import kernel_memory, recurrent
 from elixir.tracer.device.cpu.kernel_memory import KernelMemory
 from tests.common.tracing import cpu_trace, predicted_bytes
@@ -161,6 +162,20 @@ def test_the_peak_of_a_ctc_loss_is_the_real_one(reduction: str, in_tensors: bool
     real = observe_step(model, inp, step).peak_bytes
     assert abs(predicted - real) <= SCALARS_BYTES, f"predicted {predicted}, real {real}"
     assert predicted_bytes(model, inp, step, cache=False) == predicted
+
+
+@pytest.mark.parametrize("spoken", [(3, 2), (1, 3), (0, 0)])
+def test_results_of_a_ctc_loss_are_laid_out_as_real_ones(spoken: tuple[int, int]) -> None:
+    probabilities, targets = torch.randn(8, 2, 5).log_softmax(-1), torch.ones(2, 3, dtype=torch.int64)
+
+    def results(on: Callable[[torch.Tensor], torch.Tensor], forward: Any, backward: Any) -> list[Any]:
+        given = on(probabilities), on(targets), (8, 7), spoken
+        loss, alphas = forward(*given, 0, False)
+        gradient = backward(torch.ones_like(loss), *given, loss, alphas, 0, False)
+        return [(each.shape, each.stride(), each.dtype) for each in (loss, alphas, gradient)]
+
+    real = results(lambda x: x, torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss_backward.default)
+    assert results(lambda x: x.to("meta"), KERNELS["_ctc_loss"], KERNELS["_ctc_loss_backward"]) == real
 
 
 def convolves(batch: int) -> tuple[nn.Module, dict[str, Any]]:
