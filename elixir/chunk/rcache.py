@@ -454,7 +454,7 @@ class RCache:
         )
 
     def _evict(self, chunk: Chunk) -> None:
-        if chunk.filled is not None and chunk.state is ChunkState.FETCHING:
+        if chunk.state is ChunkState.FETCHING:
             # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
             failure(chunk.filled)
         chunk.to(ChunkState.HOME)
