@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir.errors import InputError, RankError
 
 # torch 2.13 has new names for these and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 GivenGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 

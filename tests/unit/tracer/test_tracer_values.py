@@ -502,8 +502,11 @@ def test_what_is_gathered_from_ranks_is_what_this_rank_has(one_rank: None) -> No
         mine = (inp["ids"] >= 0).sum()
         listed, at_once = [torch.empty_like(mine)], torch.empty(1, dtype=mine.dtype, device=mine.device)
         dist.all_gather(listed, mine)
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(at_once, mine)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(at_once, mine)
         assert [int(listed[0]), int(at_once[0])] == [3, 3]
+        gather(several := torch.empty_like(inp["ids"]), inp["ids"])
+        assert int(several.sum()) == 5
         on_host = [torch.zeros(2)]
         dist.all_gather(on_host, torch.ones(2))
         dist.all_reduce(on_host[0])
