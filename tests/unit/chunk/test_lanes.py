@@ -416,6 +416,21 @@ def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream)
     host.close()
 
 
+def test_no_lane_is_left_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, started = set(threading.enumerate()), threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if len(set(threading.enumerate()) - before) == 2:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refusing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            make_lanes(torch.device("cpu"))
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
     import gc
     import weakref
