@@ -400,3 +400,11 @@ def test_gradients_count_while_autograd_has_them() -> None:
     # Both gradients come in the last access, one when the other has been handed over.
     assert on_cuda == [0, 0, 64 * 4096 * 4]
     assert set(on_cpu) == {None}
+
+
+def test_a_step_has_the_samples_of_the_first_tensor_that_has_any() -> None:
+    inp = {"way": "all", "scale": torch.tensor(2.0), "x": torch.randn(3, 64), "more": torch.randn(5, 64)}
+    trace = cpu_trace(
+        nn.Linear(64, 64), inp, lambda model, batch: (model(batch["x"]) * batch["scale"]).sum().backward()
+    )
+    assert (trace.step.samples, trace.step.tokens) == (3, None)
