@@ -164,6 +164,18 @@ def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     snapshot.release(0)
 
 
+def test_without_room_for_copies_no_update_waits_for_a_save_that_another_has_failed() -> None:
+    chunks = [Chunk(0, 100), Chunk(1, 100)]
+    chunks[1].broken = True
+    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    snapshot.release(1)
+    update = threading.Thread(target=snapshot.release, args=(0,), daemon=True)
+    update.start()
+    update.join(timeout=60)
+    assert not update.is_alive()
+    snapshot.end()
+
+
 def test_a_save_that_failed_holds_nobody_up() -> None:
     chunks = [Chunk(0, 1000), Chunk(1, 1000)]
     snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)

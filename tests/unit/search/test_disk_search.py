@@ -261,7 +261,6 @@ def test_the_budget_of_the_disk_is_kept() -> None:
 # --- advice --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_moments_in_fewer_bits_are_named_before_the_disk_where_they_suffice(
     stack: StepTrace, limits: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
