@@ -10,7 +10,7 @@ that runs on import has a new process. The tests of the room that reach the line
 reach few lines first, those of whole outcomes second. cosmic-ray and mutmut know no rooms, and start Python and run all
 tests for each place.
 
-coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of each test, in
+coverage.py (`pip install coverage`) records a file of tests once, the first and the last case of most tests, in
 out/reached_lines: delete that folder after changes of the package. Other processes that a test starts are not recorded.
 """
 
@@ -173,16 +173,17 @@ class Tests:
         return 0
 
     def record(self, file: str, data: Path) -> None:
-        """Records the first and the last case of each test of a file."""
+        """Records the first and the last case of each test of a file; of whole outcomes all of them."""
 
         def run() -> int:
             recorder, self._failed = Coverage(data_file=str(data)), None
             with recorder.collect():
-                self._run([case for each in found for case in dict.fromkeys((each[0], each[-1]))], RECORDED_S)
+                self._run([case for each in found for case in dict.fromkeys((each[0], *each[since:]))], RECORDED_S)
             recorder.save()
             return 0
 
         found = [cases for name, cases in self._cases.items() if name.startswith(f"{file}::")]
+        since = 0 if WHOLE in file else -1
         forked(run)
 
     def notice(self, tests: list[str], limit_s: int, path: str, line: int, before: bytes) -> tuple[str, str]:
