@@ -257,9 +257,12 @@ def test_a_save_that_cannot_tell_the_other_ranks_has_its_error(
         raise RuntimeError("a rank is lost")
 
     monkeypatch.setattr(HeartbeatGroup, "fail", lost)
+    before = set(threading.enumerate())
     saving = save_checkpoint(tmp_path / "run", run.state(), files=FailingFiles(3))
     with pytest.raises(CheckpointError, match="was not saved: .*No space left"):
         saving.wait()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)  # its error is reported when it ends, which may be after that
 
 
 class HeldFiles(UnsyncedFiles):
