@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def modules_after(code: str, beyond: str = "") -> set[str]:
 def test_import_elixir_takes_neither_torch_nor_anything_heavy() -> None:
     loaded = modules_after("import elixir")
     assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
+
+
+@pytest.mark.parametrize("package", ["elixir", "elixir.models"])
+def test_a_name_that_is_not_public_is_no_attribute(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = importlib.import_module(package).nothing
 
 
 @pytest.mark.sampled
