@@ -86,6 +86,7 @@ def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:
         assert differing(whole, run.bits()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> None:
     it = case("opt", dropout=0.1)

@@ -262,6 +262,7 @@ class WithEmpty(nn.Module):
         return x.square().sum() + sum(part.sum() for part in self.empty[::2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["streamed", "mixed", "resident"])
 def test_empty_gradients_have_the_part_in_the_norm_that_they_have_in_torch(mode: str) -> None:
     it = Case(WithEmpty(), {"x": torch.randn(4, 16)}, lambda model, inp: model(**inp))

@@ -157,6 +157,7 @@ def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:
     assert not roomy.has_early_updates  # all states are on the device
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("host_adam_numel_per_s", [2.5e8, 5e8, 1e9, 1.2e9, 1.4e9, 1.6e9, 2e9, 4e9])
 def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace, host_adam_numel_per_s: float) -> None:
     machine = replace(SLOW, host_adam_numel_per_s=host_adam_numel_per_s)

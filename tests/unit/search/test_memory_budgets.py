@@ -178,7 +178,7 @@ def test_an_error_of_a_compiler_under_a_budget_is_as_it_raises_it() -> None:
     applied.remove()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_with_two_budgets_give_the_bits_of_plain_ones(mode: str) -> None:
     it, budgets = wide(), (0.0, 0.0, 0.3, 0.3)
@@ -236,6 +236,7 @@ def test_a_layer_compiled_anew_gets_its_budget_until_the_model_is_closed(mode: s
     assert set(run(it.model)) == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="one limit for all")
 def test_budgets_share_no_limit_of_what_a_compiler_makes_of_one_layer() -> None:
     it, seen = wide(layers=2), []

@@ -67,6 +67,7 @@ def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
     assert theirs is None or made.predicted.seconds["total"] <= theirs + NANOSECOND_S
 
 
+@pytest.mark.slow
 def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it() -> None:
     trace = stack_trace(SMALL)
     assert gc.isenabled()

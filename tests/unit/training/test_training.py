@@ -34,7 +34,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         made.assert_same_weights()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_accumulates_gradients(pair: Pair) -> None:
     batches = [default_input(pair.plain, batch=n, seq=24) for n in (1, 2, 3)]
     for _ in range(4):
@@ -43,7 +43,7 @@ def test_accumulates_gradients(pair: Pair) -> None:
         pair.step()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_evaluates_and_generates_between_steps(pair: Pair) -> None:
     ids = pair.case.inp["input_ids"][:, :5]
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_evaluates_and_generates_between_steps(pair: Pair) -> None:
     pair.train(1)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_evaluates_between_forward_and_backward(pair: Pair) -> None:
     for _ in range(3):
         mine, plain = (pair.case.loss(model, pair.case.inp) for model in (pair.module, pair.plain))
@@ -71,13 +71,13 @@ def test_evaluates_between_forward_and_backward(pair: Pair) -> None:
         pair.step()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_takes_batches_of_other_shapes(pair: Pair) -> None:
     for seq in (24, 9, 40, 24):
         pair.train(1, default_input(pair.plain, batch=3, seq=seq))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_runs_forward_twice_before_backward(pair: Pair) -> None:
     other = gpu.there(default_input(pair.plain, batch=2, seq=11))
     for _ in range(4):
@@ -87,7 +87,7 @@ def test_runs_forward_twice_before_backward(pair: Pair) -> None:
         pair.step()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_runs_backward_twice_over_one_graph(pair: Pair) -> None:
     for _ in range(3):
         for model in (pair.module, pair.plain):
@@ -97,7 +97,7 @@ def test_runs_backward_twice_over_one_graph(pair: Pair) -> None:
         pair.step()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_backward_without_the_optimizer(pair: Pair) -> None:
     for _ in range(3):
         for model in (pair.module, pair.plain):
@@ -105,7 +105,7 @@ def test_backward_without_the_optimizer(pair: Pair) -> None:
         pair.step()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_zero_grad_of_the_module_forgets_gradients(pair: Pair) -> None:
     for _ in range(3):
         for model in (pair.module, pair.plain):
@@ -114,7 +114,7 @@ def test_zero_grad_of_the_module_forgets_gradients(pair: Pair) -> None:
         pair.train(1)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_gradients_outlive_a_failed_forward(pair: Pair) -> None:
     """An exception in the user's code leaves the module usable."""
     pair.train(1)
@@ -126,7 +126,7 @@ def test_gradients_outlive_a_failed_forward(pair: Pair) -> None:
     pair.train(2)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_a_failed_backward_leaves_the_module_usable(pair: Pair) -> None:
     pair.train(1)
 
@@ -144,7 +144,7 @@ def test_a_failed_backward_leaves_the_module_usable(pair: Pair) -> None:
     pair.train(2)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_saved_tensor_hooks_around(pair: Pair) -> None:
     for _ in range(3):
         with torch.autograd.graph.save_on_cpu():
@@ -283,7 +283,7 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
 def test_trains_adapters_on_a_frozen_base(mode: str, checkpoint: str) -> None:
@@ -349,7 +349,7 @@ def test_trains_a_part_of_the_parameters_the_optimizer_has() -> None:
         pair.assert_same_weights()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_lists_of_the_caller_are_those_the_model_gets(pair: Pair) -> None:
     notes: list[torch.Tensor] = []
     pair.module.module.register_forward_pre_hook(

@@ -191,6 +191,7 @@ def test_layers_are_those_of_the_outermost_lists() -> None:
         assert all("." not in n.removeprefix(f"{where}.") for n in names if n.startswith(f"{where}."))
 
 
+@pytest.mark.slow
 def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
     it = case("llama", "non-reentrant")
     plain, inp = compiled(gpu.there(copy.deepcopy(it.model))), gpu.there(it.inp)

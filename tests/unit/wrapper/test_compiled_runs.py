@@ -245,6 +245,7 @@ def test_replaced_modules_of_torch_are_compiled_as_they_were() -> None:
     module.close()
 
 
+@pytest.mark.slow
 def test_homes_change_under_compiled_layers() -> None:
     it = case("llama", "non-reentrant")
     plain = compiled(copy.deepcopy(it.model))

@@ -43,7 +43,7 @@ def test_a_model_that_cannot_be_wrapped_is_as_it_came(kind: str, dtype: str | No
     assert failed or kind in ("read", "close")
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled
 @pytest.mark.parametrize("homes", MOVES, ids="-".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*ON_DISK, *IN_MEMORY])

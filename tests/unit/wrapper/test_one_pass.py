@@ -86,11 +86,13 @@ def test_hidden_states_that_enter_layers_add_to_the_loss(how: str) -> None:
         assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_evicting_after_every_use_changes_no_bit() -> None:
     make, steps = family("llama"), batches("llama", 3)
     assert in_passes(make, steps, debug=Debug(evict_always=True, poison=True)).same_as(plainly(make, steps))
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_given_seeds() -> None:
     make, steps = family("gpt2", dropout=0.1), batches("gpt2", 4, seeds=True)
     assert in_passes(make, steps).same_as(plainly(make, steps))
@@ -231,7 +233,7 @@ def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
@@ -248,6 +250,7 @@ def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.Monkey
     assert plans[1].predicted.device_parts["activations"] < plans[0].predicted.device_parts["activations"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_host", [False, True])
 def test_layers_that_a_plan_runs_again_run_twice(monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
     monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)

@@ -68,6 +68,7 @@ def traced(it: Case, kept: str, *, by_turns: bool = True) -> StepTrace:
     return cpu_trace(it.model, it.inp, step, activations=own)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "own", "kept", "mode"), _SAMPLE)
 def test_same_bits_and_loads_as_planned(name: str, own: str, kept: str, mode: str) -> None:
     check(name, own, kept, mode)

@@ -40,7 +40,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("start", MODES)
 def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
@@ -185,6 +185,7 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("homes", itertools.permutations(("streamed", "states", "resident"), 2))
 def test_under_fused_steps_a_move_changes_no_bit_and_later_steps_as_long_as_no_chunk_is_ordinary(
     homes: tuple[str, str],

@@ -114,7 +114,7 @@ def test_same_bits_and_bytes_as_planned(name: str, own: str, swapped: str, mode:
     check(name, own, swapped, mode)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("swapped", ["inputs", "all that is saved", "by turns"])
 def test_the_peak_of_a_real_step(swapped: str) -> None:
     it = case("llama", hidden_size=128, intermediate_size=352, num_hidden_layers=5)

@@ -155,6 +155,7 @@ def test_a_model_generates_within_its_plan_and_leaves_the_next_step_as_planned()
     assert "called more often" in model.last_report.not_compared
 
 
+@pytest.mark.slow
 def test_the_plan_is_corrected_between_two_steps() -> None:
     plain = models()
     expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=8)

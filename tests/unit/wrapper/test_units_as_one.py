@@ -69,6 +69,7 @@ def check(name: str, form: str, mode: str) -> None:
     model.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "form", "mode"), _SAMPLE)
 def test_same_bits_and_loads_as_planned(name: str, form: str, mode: str) -> None:
     check(name, form, mode)

@@ -161,7 +161,7 @@ def test_modules_of_torch(mode: str) -> None:
     module.close()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["state dict", "file", "folder"])
 @pytest.mark.parametrize("family", ["t5", "llama"])
 def test_takes_given_weights(family: str, how: str, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOW)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -262,7 +262,7 @@ def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
     assert not refusals(given.model, [torch.optim.Muon(whole), other], given.inp)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("device_memory", ["2MiB", "64MiB"])
 def test_wrap_takes_muon_and_adamw_in_a_list(device_memory: str) -> None:
     given = case("llama")

@@ -170,6 +170,7 @@ def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_pa
         pair.assert_same_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
 def test_states_move_between_disk_and_memory(name: str, tmp_path: Path) -> None:
     it = case("gpt2")
