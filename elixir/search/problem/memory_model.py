@@ -409,7 +409,7 @@ class MemoryModel:
         """Bytes, by chunk, that a step on the device takes next to its operands.
 
         float32 moments: the fp32 copy of one gradient shard that a fused step over an fp32 master reads. Others are
-            stepped in pieces.
+        stepped in pieces.
         """
         moments = self.setting.moments
         if moments != "float32":
