@@ -23,6 +23,7 @@ Reading metadata (`shape`, `dtype`, `size()`, ...) is no use, nor is taking only
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ from elixir.torch_private import (
     tree_leaves,
 )
 
-_GRADIENT = torch.Tensor.grad
+_GRADIENT: Any = torch.Tensor.grad
 _DATA = torch.Tensor.data
 _TUPLE_ITERATOR = type(iter(()))
 
@@ -95,10 +96,33 @@ class TrackedParameter(nn.Parameter):
 class CountedParameter(nn.Parameter):
     """A parameter whose ``data`` is read through a function, so that writes through it can be counted.
 
-    It has no torch function, so only reads of ``data`` cost anything.
+    It has no torch function, so only reads of ``data`` and ``grad`` cost anything.
     """
 
     elixir_lends: Callable[[torch.Tensor], torch.Tensor] | None = None
+    elixir_gradient_is_scaled = False
+    """Whether gradients carry a loss scale until the step."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient. Functions of torch that clip gradients would compare their limit with scaled ones."""
+        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
+        scaled = self.elixir_gradient_is_scaled and gradient is not None
+        if scaled and sys._getframe(1).f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+            raise InputError(
+                "in float16 gradients carry the loss scale until step(), so functions of torch.nn.utils would clip "
+                "them to a limit that is too low by that factor; clip with max_norm= or model.clip_grad_norm_(), "
+                "which gives the norm without it"
+            )
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__delete__(self)
 
     @property
     def data(self) -> torch.Tensor:

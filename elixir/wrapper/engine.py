@@ -172,6 +172,7 @@ class Engine:
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
+            parameter.elixir_gradient_is_scaled = plan.dtype == "float16"  # type: ignore[attr-defined]
 
     def listen(self) -> None:
         """Notifies `uses` of every use of a tracked weight; modules that are compiled by now use theirs together."""
@@ -230,7 +231,8 @@ class Engine:
         """Takes hooks and classes off the model; the chunks keep their memory, and parameters point to it."""
         for parameter, _ in self._counted():
             parameter.__class__ = nn.Parameter
-            vars(parameter).pop("elixir_lends", None)
+            for name in ("elixir_lends", "elixir_gradient_is_scaled"):
+                vars(parameter).pop(name, None)
         self.stop_listening()
         if "arrivals" in vars(self):  # `install` may have failed before
             self.arrivals.remove()

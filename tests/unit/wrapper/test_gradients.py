@@ -164,6 +164,41 @@ def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
     module.close()
 
 
+CLIPPERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "norm": lambda weights: torch.nn.utils.clip_grad_norm_(weights, 1.0),
+    "norm, each": lambda weights: torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=False),
+    "value": lambda weights: torch.nn.utils.clip_grad_value_(weights, 0.1),
+    "given norm": lambda weights: torch.nn.utils.clip_grads_with_norm_(weights, 1.0, torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_functions_of_torch_clip_only_gradients_without_a_loss_scale(dtype: str) -> None:
+    it = Case(nn.Linear(8, 4), {"input": torch.randn(2, 8)}, lambda model, inp: square_loss(model, inp).float())
+    optimizer = ElixirOptimizer(
+        module := ElixirModule(it.model, make_plan(it, "resident", unified_dtype=dtype), device=gpu.DEVICE),
+        torch.optim.SGD(it.model.parameters(), lr=0.1),
+        initial_scale=64.0,
+    )
+    optimizer.backward(it.loss(module, gpu.there(it.inp)))
+    weights = list(module.parameters())
+    before = [weight.grad.clone() for weight in weights if weight.grad is not None]  # may be read
+    for clip in CLIPPERS.values() if dtype == "float16" else ():
+        with pytest.raises(InputError, match=r"the loss scale until step\(\).*clip with max_norm= or model\.clip_grad"):
+            clip(weights)
+    if dtype == "bfloat16":
+        torch.nn.utils.clip_grad_value_(weights, 0.0)
+        assert not any(weight.grad.any() for weight in weights if weight.grad is not None)
+        return
+    assert all(map(torch.equal, before, [weight.grad for weight in weights if weight.grad is not None]))
+    optimizer.step()
+    optimizer.zero_grad()
+    CLIPPERS["norm"](weights)  # there is none
+    module.close()
+    assert {type(weight) for weight in weights} == {nn.Parameter}
+    assert not any(vars(weight) for weight in weights)
+
+
 def test_clipping_needs_an_optimizer() -> None:
     it = case("opt", layers=1)
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
