@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _CUT = 7000
 """Elements of the first weight in the first shard. The second shard has the rest and all other weights."""
 _ROUNDS = 2
 """Rounds of all kinds of gradients. Two make 12 steps: some classes act in every fifth or sixth step."""
+_ALIKE_STEPS = 3
+"""Steps of weights that are alike. Some classes act differently from the second step on."""
 _LEAST = 1e-2
 """The least learning rate and weight decay: with the rate of a warm-up's first step no change would show."""
 _COPIES: dict[type, Callable[[Any], Any]] = {
@@ -93,22 +96,68 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
     """
     if any(base.__name__ in _NAMES for base in cls.__mro__):
         raise _refusal(cls)
+    with _trying(cls, "flat pieces of a weight"):
+        return _Trial(cls, make).run()
+
+
+def check_positions(cls: type, make: MakeOver, dims: Sequence[Sequence[int]]) -> None:
+    """Makes sure that steps do not depend on the position of a weight in its list, since each shard has another list.
+
+    Small weights that are alike must stay alike.
+
+    Args:
+        cls: the optimizer's class; for messages.
+        make: creates an optimizer of that class over the parameters of each group, with the caller's options.
+        dims: the number of dimensions of the caller's parameters, by group.
+
+    Raises:
+        InputError: weights of a group have come out differently.
+    """
+    # One more in each group, so that no rule changes exactly where a group ends.
+    groups = [[nn.Parameter(_small(dim)) for dim in (*group, *group[-1:])] for group in dims]
+    with _trying(cls, "small weights"):
+        optimizer = make(groups)
+        for group in optimizer.param_groups:
+            _raise(group)
+        _set_to_train(optimizer)
+        for _ in range(_ALIKE_STEPS):
+            for weight in (weight for group in groups for weight in group):
+                weight.grad = _small(weight.dim()).square_()
+            optimizer.step()
+            for weights in filter(None, groups):
+                values = torch.stack([weight.detach().flatten() for weight in weights])
+                if not torch.allclose(values, values[0], rtol=_ROUNDING, atol=_ROUNDING * _LEAST, equal_nan=True):
+                    raise _refusal(
+                        cls,
+                        "its update of a weight depends on the weight's position in its list, and each shard has "
+                        "another list",
+                        "say by an option of a group what differs between weights",
+                    )
+
+
+@contextmanager
+def _trying(cls: type, what: str) -> Iterator[None]:
+    """Steps inside draw from no generator of the user's; what they raise says that they cannot step `what`."""
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return _Trial(cls, make).run()
+            yield
     except InputError:
         raise
     except Exception as error:
-        raise _refusal(cls, f"it cannot step flat pieces of a weight ({type(error).__name__}: {error})") from error
+        raise _refusal(cls, f"it cannot step {what} ({type(error).__name__}: {error})") from error
+
+
+def _small(dim: int) -> torch.Tensor:
+    """Two values with `dim` dimensions, or with one."""
+    return torch.tensor([0.5, -1.0], device="cpu").view(*[1] * (dim - 1), -1)
 
 
 def _refusal(
-    cls: type, why: str = "its update of one weight depends on others, which live in other shards"
+    cls: type,
+    why: str = "its update of one weight depends on others, which live in other shards",
+    way: str = "use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad, and for matrices "
+    "torch.optim.Muon, or a class with an elixir_rule (elixir.kernels.muon)",
 ) -> InputError:
-    way = (
-        "use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad, and for matrices torch.optim.Muon, or a "
-        "class with an elixir_rule (elixir.kernels.muon)"
-    )
     if "8bit" in cls.__name__.lower():  # as bitsandbytes and torchao call theirs
         way = "use torch.optim.Adam or AdamW with moments='8bit', which rounds to other bits"
     return InputError(f"{cls.__name__} is not elementwise: {why}; {way}")
@@ -131,9 +180,7 @@ class _Trial:
         self._rehearsal = Rehearsal(lambda groups: make(groups[0]), 1)
         for optimizer in (self._whole, self._alone, self._guided):
             _raise(optimizer.param_groups[0])
-            train = getattr(optimizer, "train", None)
-            if callable(train):
-                train()
+            _set_to_train(optimizer)
         self._start = options_of(self._whole.param_groups[0])
         self._largest = torch.full((sum(map(math.prod, _SHAPES)),), _LEAST, device="cpu")
         self._changed: set[str] = set()
@@ -246,6 +293,12 @@ def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torc
     """Cuts tensors with the shapes of `_SHAPES` into two shards, flat and in separate memory."""
     first, *others = (tensor.detach().flatten().clone() for tensor in tensors)
     return [first[:_CUT].clone()], [first[_CUT:].clone(), *others]
+
+
+def _set_to_train(optimizer: torch.optim.Optimizer) -> None:
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def _raise(group: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.class_states import ClassStates
-from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, options_of, same_options
+from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
 from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
 from elixir.wrapper.step.matrix_states import Exchange, MatrixRoom, MatrixStates
 from elixir.wrapper.step.segments import Segment
@@ -321,7 +321,15 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
     check_moments(given, can_fuse(given), moments)
     if moments != "float32":
         return frozenset()
-    return frozenset().union(*(_changing(given, group) for group in tried.values()))
+    changing = frozenset[str]().union(*(_changing(given, group) for group in tried.values()))
+    if not _is_known(type(given)):
+        dims = [[weight.dim() for weight in group["params"]] for group in given.param_groups]
+        check_positions(type(given), partial(_over_groups, given), dims)
+    return changing
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.optim.", "elixir.kernels."))
 
 
 def _changing(given: torch.optim.Optimizer, group: dict[str, Any]) -> frozenset[str]:
@@ -330,7 +338,7 @@ def _changing(given: torch.optim.Optimizer, group: dict[str, Any]) -> frozenset[
     `wrap` checks first of all, and `ElixirOptimizer` again.
     """
     kind, make = type(given), partial(_over_one_group, given, group)
-    if not kind.__module__.startswith(("torch.optim.", "elixir.kernels.")):
+    if not _is_known(kind):
         return check_elementwise(kind, make)
     options = {key: value for key, value in group.items() if key != "params"}
     key = (kind, kind.step, repr(given.defaults), repr(options))
@@ -364,6 +372,11 @@ def _over_one_group(
     given: torch.optim.Optimizer, group: dict[str, Any], weights: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     return _like(given, [{**shard_options(group), "params": weights}])
+
+
+def _over_groups(given: torch.optim.Optimizer, weights: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    pairs = zip(given.param_groups, weights, strict=True)
+    return _like(given, [{**shard_options(group), "params": mine} for group, mine in pairs])
 
 
 def _like(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from elixir.errors import InputError, StepError
 from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
-from elixir.wrapper.step.user_optimizer import copies_states
+from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
 from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
@@ -139,6 +139,35 @@ def test_one_number_over_several_shards_is_refused_by_name(make: Make, why: str)
     weight = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(InputError, match=rf"{type(make([weight])).__name__} is not elementwise: .*{why}"):
         check_elementwise(type(make([weight])), make)
+
+
+RULES: dict[str, Callable[[int, int], float]] = {
+    "not the first": lambda place, count: float(place > 0),
+    "not the last": lambda place, count: float(place < count - 1),
+    "another tenth": lambda place, count: 1 + (place == 9),
+    "by layers": lambda place, count: 0.99**place,
+    "one group": lambda place, count: 1 + (place < 6),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_by_the_position_of_a_weight_are_refused(name: str) -> None:
+    """Also those for one position far from the first, and for a group's positions."""
+
+    class Placed(own.Own):
+        rule = staticmethod(RULES[name])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            weights = [p for group in self.param_groups for p in group["params"]]
+            for place, p in enumerate(weights):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=self.param_groups[0]["lr"] * self.rule(place, len(weights)))
+
+    weights = [torch.nn.Parameter(torch.zeros([2] * (place % 3))) for place in range(12)]
+    groups = [{"params": weights[:6]}, {"params": weights[6:]}]
+    with pytest.raises(InputError, match="Placed is not elementwise: .*(position in its list.*an option of|on others)"):
+        check_optimizer(Placed(groups, lr=0.0), "float32")
 
 
 def test_a_change_that_depends_on_a_shard_after_all_is_raised() -> None:
