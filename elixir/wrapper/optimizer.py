@@ -137,6 +137,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """The number of threads of CPU Adam on this rank."""
         return self._stepper.host_threads
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _copied()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises `InputError` once this is built: the plan knows no other parameters.
 
@@ -368,6 +371,9 @@ class ShardedStates(MutableMapping[Any, Any]):
         if stepper is not None and stepper.has_states:
             self._refuse()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _copied()  # with the user's optimizer
+
     def __len__(self) -> int:
         self._refuse_made()
         return 0
@@ -388,6 +394,14 @@ class ShardedStates(MutableMapping[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         self._refuse()
+
+
+def _copied() -> InputError:
+    """The error about copying or pickling an optimizer; both ask for ``__reduce_ex__``."""
+    return InputError(
+        "the optimizer of an ElixirModule cannot be copied or pickled, since its states live in the chunks of the "
+        "model: save state_dict(), and load it into the optimizer of a second wrapped model"
+    )
 
 
 def stepper_of(optimizer: ElixirOptimizer) -> Stepper:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +47,15 @@ def test_an_optimizer_takes_losses_and_has_no_other_names(pair: Pair) -> None:
         pair.optimizer.backward(3.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'lr'"):
         _ = pair.optimizer.lr
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(pair: Pair, how: Callable[[Any], Any]) -> None:
+    given = torch.optim.SGD(pair.module.module.parameters(), lr=0.1)
+    given.state = pair.optimizer.state  # as that of the optimizer that was wrapped
+    for optimizer in (pair.optimizer, given) if how is not copy.copy else (pair.optimizer,):
+        with pytest.raises(InputError, match=r"cannot be copied or pickled.*: save state_dict\(\), and load it into"):
+            how(optimizer)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
