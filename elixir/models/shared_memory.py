@@ -1,5 +1,5 @@
 """Tensors of a model that share memory without being one: ``head.weight.data = embedding.weight.data``, a view of a
-weight that is registered as a buffer.
+weight that is registered as a buffer, or kept as an attribute.
 
 Plain PyTorch changes both where it changes one. A plan moves every parameter, so tensors in the memory of a weight
 have to be known by name.
@@ -8,9 +8,10 @@ have to be known by name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A buffer, or a parameter that is not trained, that lies in the memory of a weight that is trained."""
+    """A buffer, an attribute, or a parameter that is not trained, in the memory of a weight that is trained."""
 
     name: str
     weight: str
@@ -93,10 +94,28 @@ def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
     return found
 
 
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules keep without registering them, as attributes or in a list, a tuple or a dict."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):  # another module may have them by now
+                continue
+            pairs: Iterable[tuple[Any, Any]] = ((None, value),)
+            if isinstance(value, (list, tuple)):
+                pairs = enumerate(value)
+            elif isinstance(value, dict):
+                pairs = value.items()
+            for place, tensor in pairs:
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in registered and not tensor.is_meta:
+                    yield f"{start}{key}" + ("" if place is None else f"[{place!r}]"), tensor
+
+
 def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
     """Pairs that share elements, of which one is trained."""
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
         if tensor.layout == torch.strided and tensor.numel() and not is_absent(tensor) and (at := storage_of(tensor)):
             by_storage[at].append(_Extent.of(name, tensor))
     for extents in by_storage.values():
@@ -105,6 +124,8 @@ def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
             for two in islice(extents, place + 1, None):
                 if two.first >= one.last:
                     break
+                if one.tensor is two.tensor:  # an attribute in several places
+                    continue
                 if (one.trained or two.trained) and one.meets(two):
                     yield one, two
 

@@ -117,7 +117,7 @@ class _Contents(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        if obj.grad is not None or obj._backward_hooks or obj._post_accumulate_grad_hooks:
+        if (obj.is_leaf and obj.grad is not None) or obj._backward_hooks or obj._post_accumulate_grad_hooks:
             raise pickle.PicklingError("hooks may do anything")
         known = self._tensors.setdefault(id(obj), len(self._tensors))
         values = None if isinstance(obj, nn.Parameter) else obj.detach().cpu().tolist()

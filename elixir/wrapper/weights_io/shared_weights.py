@@ -1,7 +1,7 @@
-"""`SharedWeights`: keeps buffers and frozen parameters that share memory with a trained weight equal to it.
+"""`SharedWeights`: keeps buffers, attributes and frozen parameters that share memory with a trained weight equal to it.
 
-If the weight is stepped in place on the device, a buffer still shares its memory. Otherwise weights move, so the buffer
-gets separate memory, into which new values are copied after each step.
+If the weight is stepped in place on the device, a buffer or attribute still shares its memory. Otherwise weights move,
+so it has separate memory, into which new values are copied after each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError
-from elixir.models.shared_memory import SharedMemory
+from elixir.models.shared_memory import SharedMemory, plain_tensors
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.whole_weights import whole
@@ -28,7 +28,7 @@ class _Copy:
     tensor: torch.Tensor
     weight: tuple[Chunk, Slot]
     home: tuple[Chunk, Slot] | None
-    """The chunk and slot of a frozen parameter; None for a buffer."""
+    """The chunk and slot of a frozen parameter; None for a buffer or an attribute."""
     copied: tuple[int, ...] = ()
     """The state of the weight when its values were copied."""
     version: int = -1
@@ -46,8 +46,10 @@ class SharedWeights:
     """
 
     def __init__(self, model: nn.Module, found: Sequence[SharedMemory]) -> None:
-        self._model, self._found = model, found
+        self._model, self._found = model, list(found)
         self._copies: list[_Copy] = []
+        self._plain = self._plain_now()
+        """The attributes among them."""
 
     def attach(self, engine: Engine) -> None:
         """Begins under the engine's current plan."""
@@ -66,7 +68,8 @@ class SharedWeights:
                 )
             chunk, slot = weight
             in_place = engine.is_ordinary(chunk) and chunk.masters is None and home is None
-            if in_place and chunk.whole is not None and tensor.dtype == chunk.dtype:
+            alike = (tensor.dtype, tensor.device) == (chunk.dtype, slot.parameter.device)
+            if in_place and chunk.whole is not None and alike:
                 with DisableTorchFunctionSubclass():
                     tensor.data = shared.of(slot.parameter.data, 0)
             else:
@@ -81,6 +84,7 @@ class SharedWeights:
             InputError: a buffer was written to, which has not its weight's values now.
         """
         engine, moved = self._engine, False
+        self._forget_replaced()
         for copy in self._copies:
             chunk, _ = copy.weight
             chunk.synchronize_weights()
@@ -101,6 +105,19 @@ class SharedWeights:
         if moved:
             engine.cache.invalidate()
 
+    def _forget_replaced(self) -> None:
+        """Lets go of attributes that are others by now, as `torch.nn.utils.spectral_norm` replaces its in forward."""
+        now = self._plain_now() if self._plain else {}
+        gone = {name for name, tensor in self._plain.items() if now.get(name) is not tensor}
+        if gone:
+            self._plain = {name: tensor for name, tensor in self._plain.items() if name not in gone}
+            self._found = [shared for shared in self._found if shared.name not in gone]
+            self._copies = [copy for copy in self._copies if copy.shared.name not in gone]
+
+    def _plain_now(self) -> dict[str, torch.Tensor]:
+        names = {shared.name for shared in self._found}
+        return {name: tensor for name, tensor in plain_tensors(self._model) if name in names} if names else {}
+
     def refuse_written(self) -> None:
         """Raises `InputError` if a forward has written to a copy, which would not reach the weight."""
         for copy in self._copies:
@@ -108,6 +125,7 @@ class SharedWeights:
 
     def give_back(self) -> None:
         """Puts every tensor back into the memory of its weight, unless that is on meta."""
+        self._forget_replaced()
         tensors = self._tensors() if self._found else {}
         with DisableTorchFunctionSubclass():
             for shared in self._found:
@@ -116,7 +134,7 @@ class SharedWeights:
                     tensor.data = shared.of(weight.data, 0)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **self._plain}
 
     def _refuse_written(self, copy: _Copy) -> None:
         if copy.tensor._version == copy.version or copy.home is not None:

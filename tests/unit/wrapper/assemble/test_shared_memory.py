@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +33,19 @@ class Net(nn.Module):
         self.table = nn.Embedding(12, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.head = nn.Linear(8, 12, bias=False)
+        self.plain: Any = None
         share(self)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
         for layer in self.layers:
             x = x + layer(x).tanh()
-        x = x + sum((buffer.sum() for buffer in self.buffers()), torch.zeros((), device=x.device))
+        kept = [*self.buffers(), *self.attributes()]
+        x = x + sum((each.sum() for each in kept), torch.zeros((), device=x.device))
         return self.head(x)
+
+    def attributes(self) -> list[torch.Tensor]:
+        return [self.plain] if isinstance(self.plain, torch.Tensor) else self.plain or []
 
 
 def _frozen_head(net: Net) -> None:
@@ -62,6 +68,9 @@ KEPT: dict[str, Share] = {
     "row": lambda net: net.layers[0].register_buffer("now", net.layers[2].weight.data[3]),
     "column": lambda net: net.register_buffer("now", net.layers[2].weight.data[:, 3], persistent=False),
     "transposed": lambda net: net.register_buffer("now", net.layers[2].weight.data.t()),
+    "attribute": lambda net: vars(net).update(plain=net.layers[2].weight.detach()),
+    "attribute with a graph": lambda net: setattr(net, "plain", net.layers[2].weight.t()),
+    "rows in a list": lambda net: setattr(net, "plain", [net.layers[2].weight.detach()[1], net.table.weight.data[2]]),
     "frozen head": _frozen_head,
     "frozen table": _frozen_table,
     "frozen part": _frozen_part,
@@ -143,14 +152,31 @@ def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str
     pair.module.rehome(resident)
     pair.train(2)
     pair.assert_same_weights()
-    model = pair.module.release()
-    storages = [each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())]
-    assert len(set(storages)) == len(storages) - 1
+    model: Any = pair.module.release()
+    tensors = (*model.parameters(), *model.buffers(), *model.attributes())
+    assert len({each.untyped_storage().data_ptr() for each in tensors}) == sum(1 for _ in model.parameters()) - (
+        "frozen" in kind
+    )
     with torch.no_grad():
         for parameter in (*model.parameters(), *pair.plain.parameters()):
             if parameter.requires_grad:
                 parameter.mul_(2)
         assert torch.equal(model(**it.inp), gpu.there(pair.plain, "cpu")(**it.inp))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_attribute_that_was_replaced_is_let_go(mode: str) -> None:
+    """As `torch.nn.utils.spectral_norm` does it."""
+    it = _case(KEPT["attribute"])
+    with Pair(it, make_plan(it, mode, split_number=12), plain=_make(KEPT["attribute"])) as pair:
+        pair.train(1)
+        before, other = weakref.ref(it.model.plain), torch.ones(8, 8, device=gpu.DEVICE)
+        for model in (pair.module.module, pair.plain):
+            model.plain = other
+        pair.train(2)
+        pair.assert_same_weights()
+        assert before() is None
+    assert torch.equal(it.model.plain, torch.ones_like(other))  # type: ignore[arg-type]
 
 
 def test_weights_written_between_steps_show_under_both_names() -> None:
