@@ -62,7 +62,7 @@ class GradientStages:
         self._done = 2**62  # the lowest stage all of whose gradients have come
         self._parts: dict[nn.Parameter, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}
-        """The gradients of earlier passes, of parameters with which gradients stay."""
+        """The gradients so far, such as those of earlier passes, of parameters with which gradients stay."""
         self._handles: list[Any] = []
         self._classes: list[tuple[Any, Any]] = []
 
@@ -91,9 +91,16 @@ class GradientStages:
         """A micro-batch has run the model's forward."""
         MicroBatch.waits_after_layer()
 
+    def set_aside(self) -> None:
+        """Keeps what micro-batches that skip the next layers have given, ahead of the parts that the others give."""
+        with DisableTorchFunctionSubclass():
+            for parameter, _ in self._classes:
+                if parameter.grad is not None:
+                    self._before[parameter], parameter.grad = parameter.grad, None
+
     def is_done(self, parameter: nn.Parameter) -> bool:
-        """Whether all its gradients have come; no for one that no stage is known to use."""
-        return self._first.get(parameter, -1) >= self._done
+        """Whether all its gradients have come, and none waits here; no for one that no stage is known to use."""
+        return parameter not in self._parts and self._first.get(parameter, -1) >= self._done
 
     def keeps(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Takes a part of a gradient that earlier stages give parts of, too; returns whether it is one.
@@ -125,18 +132,24 @@ class GradientStages:
     def swept(self, stage: int) -> None:
         """Notes that no more gradients come in a stage and those after it; what is complete leaves."""
         self._done = stage
-        for parameter in [parameter for parameter in self._parts if self.is_done(parameter)]:
-            parts = self._parts.pop(parameter)
+        for parameter in [parameter for parameter in self._parts if self._first[parameter] >= stage]:
+            parts = self._parts[parameter]
             in_order = [parts[index].to(parameter.device) for index in sorted(parts)]
             with DisableTorchFunctionSubclass():
                 if self._leaves(parameter):
-                    self._engine.gradients.take(*self._engine.places[parameter], _sum(in_order))
+                    # Each is added to what is there, in which micro-batches that skip the last layers come first. The
+                    # chunk leaves with the last one.
+                    for part in in_order[:-1]:
+                        self._engine.gradients.take(*self._engine.places[parameter], part)
+                    del self._parts[parameter]
+                    self._engine.gradients.take(*self._engine.places[parameter], in_order[-1])
                 else:
+                    del self._parts[parameter]
                     parameter.grad = _sum([*self._earlier(parameter), *in_order])
         self._engine.gradients.release()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters, and gives those that got no gradient the one of earlier passes."""
+        """Takes the hooks off the parameters, and gives those that got no more gradient the one that they had."""
         for handle in self._handles:
             handle.remove()
         for parameter, own in self._classes:
@@ -149,7 +162,7 @@ class GradientStages:
         return self._engine.places[parameter][0].index in self._engine.gradients.by_chunk
 
     def _earlier(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Gives away its gradient of earlier passes, if it has one."""
+        """Gives away its gradient so far, if it has one."""
         before = self._before.pop(parameter, None)
         return [] if before is None else [before]
 

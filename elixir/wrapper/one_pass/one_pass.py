@@ -207,6 +207,8 @@ class OnePass:
             if layer == TAIL:
                 continue
             self._turns += 1
+            if any(course.call.is_over for course in self._courses):
+                self._stages.set_aside()
             for course in turn:
                 self._stages.now = 2 * self._turns - 1
                 self._resume(course)

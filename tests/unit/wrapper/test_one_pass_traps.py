@@ -87,6 +87,31 @@ def test_6_and_7_each_micro_batch_has_its_random_numbers_and_may_skip_layers() -
         assert in_passes(make, steps, plan, dropping_loss).same_as(expected)
 
 
+class Ending(Stack):
+    """Reads the output layer's weights before the last layer, which a micro-batch leaves out that begins with a
+    positive number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = bool(x[0, 0] > 0)
+        x = self.first(x)
+        for layer in self.layers[:2]:
+            x = self.run(layer, x)
+        x = x + self.last(x)
+        x = x if ends else self.run(self.layers[2], x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_7_those_that_skip_the_last_layers_first_are_summed_first(home: str) -> None:
+    make, steps = seeded(lambda: Ending([Layer(64) for _ in range(3)], 64)), vectors(5, width=64)
+    for step in steps:
+        for number, batch in enumerate(step):
+            batch["x"][0, 0] = 1.0 if number < 2 else -1.0
+    plan = plan_for(make(), steps[0][-1], square_loss, accumulation=5, home=home)
+    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+
+
 def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
     seen = set()
 
