@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from torch import nn
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
+from elixir.tracer.device.cpu import kernel_memory
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 
@@ -33,6 +36,16 @@ class Seen:
         """Takes the items out."""
         while not self._queue.empty():
             yield self._queue.get()
+
+
+@contextlib.contextmanager
+def kernels_not_run() -> Iterator[None]:
+    """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
+        patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
+        patch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+        yield
 
 
 def cpu_trace(model: nn.Module, inp: dict[Any, Any], step_fn: Step, **options: Any) -> StepTrace:

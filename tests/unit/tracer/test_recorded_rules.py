@@ -27,7 +27,8 @@ from elixir.tracer.device.cuda.attention_choice import chosen_on_cuda
 from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
 from elixir.tracer.operation_kinds import product_class
 from elixir.tracer.operator_cache import Traits
-from tests.unit.tracer.test_recorded_traces import RELEASE, TARGETS, kernels_not_run
+from tests.common.tracing import kernels_not_run
+from tests.unit.tracer.test_recorded_traces import RELEASE, TARGETS
 
 RECORDED = Path(__file__).with_suffix(".json")
 aten = torch.ops.aten

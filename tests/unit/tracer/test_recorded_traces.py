@@ -9,9 +9,8 @@ Other tests hold peaks against real ones, which the CPU alone can show, and whic
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from elixir.artifact import digest
 from elixir.errors import TraceError
 from elixir.hardware.profile import preset
-from elixir.tracer.device.cpu import kernel_memory
 from elixir.tracer.trace import trace_step
-from tests.common.tracing import Step, sum_step
+from tests.common.tracing import Step, kernels_not_run, sum_step
 from tests.unit.search.test_recorded_plans import rounded
 from tests.unit.tracer.test_tracer_memory import MODELS, STEPS, mlp, x
 
@@ -140,16 +138,6 @@ CASES: dict[str, tuple[Any, Step]] = {
     "autocast over many operators": (lambda: (mlp(), x(64, 64)), many_operators_in_low_precision),
     "autocast": (lambda: (Layers(reentrant=False), tokens()), in_low_precision),
 }
-
-
-@contextlib.contextmanager
-def kernels_not_run() -> Iterator[None]:
-    """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
-        patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
-        patch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
-        yield
 
 
 def outcome(name: str) -> dict[str, Any]:
