@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint import heartbeat_group, load_checkpoint, save_checkpoint
 from elixir.errors import ElixirError, InputError
 from elixir.hardware import promises
 from elixir.hardware.process_memory import Resident
@@ -33,6 +34,7 @@ from elixir.wrapper.engine import engine_of
 from tests.common.in_files import HARDWARE
 from tests.common.one_pass import plan_for
 from tests.common.recording import Recorder, plain
+from tests.common.tracing import kernels_not_run
 
 WORDS, WIDTH, RANKS_WIDTH, ROWS = 24, 8, 24, 3
 HOMES = (
@@ -123,6 +125,7 @@ class Run:
     """By step, what happens around it."""
 
     @classmethod
+    @kernels_not_run()  # the plan's peak would be this processor's
     def of(cls, name: str) -> Run:
         draw, together = random.Random(name), name.startswith("ranks")  # these have parts of each parameter
         with torch.random.fork_rng(devices=[]):
@@ -475,10 +478,11 @@ free_bytes = FreeBytes()
 
 @contextlib.contextmanager
 def known_memory() -> Iterator[None]:
-    """Has this process and its machine hold the same memory in each run, and steps take as long."""
+    """Has this process and its machine hold the same memory in each run, steps take as long, and saves no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_promise, "resident", lambda: Resident(200 * MIB, 100 * MIB, 310 * MIB))
         patch.setattr(plan_promise, "free_host_bytes", lambda: free_bytes.here)
         patch.setattr(step_clock, "time", Ticks())
+        patch.setattr(heartbeat_group, "time", SimpleNamespace(monotonic=lambda: 0.0))  # a slow one takes more rounds
         patch.setattr(promises, "_AT_WORK", weakref.WeakSet())  # without models of other tests
         yield

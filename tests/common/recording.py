@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import itertools
+import json
 import logging
+import lzma
 import re
 import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +33,8 @@ from elixir.wrapper.weight_uses import WeightUses
 _MARK = "elixir_test_rank"
 SECONDS = re.compile(r"[-+\d.e]+ (?:m|u|n)?s\b|[\d.]+ times|load \d+ on \d+ cores")
 """Figures in messages that differ from run to run."""
+_MOST_LINES = 60
+"""Of a difference that is shown."""
 CHANGING = re.compile(rf"threads of the host's Adam: .*|0x[0-9a-f]+|{tempfile.gettempdir()}/\S+")
 
 
@@ -77,6 +85,33 @@ class Recorder(logging.Handler):
     def take(self, rank: int) -> dict[str, list[str]]:
         """The events of a rank since they were last taken."""
         return dict(sorted(self.events.pop(rank, {}).items()))
+
+
+def in_lines(step: dict[str, Any]) -> dict[str, Any]:
+    """A step as it is recorded: its numbers, and a line for each event, each answer and each field of the report."""
+    lines = [f"{kind}: {event}" for kind, each in step["events"].items() for event in each]
+    for part in ("answers", "report"):
+        fields = json.loads(json.dumps(step.get(part, {}), default=vars))
+        lines += [f"{part} {name}: {json.dumps(value)}" for name, value in fields.items()]
+    return {"numbers": [float(f"{number:.4g}") for number in step["numbers"]], "lines": [*lines, step["error"]]}
+
+
+def difference(there: list[str], here: list[str]) -> str:
+    """The first lines that are not as recorded; empty if there are none."""
+    changed = difflib.unified_diff(there, here, "recorded", "here", n=2, lineterm="")
+    return "\n".join(itertools.islice(changed, _MOST_LINES))
+
+
+@functools.cache
+def read_recording(path: Path) -> dict[str, Any]:
+    """Reads what `write_recording` has written."""
+    found: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
+    return found
+
+
+def write_recording(path: Path, found: dict[str, Any]) -> None:
+    """Writes a recording, compressed: whole events take as few bytes as digests of them, and show what differs."""
+    path.write_bytes(lzma.compress(json.dumps(found, indent=1).encode(), preset=9))
 
 
 def plain(message: str) -> str:
