@@ -24,16 +24,16 @@ from elixir.cli import main as elixir
 
 BIG = "--activation-checkpointing non-reentrant"
 SITUATIONS = (
-    f"llama-3-8b --hardware rtx4090 --batch 2 --seq 2048 --host-memory 64GiB {BIG}",
-    f"llama-2-13b --hardware a100 --batch 4 --seq 2048 --host-memory 64GiB {BIG}",
-    "llama-3-8b --hardware h100 --batch 8 --seq 4096 --host-memory 256GiB",
-    f"opt-6.7b --hardware l4 --batch 4 --seq 1024 --host-memory 32GiB {BIG}",
-    "gpt2-xl --hardware t4 --batch 8 --seq 1024 --host-memory 64GiB --dtype fp16",
-    f"opt-13b --hardware rtx3090 --batch 4 --seq 1024 --host-memory 96GiB {BIG}",
-    f"opt-30b --hardware h200 --batch 4 --seq 1024 --host-memory 128GiB {BIG}",
-    f"mixtral-8x7b --hardware h200 --world-size 8 --batch 1 --seq 1024 --host-memory 64GiB --device-memory 60GiB {BIG}",
-    "opt-1.3b --hardware l4 --batch 4 --seq 1024 --host-memory 64GiB --placement cuda",
-    "bert-large --hardware t4 --batch 64 --seq 512 --host-memory 32GiB",
+    f"llama-3-8b --hardware rtx4090 --batch 2 --seq 2048 --host-budget 64GiB {BIG}",
+    f"llama-2-13b --hardware a100 --batch 4 --seq 2048 --host-budget 64GiB {BIG}",
+    "llama-3-8b --hardware h100 --batch 8 --seq 4096 --host-budget 256GiB",
+    f"opt-6.7b --hardware l4 --batch 4 --seq 1024 --host-budget 32GiB {BIG}",
+    "gpt2-xl --hardware t4 --batch 8 --seq 1024 --host-budget 64GiB --dtype fp16",
+    f"opt-13b --hardware rtx3090 --batch 4 --seq 1024 --host-budget 96GiB {BIG}",
+    f"opt-30b --hardware h200 --batch 4 --seq 1024 --host-budget 128GiB {BIG}",
+    f"mixtral-8x7b --hardware h200 --world-size 8 --batch 1 --seq 1024 --host-budget 64GiB --device-memory 60GiB {BIG}",
+    "opt-1.3b --hardware l4 --batch 4 --seq 1024 --host-budget 64GiB --placement cuda",
+    "bert-large --hardware t4 --batch 64 --seq 512 --host-budget 32GiB",
 )
 
 

@@ -90,7 +90,7 @@ class Training:
         inp = default_input(build(shape, device="meta"), batch=BATCH, seq=SEQUENCE)
         plan = optimal_search(
             build(shape, device="meta"), world_size, inp=inp, step_fn=default_step, hardware="cpu",
-            device_memory="64GiB", host_memory="64GiB", placement="cpu", **options,
+            device_memory="64GiB", host_budget="64GiB", placement="cpu", **options,
         ).plan  # fmt: skip
         self.module, self.inp = ElixirModule(build(shape), plan, device="cpu"), inp
         self.optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-4))

@@ -244,7 +244,7 @@ def lived(case: Case, rank: int, folder: Path, device: str = "cpu", hardware: st
     most = case.state_bytes * numel // case.ranks + least
     options: dict[str, Any] = {
         "device_memory": int(least + case.share * (most - least)),
-        "host_memory": "12GiB",
+        "host_budget": "12GiB",
         "moments": case.moments,
         "replan": False,
         "hardware": hardware,
@@ -321,7 +321,7 @@ def _other_homes(case: Case, model: Any, batch: Any) -> Any:
                 build(shape_of(case), dtype=parse_dtype("fp32")), case.ranks, inp=batch, chunks_of=plan,
                 hardware="cpu" if batch["input_ids"].is_cpu else PRETENDED, unified_dtype=parse_dtype(case.dtype),
                 optimizer_type=plan.optimizer, moments=case.moments, clipping=False, accumulation=case.accumulation,
-                device_memory=int(share * plan.device_budget_bytes), host_memory="12GiB",
+                device_memory=int(share * plan.device_budget_bytes), host_budget="12GiB",
             ).plan  # fmt: skip
     return plan
 

@@ -122,7 +122,7 @@ def work(mode: str, folder: Path, layers: int, steps: int) -> dict[str, Any]:
             preset("cpu"), disk_read_bytes_per_s=READ_BYTES_PER_S, disk_write_bytes_per_s=READ_BYTES_PER_S
         )
         adamw = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-        budgets = {"device_memory": DEVICE_BYTES, "host_memory": HOST_BYTES if mode == "files" else "64GiB"}
+        budgets = {"device_memory": DEVICE_BYTES, "host_budget": HOST_BYTES if mode == "files" else "64GiB"}
         run, optimizer = elixir.wrap(
             model, adamw, inp=next(batches(1)), hardware=hardware, weights=folder, frozen_weights=mode, replan=False,
             **budgets,

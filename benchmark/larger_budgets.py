@@ -67,7 +67,7 @@ def plans(it: Situation, every: int) -> list[Found]:
     for share, per_device in itertools.product(DEVICE_SHARES[every - 1 :: every], HOST_PER_DEVICE):
         device_bytes = int(share * hardware.device_memory_bytes)
         host_bytes = int(per_device * hardware.device_memory_bytes) * it.ranks
-        asked = SearchRequest.of(it.ranks, device_memory=device_bytes, host_memory=host_bytes, assume="nominal")
+        asked = SearchRequest.of(it.ranks, device_memory=device_bytes, host_budget=host_bytes, assume="nominal")
         try:
             seconds = plan_or_shortage(step, hardware, asked).predicted
         except PlanError:

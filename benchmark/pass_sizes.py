@@ -112,7 +112,7 @@ def planned(it: Situation, step: StepTrace, accumulation: int, pass_size: int | 
             step,
             it.hardware,
             it.ranks,
-            host_memory=it.host_memory,
+            host_budget=it.host_memory,
             accumulation=accumulation,
             pass_size=pass_size,
             clipping=True,

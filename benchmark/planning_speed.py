@@ -75,12 +75,12 @@ def work(parts: list[str]) -> dict[str, list[float]]:
             found["trace opt-175b"] = [timed(trace_once) for _ in range(RUNS)]
         for way, ranks in itertools.product((way for way in ways if way in parts), WORLD_SIZES):
             found[f"{way} opt-175b on {ranks}"] = [
-                timed(lambda n=ranks, o=ways[way]: plan_from_trace(trace, preset("h200"), n, host_memory="64TiB", **o))
+                timed(lambda n=ranks, o=ways[way]: plan_from_trace(trace, preset("h200"), n, host_budget="64TiB", **o))
                 for _ in range(RUNS)
             ]
     if "levers" in parts:
         small = step("opt-1.3b", 4, 1024, "a100", checkpoint="non-reentrant")()
-        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_memory="64GiB")
+        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_budget="64GiB")
         found["levers opt-1.3b"] = [timed(plan.levers)]
     if "no" in parts:
         large = step("llama-3-8b", 2, 2048, "rtx4090", checkpoint="non-reentrant")()
@@ -93,7 +93,7 @@ def refused(plan_from_trace: Any, trace: Any, hardware: Any) -> None:
     from elixir.errors import PlanError
 
     try:
-        plan_from_trace(trace, hardware, 1, host_memory="64GiB")
+        plan_from_trace(trace, hardware, 1, host_budget="64GiB")
     except PlanError:
         return
     raise RuntimeError("this request was to be refused")

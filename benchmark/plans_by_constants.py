@@ -163,7 +163,7 @@ def work(rounds: int) -> list[dict[str, Any]]:
     found = []
     for share in BUDGET_SHARES:
         budget = int(share * resident.predicted.device_peak_bytes)
-        budgets: dict[str, Any] = {"device_memory": budget, "host_memory": HOST_MEMORY, "early_updates": False}
+        budgets: dict[str, Any] = {"device_memory": budget, "host_budget": HOST_MEMORY, "early_updates": False}
         others = {
             "constants": plan_from_trace(trace, constants, 1, **budgets).plan,
             "rule": rules_plan(space, rule, budget),

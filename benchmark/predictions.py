@@ -32,7 +32,7 @@ HOST = {"mixtral-8x7b": "1TiB"}
 """Host memory that is offered; the column says how much of it the plan takes."""
 USUAL_HOST = "512GiB"
 OF_AN_EXAMPLE = {
-    "flux.1-dev LoRA": "flux_lora:make_model --inp flux_lora:batch --step flux_lora:train_step --host-memory 64GiB"
+    "flux.1-dev LoRA": "flux_lora:make_model --inp flux_lora:batch --step flux_lora:train_step --host-budget 64GiB"
 }
 """Models that a file in ``example/`` makes (which need diffusers) -> the arguments of their command, from there."""
 EXAMPLES = Path(__file__).resolve().parent.parent / "example"
@@ -42,7 +42,7 @@ def command(card: str, model: str) -> str:
     """The call whose answer is the row of a card and a model."""
     if model in OF_AN_EXAMPLE:
         return f"elixir plan {OF_AN_EXAMPLE[model]} --hardware {card}"
-    return f"elixir plan {model} --hardware {card} --host-memory {HOST.get(model, USUAL_HOST)} {STEP}"
+    return f"elixir plan {model} --hardware {card} --host-budget {HOST.get(model, USUAL_HOST)} {STEP}"
 
 
 def row(card: str, model: str) -> Row:

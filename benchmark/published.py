@@ -157,7 +157,7 @@ def planned(
         hardware,
         point["world_size"],
         accumulation=point["accumulation"],
-        host_memory=point["host_memory"],
+        host_budget=point["host_budget"],
         placement=point["placement"],
         moments=point["moments"],
         device_reserve=device_reserve,

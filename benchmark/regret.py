@@ -69,7 +69,7 @@ RESIDENT = "OPT-1.3B, H200, all fits"
 
 def request(it: Situation) -> SearchRequest:
     """The question to the planner."""
-    return SearchRequest.of(it.ranks, host_memory=it.host_memory, device_memory=it.device_memory, clipping=True)
+    return SearchRequest.of(it.ranks, host_budget=it.host_memory, device_memory=it.device_memory, clipping=True)
 
 
 def folder_of(name: str) -> Path:

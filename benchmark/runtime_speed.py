@@ -138,7 +138,7 @@ def _plan(model: Any, inp: Any, world_size: int, **memory: Any) -> Any:
     from elixir.models.step import default_step
     from elixir.search import optimal_search
 
-    common = {"inp": inp, "step_fn": default_step, "hardware": "cpu", "host_memory": "64GiB"}
+    common = {"inp": inp, "step_fn": default_step, "hardware": "cpu", "host_budget": "64GiB"}
     return optimal_search(model, world_size, **common, **memory).plan
 
 

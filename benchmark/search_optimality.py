@@ -137,7 +137,7 @@ def _against_bound(
             hardware,
             world_size,
             device_memory=budgets.device_bytes,
-            host_memory=budgets.host_bytes,
+            host_budget=budgets.host_bytes,
             early_updates=False,  # the bound knows of no update before the norm
         ).plan
     except PlanError:
@@ -179,7 +179,7 @@ def activations(models: Sequence[str]) -> Iterator[Row]:
             request = SearchRequest(
                 world_size=world_size,
                 device_memory=device_gib * GIB,
-                host_memory=int(share * everything),
+                host_budget=int(share * everything),
                 assume="nominal",
             )
             started = time.process_time()
@@ -198,7 +198,7 @@ def activations(models: Sequence[str]) -> Iterator[Row]:
                 world_size,
                 0 if plan is None else len(plan.chunks),
                 device_bytes=request.device_memory,
-                host_bytes=request.host_memory,
+                host_bytes=request.host_budget,
                 step_s=step_s,
                 reference_s=reference_s,
                 ratio=None if step_s is None or reference_s is None else step_s / reference_s,

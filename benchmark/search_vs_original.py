@@ -71,7 +71,7 @@ def rows(name: str) -> list[Row]:
                     hardware,
                     world,
                     device_memory=gib * 2**30,
-                    host_memory=HOST_MEMORY,
+                    host_budget=HOST_MEMORY,
                     optimizer_type="Adam",
                     early_updates=False,  # homes are compared, under the same rules
                 ).plan

@@ -83,7 +83,7 @@ def planned(it: Situation, step: StepTrace, *, early_updates: bool | None) -> Pl
         step,
         it.hardware,
         it.ranks,
-        host_memory=it.host_memory,
+        host_budget=it.host_memory,
         device_memory=it.device_memory,
         early_updates=early_updates,
         clipping=True,

@@ -156,7 +156,7 @@ def work_plan(name: str, runs: str, *world_sizes: str) -> Result:
         times, texts = [], []
         for _ in range(int(runs)):
             wall, cpu = time.perf_counter(), time.process_time()
-            plan = plan_from_trace(trace, hardware, int(world_size), host_memory=HOST_MEMORY).plan
+            plan = plan_from_trace(trace, hardware, int(world_size), host_budget=HOST_MEMORY).plan
             times.append([time.perf_counter() - wall, time.process_time() - cpu])
             texts.append(_json_of(plan))
         found[world_size] = {"times": times, "digests": [hashlib.sha256(text).hexdigest() for text in texts]}

@@ -328,7 +328,7 @@ class _Question:
 
     def _views(self, planning: Group) -> list[MachineView]:
         """Every rank's view of its machine, if the plan is for what is free there."""
-        given = {self.asked.get("device_memory"), self.asked.get("host_memory")}
+        given = {self.asked.get("device_memory"), self.asked.get("host_budget", self.asked.get("host_memory"))}
         reads = FREE_HERE in given or (None in given and (self.read_host or is_this_machine(self.profile)))
         if planning.size == 1 or self.plan is not None or not reads:
             return []

@@ -51,6 +51,8 @@ class Artifact:
     """Earlier schema versions that are read -> the fields that their files lack, with what leaving them out means."""
     dropped: ClassVar[tuple[str, ...]] = ()
     """Fields that files of earlier versions have, and that mean nothing any more."""
+    printed: ClassVar[tuple[str, ...]] = ()
+    """Keys that a command prints next to the fields, and that follow from them."""
 
     def to_dict(self) -> dict[str, Any]:
         """The artifact as plain lists, dicts, strings and numbers."""
@@ -89,7 +91,7 @@ class Artifact:
                 found = shortened(repr(data[key]))
                 reads = f"this version of Elixir reads {expected!r}"
                 raise ArtifactError(f"{source}: field '{key}' is {found}, {reads}; {cls.anew}", field=key)
-        body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
+        body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version", *cls.printed)}
         decoded: T = _decode(cls, body, "", source)
         return decoded
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elixir.cli import files, from_flags, output
 from elixir.cli.show import say_parts, say_trace
@@ -21,14 +21,14 @@ from elixir.plan.weight_file import WeightFile
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
 from elixir.search.question import Question
-from elixir.search.request import SearchRequest
+from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.whatif.sweep_row import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
 from elixir.step_trace import StepTrace
-from elixir.units import format_bytes
+from elixir.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
     hardware = with_network(hardware, args.network)
     warn_if_disk_full(hardware, args.disk_memory)
-    if args.host_memory is None and args.hardware is None:
+    if args.host_memory is None and args.host_budget is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
     if trace is None:
         asked = from_flags.asked(args, _optimizer(args, trace))
@@ -132,7 +132,7 @@ def _say_plan(
         plot_plan(plan, args.plot)
         written.append(Path(args.plot))
     if args.json:
-        output.say_json(plan.to_dict())
+        output.say_json(plan.to_dict() | {"must_be_free": _need(answer)})
         return 0
     if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
@@ -148,12 +148,22 @@ def _say_plan(
     return 0
 
 
+def _need(answer: Answer) -> dict[str, Any]:
+    """The memory that the processes of a plan take of each machine, and for what each of them takes it; libraries
+    count once."""
+    ranks = answer.question.hardware.ranks_per_host(answer.plan.world_size)
+    return {"machine_bytes": answer.must_be_free_bytes, "processes": ranks, "parts": answer.process_need.parts}
+
+
 def _say_need(answer: Answer) -> None:
     """Says how much memory the processes of a plan take of their machine, and for what."""
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
     of_each = f"; each of {ranks} processes" if ranks > 1 else ""
-    output.say(f"  must be free  {format_bytes(need.machine_bytes(ranks))} of each machine's memory{of_each}: {parts}")
+    given = answer.question.request.host_memory
+    of_given = f" of the {format_bytes(parse_bytes(given))}" if given not in (None, FREE_HERE) else ""
+    taken = f"{format_bytes(answer.must_be_free_bytes)}{of_given}"
+    output.say(f"  must be free  {taken} of each machine's memory{of_each}: {parts}")
 
 
 def _with_allowed(args: argparse.Namespace, question: Question) -> Question:

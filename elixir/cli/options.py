@@ -169,19 +169,22 @@ FLAGS: dict[str, Flag] = {
     # Budgets.
     "--device-memory": _bytes("budget of each device, such as 80GiB (default: all but a reserve)"),
     "--host-memory@plan": _bytes(
-        "budget of the host for all its ranks, such as 128GiB (default: what the hardware's file says; "
-        "without --hardware, what is free here; of both all but a reserve)"
+        "what a machine has for the run, such as 128GiB: all that must be free counts, of all its ranks (default: what "
+        "the hardware's file says; without --hardware, what is free here; of both all but a reserve)"
     ),
     "--host-memory": _bytes(
-        "of each machine, such as 512GiB (default: what its profile says, otherwise twice that of its devices in use; "
-        "of both all but a reserve)"
+        "what each machine has for the run, such as 512GiB: all that must be free counts (default: what its profile "
+        "says, otherwise twice that of its devices in use; of both all but a reserve)"
+    ),
+    "--host-budget": _bytes(
+        "instead of --host-memory: budget of the plan's own bytes on each host; libraries and your program come on top"
     ),
     "--device-reserve": _bytes(
         "without --device-memory: of each device, kept back for what no plan counts, such as kernels that are loaded "
         "later (default: about 6 %% of it)"
     ),
     "--host-reserve": _bytes(
-        "without --host-memory: of each machine, kept back likewise (default: 5 %% of it, at least what the system and "
+        "without either: of each machine, kept back likewise (default: 5 %% of it, at least what the system and "
         "the processes take)"
     ),
     "--reserve": _bytes("host memory that your program takes in each process later, such as for data workers"),
@@ -346,7 +349,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 """Every argument by its name, or by name and command where commands differ."""
 
-_BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --reserve --disk-memory"
+_BUDGETS = "--device-memory --host-memory --host-budget --device-reserve --host-reserve --reserve --disk-memory"
 _SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
 _ADAPTED = "--lora --quantised"
 _ASKED = (
@@ -361,7 +364,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "try": (
         "Ten steps of a model on this machine, measured briefly: memory, seconds and transfers as predicted, or not.",
         {
-            "": "model --device-memory --host-memory --out --json",
+            "": "model --device-memory --host-memory --host-budget --out --json",
             STEP: "--batch --seq --dtype --activation-checkpointing --moments",
         },
     ),

@@ -30,7 +30,7 @@ def run_try(args: argparse.Namespace) -> int:
 
     default = "bf16" if torch.cuda.is_available() else "fp32"
     dtype = parse_dtype(args.dtype or default)
-    budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
+    budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory", "host_budget")}
     model = build(args.model, dtype=dtype, checkpoint=args.checkpoint or "none")
     trial = try_model(
         args.model,

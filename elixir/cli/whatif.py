@@ -102,7 +102,7 @@ def run_fit(args: argparse.Namespace) -> int:
             f"{found.model} (batch {best.batch} a rank, {best.dtype}) fits {best.world_size} x {best.machine}: "
             f"{range_text(best.step_s or 0.0, between)} a step{speed}, "
             f"{format_bytes(best.device_peak_bytes or 0)} of each device and {format_bytes(best.host_peak_bytes or 0)} "
-            f"of host memory"
+            f"of host memory; {format_bytes(best.must_be_free_bytes or 0)} of each machine's memory must be free"
         )
         _say_cost(best, prices, args.tokens)
         if not args.brief:
@@ -301,7 +301,8 @@ def _print_rows(rows: Sequence[SweepRow], title: str, prices: Prices | None = No
 def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
     """Says what the presets leave open and every plan here rests on."""
 
-    if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):
+    given = args.host_memory is not None or args.host_budget is not None
+    if not given and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(
             f"host memory assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
             "what a machine really has"

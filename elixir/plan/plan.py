@@ -59,6 +59,7 @@ class Plan(Artifact):
         **{version: {} for version in range(19, 31)},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
+    printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str

@@ -13,6 +13,7 @@ from elixir.hardware.process_memory import (
     HELD,
     Resident,
 )
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
@@ -102,6 +103,21 @@ def process_need(
         "reserve": reserve_bytes,
     }
     return ProcessNeed({name: nbytes for name, nbytes in parts.items() if nbytes})
+
+
+def planned_need(plan: Plan, hardware: HardwareProfile) -> ProcessNeed:
+    """The expected peak of one process, before anything runs."""
+    return process_need(
+        plan,
+        hardware.device_kind,
+        host_bytes=plan.predicted.host_peak_bytes // hardware.ranks_per_host(plan.world_size),
+        reserve_bytes=plan.reserve_bytes,
+    )
+
+
+def must_be_free_bytes(plan: Plan, hardware: HardwareProfile) -> int:
+    """The memory of each machine that must be free for a run of the plan."""
+    return planned_need(plan, hardware).machine_bytes(hardware.ranks_per_host(plan.world_size))
 
 
 def _gathered_bytes(plan: Plan, given_bytes: int) -> int:

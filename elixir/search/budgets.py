@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import Outstanding, outstanding
 from elixir.search.propose.sizes import Budgets
 from elixir.search.request import FREE_HERE, SearchRequest, Size
-from elixir.units import MIB, format_bytes, parse_bytes
+from elixir.units import LARGEST_BYTES, MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,10 @@ def resolve_budgets(
     host share one memory: what is not given is split evenly between them, and no device reserve is kept back unless it
     is given. Of what is free here, the memory is left out that other plans at work in this process may still take.
 
+    Of ``host_memory``, which is all that a machine has for the run, its processes take `processes_bytes`, and a plan
+    the rest. On a ``cpu`` profile the devices may have that rest, too: only a plan tells what both take together, so
+    the planner looks at it again then.
+
     Args:
         hardware: the machine planned for.
         request: its memory, its reserves and its number of ranks count here.
@@ -96,12 +101,14 @@ def resolve_budgets(
     Raises:
         InputError: no size is given and the profile knows none, or other plans were promised all that is free.
     """
+    if request.host_memory not in (None, FREE_HERE):
+        return _of_machine(hardware, request, on_paper=on_paper)
     world_size, host_memory, host_reserve = request.world_size, request.host_memory, request.host_reserve
     device_memory, device_reserve = request.device_memory, request.device_reserve
     ranks = hardware.ranks_per_host(world_size)
     on_cpu = hardware.device_kind == "cpu"
     device = None if device_memory is None else parse_bytes(device_memory)
-    host = None if host_memory is None or host_memory == FREE_HERE else parse_bytes(host_memory)
+    host = None if request.host_budget is None else parse_bytes(request.host_budget)
     kept_of_device = 0 if device_reserve is None else parse_bytes(device_reserve)
     kept_of_host = 0 if host_reserve is None else parse_bytes(host_reserve)
     here = not on_paper and is_this_machine(hardware)
@@ -141,6 +148,26 @@ def resolve_budgets(
             slack = min(int(FRAGMENTATION_SHARE * whole), kept_of_device)
         device = max(whole - kept_of_device, 0)
     return Budgets(device, host, 0, kept_of_device, kept_of_host, slack, read)
+
+
+def _of_machine(hardware: HardwareProfile, request: SearchRequest, *, on_paper: bool) -> Budgets:
+    """`resolve_budgets` where ``host_memory`` says what a machine has."""
+    machine_bytes, other_bytes = parse_bytes(request.host_memory or 0), processes_bytes(hardware, request)
+    host_bytes = max(machine_bytes - other_bytes, 0)
+    left = replace(request, host_memory=None, host_budget=host_bytes)
+    if hardware.device_kind == "cpu":
+        device = LARGEST_BYTES if request.device_memory is None else parse_bytes(request.device_memory)
+        device = min(device, host_bytes // hardware.ranks_per_host(request.world_size))
+        left = replace(left, device_memory=device, device_reserve=None)
+    found = resolve_budgets(hardware, left, on_paper=on_paper)
+    return replace(found, machine_bytes=machine_bytes, other_bytes=other_bytes)
+
+
+def processes_bytes(hardware: HardwareProfile, request: SearchRequest) -> int:
+    """Bytes of one machine that its processes take without their plans: libraries, programs, and the program's own
+    `SearchRequest.reserve`."""
+    ranks = hardware.ranks_per_host(request.world_size)
+    return estimated_bytes(hardware.device_kind, ranks) + ranks * parse_bytes(request.reserve or 0)
 
 
 def default_device_reserve(device_bytes: int, world_size: int) -> int:

@@ -24,6 +24,7 @@ from elixir.optimizer_states import (
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
+from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
@@ -65,7 +66,7 @@ def plan_or_shortage(
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    plan, tried, searched = _planned(question, setting, budgets, moves=moves)
+    plan, tried, searched, nearest_bytes = _planned(question, setting, budgets, moves=moves)
     if plan is None and budgets.device_slack_bytes:
         plan, *_ = _planned(question, setting, budgets.with_slack(), moves=moves)
         if plan is not None:
@@ -74,6 +75,13 @@ def plan_or_shortage(
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
                 format_bytes(budgets.device_slack_bytes),
             )
+    if plan is None and nearest_bytes is not None:
+        raise PlanError(
+            f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
+            "free there",
+            needed_bytes=nearest_bytes,
+            available_bytes=budgets.given_host_bytes,
+        )
     if plan is None:
         unmet = Unmet(question, tried)
         raise shortage(
@@ -99,9 +107,43 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
 
 def _planned(
     question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False, moves: bool = True
+) -> tuple[Plan | None, Setting, int | None, int | None]:
+    """The plan or None, the setting that was tried last, the least host bytes of all that fit the device there, None
+    where nothing was searched, and what must be free for the plan that comes nearest to the machine's memory, None
+    where no budget was in the way of that."""
+    nearest_bytes: int | None = None
+    while True:
+        plan, tried, searched = _in_budgets(question, setting, budgets, briefly=briefly, moves=moves)
+        if plan is None or budgets.machine_bytes is None:
+            return plan, tried, searched, nearest_bytes
+        needed_bytes, predicted = must_be_free_bytes(plan, question.hardware), plan.predicted
+        over_bytes = needed_bytes - budgets.machine_bytes
+        if over_bytes <= 0:
+            return _with_rest(plan, -over_bytes, setting), tried, searched, nearest_bytes
+        # On a CPU, whose heap and device are in the same memory, only the plan tells how much of it is the host's.
+        without_copies = needed_bytes - predicted.checkpoint_bytes
+        nearest_bytes = without_copies if nearest_bytes is None else min(nearest_bytes, without_copies)
+        if over_bytes > predicted.host_peak_bytes:
+            return None, tried, searched, nearest_bytes
+        budgets = replace(budgets, host_bytes=predicted.host_peak_bytes - over_bytes)
+
+
+def _with_rest(plan: Plan, rest_bytes: int, setting: Setting) -> Plan:
+    """The plan whose budgets are what it takes and what a machine then has left, where its devices are CPUs."""
+    if setting.device_kind != "cpu":
+        return plan
+    device_bytes = plan.predicted.device_peak_bytes + rest_bytes // setting.ranks_per_host
+    return replace(
+        plan,
+        device_budget_bytes=min(plan.device_budget_bytes, device_bytes),
+        host_budget_bytes=plan.predicted.host_peak_bytes + rest_bytes,
+    )
+
+
+def _in_budgets(
+    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool, moves: bool
 ) -> tuple[Plan | None, Setting, int | None]:
-    """The plan or None, the setting that was tried last, and the least host bytes of all that fit the device there,
-    None where nothing was searched."""
+    """The first three of `_planned`, whatever the processes take."""
     request, found, seconds = question.request, [], []
 
     def plan(of_pass: Question) -> None:
@@ -249,9 +291,8 @@ def simple_plan(
         raise InputError(f"allocate_factor must be above 0 and at most 1, got {allocate_factor}")
     if shard_device not in ("cuda", "cpu"):
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
-    limits: dict[str, Any] = {
-        name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
-    }
+    limits: dict[str, Any] = {} if request.device_memory is not None else {"device_memory": LARGEST_BYTES}
+    limits |= {} if request.gives_host else {"host_budget": LARGEST_BYTES}
     # By hand, nothing is chosen that was not asked for.
     request = replace(request, fetch=request.fetch or "parameters")
     matrices = setting_for(trace, hardware, request).matrices  # a pass does not say what an embedding looks up
@@ -274,10 +315,18 @@ def simple_plan(
     outcome = judge_updates(candidate, space, budgets, _scenarios(space, request))
     made = _plan_of((space, outcome), budgets, request)
     taken = made.predicted
+    over_bytes = 0 if budgets.machine_bytes is None else must_be_free_bytes(made, hardware) - budgets.machine_bytes
+    if over_bytes > 0:
+        budgets = replace(budgets, host_bytes=max(taken.host_peak_bytes - over_bytes, 0))
+        if not _fits(candidate, budgets):
+            needed_bytes = must_be_free_bytes(made, hardware) - taken.checkpoint_bytes
+            raise _too_large(candidate, replace(budgets, other_bytes=needed_bytes - candidate.need.host_bytes))
+        made = _plan_of((space, outcome), budgets, request)
+        taken = made.predicted
     return replace(
         made,
         device_budget_bytes=taken.device_peak_bytes if request.device_memory is None else budgets.device_bytes,
-        host_budget_bytes=taken.host_peak_bytes if request.host_memory is None else budgets.host_bytes,
+        host_budget_bytes=budgets.host_bytes if request.gives_host else taken.host_peak_bytes,
     )
 
 
@@ -289,7 +338,7 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
             levers.append(Lever("lower allocate_factor, which saves at most all blocks but one", spare))
         needed, available, name = need.device_bytes, budgets.device_bytes, "device"
     else:
-        needed, available, name = need.host_bytes, budgets.host_bytes, "host"
+        needed, available, name = need.host_bytes + budgets.other_bytes, budgets.given_host_bytes, "host"
     return PlanError(
         f"the plan that was asked for does not fit the {name} memory",
         needed_bytes=needed,

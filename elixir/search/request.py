@@ -54,8 +54,9 @@ class SearchRequest:
     device_memory: Size = None
     """Budget of one device. None: what is free or what the profile says, less a reserve (`elixir.search.budgets`)."""
     host_memory: Size = None
-    """Budget of one machine, all its ranks together. None: likewise; ``"free"``: what is free on the machine that
-    plans."""
+    """Memory that one machine has for the run: all that must be free there counts, of all its ranks together, such as
+    libraries, the program and, on a CPU, the device's part. None: as for a device; ``"free"``: what is free on the
+    machine that plans."""
     placement: HomeChoice = "auto"
     """``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host."""
     accumulation: int = 1
@@ -81,10 +82,11 @@ class SearchRequest:
     """How much of one device is kept back where `device_memory` is None; None: enough for what a plan does not
     count."""
     host_reserve: Size = None
-    """The same of one machine, if `host_memory` is None."""
+    """The same of one machine, if neither `host_memory` nor `host_budget` is given."""
     reserve: Size = None
     """Host memory that the user's program takes in each process after its model is wrapped, such as for the workers of
-    a data loader. It is kept back where `host_memory` is None; what a process holds before is measured."""
+    a data loader. It counts against `host_memory` or what is free, not against `host_budget`; what a process holds
+    before is measured."""
     assume: Assumption = "scenarios"
     """``scenarios``: the plan loses least in all that the hardware profile thinks possible, such as a host slower than
     it says, or steps that are all clipped. ``nominal``: the fastest plan at the profile's rates."""
@@ -107,6 +109,9 @@ class SearchRequest:
     """``auto``: the search chooses for each unit which results of its forward are kept for backward, and which are made
     again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, or a trace that
     follows from a model's name. None: as the model is."""
+    host_budget: Size = None
+    """Instead of `host_memory`, the budget of what Elixir itself keeps on the host of one machine, such as weights,
+    gradients and states of all its ranks. All else that must be free comes on top."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -131,17 +136,21 @@ class SearchRequest:
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
         state_size(self.optimizer_type, self.moments)
-        for name in ("device_memory", "host_memory", "disk_memory", "device_reserve", "host_reserve", "reserve"):
+        for name in (*_BUDGETS, "disk_memory", "device_reserve", "host_reserve", "reserve"):
             size = getattr(self, name)
             if size is not None and not (name == "host_memory" and size == FREE_HERE):
                 parse_bytes(size)
-        for which in ("device", "host"):
-            memory, reserve = getattr(self, f"{which}_memory"), getattr(self, f"{which}_reserve")
+        if self.host_memory is not None and self.host_budget is not None:
+            raise InputError(
+                f"host_memory={self.host_memory!r} is what a machine has for all of the run, host_budget="
+                f"{self.host_budget!r} what Elixir keeps on its host; give one of them"
+            )
+        for name, which in _BUDGETS.items():
+            memory, reserve = getattr(self, name), getattr(self, f"{which}_reserve")
             if memory is not None and memory != FREE_HERE and reserve is not None:
                 raise InputError(
-                    f"{which}_memory={memory!r} is taken as given, so nothing is kept back of it; leave out "
-                    f"{which}_reserve="
-                    f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
+                    f"{name}={memory!r} is taken as given, so nothing is kept back of it; leave out {which}_reserve="
+                    f"{reserve!r}, or leave out {name} to keep that much back of what is there"
                 )
         self._check_kept()
         if self.fetch == "units" and (self.activations is not None or self.pass_size != 1):
@@ -206,6 +215,16 @@ class SearchRequest:
         return divisions(self.world_size, ranks_per_host)
 
     @property
+    def gives_host(self) -> bool:
+        """Whether it says how much of the host a plan may use."""
+        return self.host_memory is not None or self.host_budget is not None
+
+    @property
+    def host_option(self) -> Literal["host_memory", "host_budget"]:
+        """The option by which the host's memory is given, or would be."""
+        return "host_memory" if self.host_budget is None else "host_budget"
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of passes to try, the smallest first."""
         if self.pass_size != "auto":
@@ -214,6 +233,8 @@ class SearchRequest:
         return tuple(size for size in sorted({*powers, self.accumulation}) if not self.accumulation % size)
 
 
+_BUDGETS = {"device_memory": "device", "host_memory": "host", "host_budget": "host"}
+"""Options that are budgets -> whose memory."""
 OPTIONS = tuple(field.name for field in fields(SearchRequest))
 
 

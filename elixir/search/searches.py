@@ -105,7 +105,7 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
     warn_if_doubtful(profile)
     warn_if_disk_full(profile, request.disk_memory)
     request.divisions(1)  # refuses before a trace is made
-    if read_host and request.host_memory is None:
+    if read_host and not request.gives_host:
         request = dataclasses.replace(request, host_memory=host_memory_here(profile))
     return _checked(_answer(step, profile, request), step)
 

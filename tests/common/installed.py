@@ -114,7 +114,7 @@ def commands_run(commands: Path, cwd: Path) -> None:
     assert str(commands.parent) in where, where
     profiled = run(elixir, "profile", "opt-125m", "--seq", "64", "--brief", cwd=cwd)
     assert "opt-125m" in profiled, profiled
-    words = ("opt-125m", "--seq", "64", "--host-memory", "64GiB", "--brief")
+    words = ("opt-125m", "--seq", "64", "--host-budget", "64GiB", "--brief")
     for command in ((python, "-m", "elixir"), (elixir,)):
         planned = run(*command, "plan", *words, cwd=cwd)
         assert "opt-125m (bfloat16) on 1 x h200" in planned, planned

@@ -86,7 +86,7 @@ def plan_for(
         able = set(repeated_layers(model).values()) & set(trace.step.checkpointed)
         trace = traced(*(UnitActivations(name, (), (Result(INPUT, 0),)) for name in sorted(able)))
     size = accumulation if pass_size is None else pass_size
-    options = {"world_size": 1, "host_memory": "64GiB"} | options
+    options = {"world_size": 1, "host_budget": "64GiB"} | options
     request = SearchRequest(accumulation=accumulation, pass_size=size, **options)
     by_hand = {"split_number": 8, "allocate_factor": 0.5, "shard_device": home}
     return simple_plan(trace, profile, request, **by_hand)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def plan(trace: StepTrace, world_size: int = 1, *, device: int = PLENTY, host: i
 
 
 def _with_budgets(*, device: int = PLENTY, host: int = PLENTY, **options: Any) -> dict[str, Any]:
-    return {"device_memory": device, "host_memory": host, **options}
+    return {"device_memory": device, "host_budget": host, **options}
 
 
 def link_bytes(made: Plan) -> int:

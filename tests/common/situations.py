@@ -67,7 +67,7 @@ def asked(draw: random.Random, param_bytes: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "asked": world_size,
         "device_memory": int(param_bytes * draw.uniform(0.5, 8)) + 64 * 2**20,
-        "host_memory": int(param_bytes * draw.uniform(2, 20)),
+        "host_budget": int(param_bytes * draw.uniform(2, 20)),
         "optimizer_type": draw.choice(("Adam", "Adam", "AdamW", "SGD")),
         "overlap": draw.random() < 0.9,
         "accumulation": draw.choice((1, 1, 2, 4)),
@@ -78,7 +78,7 @@ def asked(draw: random.Random, param_bytes: int) -> dict[str, Any]:
     if options["optimizer_type"] != "SGD":
         options["moments"] = draw.choice(("float32", "float32", "bfloat16", "8bit"))
     if draw.random() < 0.3:
-        options |= {"disk_memory": 50 * GIB, "host_memory": int(param_bytes * draw.uniform(1, 6))}
+        options |= {"disk_memory": 50 * GIB, "host_budget": int(param_bytes * draw.uniform(1, 6))}
     if draw.random() < 0.3:
         options["frozen_weights"] = "files"
     if world_size >= 4 and draw.random() < 0.5:
@@ -98,7 +98,7 @@ def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, 
     trace = layered_step(layers, trained=kind != "untrained", adapters=kind == "adapters", copies=kind == "copies")
     machine, options = made_up_machine(draw), asked(draw, trace.param_bytes)
     options["device_memory"] = int(trace.activation_peak_bytes + trace.param_bytes * draw.uniform(0.2, 3)) + 2**26
-    options["host_memory"] *= draw.choice((1, 3, 3, 3))
+    options["host_budget"] *= draw.choice((1, 3, 3, 3))
     options["search"] = draw.choice(("optimal", "optimal", "optimal", "optimal", "minimum_waste"))
     if kind == "untrained":
         return (

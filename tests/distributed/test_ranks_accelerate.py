@@ -14,7 +14,7 @@ import torch
 from tests.common.spawn import as_launched, run_ranks
 
 ROOT = Path(__file__).parents[2]
-ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ROOMY = {"device_memory": "64MiB", "host_budget": "64MiB"}
 PLANS = {"on the host": {**ROOMY, "placement": "cpu"}, "resident": {**ROOMY, "placement": "cuda"}}
 TOLERANCE = 1e-6
 
@@ -60,7 +60,7 @@ from elixir.integrations.accelerate import ElixirAccelerator
 from tests.common.accelerated import Loop
 
 plain = Loop(Accelerator(cpu=True), samples=4).epoch()
-ours = Loop(ElixirAccelerator(cpu=True, elixir={"device_memory": "64MiB", "host_memory": "64MiB"}), samples=4)
+ours = Loop(ElixirAccelerator(cpu=True, elixir={"device_memory": "64MiB", "host_budget": "64MiB"}), samples=4)
 assert ours.accelerator.num_processes == 2
 found = ours.epoch()
 assert max(abs(one - other) for one, other in zip(found, plain, strict=True)) <= 1e-6, (found, plain)

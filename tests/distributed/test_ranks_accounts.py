@@ -32,7 +32,7 @@ def steps(rank: int, world_size: int, overlap: bool) -> tuple[int, int, int]:
     model, inp = PartlyUsed(), {"x": torch.ones(2, 64)}
     plan = optimal_search(
         model, world_size, inp=inp, step_fn=lambda m, i: m(**i).backward(), hardware="cpu", overlap=overlap,
-        device_memory="1GiB", host_memory="1GiB", placement="cuda",
+        device_memory="1GiB", host_budget="1GiB", placement="cuda",
     ).plan  # fmt: skip
     assert all(chunk.resident for chunk in plan.chunks)
     module = ElixirModule(model, plan, device="cpu")

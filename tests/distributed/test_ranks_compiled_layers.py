@@ -91,7 +91,7 @@ def _late(rank: int, world_size: int) -> None:
     fresh()
     module, wrapped = elixir.wrap(
         it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=inp, device="cpu", placement="cpu",
-        device_memory="64MiB", host_memory="1GiB", replan=False,
+        device_memory="64MiB", host_budget="1GiB", replan=False,
     )  # fmt: skip
     found = train(mine, module, wrapped, 2)
     compiled(it.model)

@@ -14,7 +14,7 @@ import torch
 
 from tests.common.spawn import as_launched, run_ranks
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 TOLERANCE = 1e-6
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.common.spawn import as_launched, run_ranks
 
-ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ROOMY = {"device_memory": "64MiB", "host_budget": "64MiB"}
 PLANS = {"on the host": {**ROOMY, "placement_policy": "cpu"}, "resident": {**ROOMY, "placement_policy": "cuda"}}
 TOLERANCE = 1e-6
 

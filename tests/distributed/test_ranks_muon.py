@@ -115,7 +115,7 @@ def clipped(rank: int, world_size: int) -> None:
     names = [name for name, each in model.named_parameters() if each.ndim == 2 and "layers" in name]
     theirs = optimizers(plain, names)
     module, mine = elixir.wrap(
-        model, optimizers(model, names), inp=inp, device_memory="1.3MiB", host_memory="1GiB", max_norm=0.1
+        model, optimizers(model, names), inp=inp, device_memory="1.3MiB", host_budget="1GiB", max_norm=0.1
     )
     for _ in range(3):
         hf_loss(plain, inp).backward()

@@ -144,8 +144,8 @@ def test_the_first_plan_that_fits_all_is_taken() -> None:
 
 DIFFERENT = {
     r"clipping \(False, on rank 0 True\)": ({"clipping": True}, {"clipping": False}),
-    "host_budget_bytes": ({"host_memory": "64MiB"}, {"host_memory": "128MiB"}),
-    "read_budgets": ({"host_memory": "64MiB"}, {}),
+    "host_budget_bytes": ({"host_budget": "64MiB"}, {"host_budget": "128MiB"}),
+    "read_budgets": ({"host_budget": "64MiB"}, {}),
 }
 """Cause of two plans -> what their ranks asked for."""
 
@@ -169,7 +169,7 @@ def without_a_plan_for_all(rank: int, world_size: int) -> None:
     plan = optimal_search(model, world_size, inp=batch, hardware=machine, placement="cuda").plan
     peaks = {"device": plan.predicted.device_peak_bytes, "host": plan.predicted.host_peak_bytes}
     short = replace(plan, **{f"{('device', 'host')[rank]}_budget_bytes": peaks[("device", "host")[rank]] - 1})
-    with pytest.raises(InputError, match=r"no rank's plan fits .* device_memory=\d+ \(.*\) and host_memory=\d+ \("):
+    with pytest.raises(InputError, match=r"no rank's plan fits .* device_memory=\d+ \(.*\) and host_budget=\d+ \("):
         ElixirModule(model, short)
     wrapped = ElixirModule(model, plan)
     wrapped.close()

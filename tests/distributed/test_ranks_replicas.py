@@ -185,7 +185,7 @@ def _evaluates(rank: int, world_size: int) -> None:
         expected = model(**inp).logits
     texts: list[str | None] = [None]
     if rank == 0:
-        memory = {"device_memory": "420KiB", "host_memory": "1GiB"}
+        memory = {"device_memory": "420KiB", "host_budget": "1GiB"}
         made = optimal_search(model, 4, inp=inp, hardware="cpu", optimizer_type=None, replicas=2, **memory)
         texts = [made.plan.to_json()]
     dist.broadcast_object_list(texts, src=0)
@@ -214,7 +214,7 @@ def _by_mesh(rank: int, world_size: int) -> None:
         Group(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options: dict[str, Any] = {"inp": inp, "step_fn": lambda m, i: hf_loss(m, i).backward(), "hardware": "cpu"}
-    memory = {"device_memory": "1GiB", "host_memory": "1GiB"}
+    memory = {"device_memory": "1GiB", "host_budget": "1GiB"}
     with pytest.raises((InputError, elixir.ElixirError), match="the device mesh has 2"):
         elixir.wrap(model, optimizer, group=mesh, replicas=1, **options, **memory)
     module, wrapped = elixir.wrap(model, optimizer, group=mesh, **options, **memory)

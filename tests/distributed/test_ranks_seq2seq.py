@@ -9,7 +9,7 @@ import pytest
 
 from tests.common.spawn import as_launched, run_ranks
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 
 
 def generated(rank: int, world_size: int, folder: Path, elixir: dict[str, Any] | None) -> Any:

@@ -44,7 +44,7 @@ def losses(rank: int, world_size: int, order: str, memory: str | None) -> tuple[
         models.policy = DistributedDataParallel(policy)
     else:
         model, optimizer = elixir.wrap(
-            models, optimizer, inp=batch(0), step_fn=step, hardware="cpu", host_memory="1GiB", device_memory="1GiB",
+            models, optimizer, inp=batch(0), step_fn=step, hardware="cpu", host_budget="1GiB", device_memory="1GiB",
             placement=memory, replan=False,
         )  # fmt: skip
     found, odd = [], ""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.common.spawn import as_launched, run_ranks
 
-ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ROOMY = {"device_memory": "64MiB", "host_budget": "64MiB"}
 PLANS = {"on the host": {**ROOMY, "placement": "cpu"}, "resident": {**ROOMY, "placement": "cuda"}}
 TOLERANCE = 1e-6
 

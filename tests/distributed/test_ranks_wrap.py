@@ -37,7 +37,7 @@ def training(rank: int, world_size: int, move: bool) -> list[str]:
     plain: Any = DistributedDataParallel(copy.deepcopy(model))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    memory = {"device_memory": "1200KiB", "host_memory": "1GiB"}
+    memory = {"device_memory": "1200KiB", "host_budget": "1GiB"}
     module, wrapped = elixir.wrap(model, optimizer, inp=inp, hardware="cpu", device="cpu", **memory)
     before = module.plan
     for _ in range(10):
@@ -92,7 +92,7 @@ def refused(rank: int, world_size: int) -> None:
     model = tiny("opt")
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RankError if rank else PlanError, match="needed"):
-        elixir.wrap(model, optimizer, hardware="cpu", device_memory="1KiB", host_memory="1GiB")
+        elixir.wrap(model, optimizer, hardware="cpu", device_memory="1KiB", host_budget="1GiB")
 
 
 def test_what_rank_0_cannot_plan_ends_all() -> None:
@@ -129,7 +129,7 @@ def strict(rank: int, world_size: int) -> list[str]:
     def refused(module: Any, batch: Any) -> None:
         (hf_loss(module, batch) + module.lm_head.weight.square().sum()).backward()
 
-    memory = {"device_memory": "1GiB", "host_memory": "1GiB", "hardware": "cpu", "device": "cpu", "placement": "cuda"}
+    memory = {"device_memory": "1GiB", "host_budget": "1GiB", "hardware": "cpu", "device": "cpu", "placement": "cuda"}
     said = []
     for step in (refused, None):
         try:

@@ -343,7 +343,7 @@ def _evaluation(rank: int, world_size: int) -> None:
     options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     expected = model.generate(**options)
     plan = optimal_search(
-        model, world_size, generate=(6, 8), hardware="cpu", device_memory="400KiB", host_memory="64MiB", placement="cpu"
+        model, world_size, generate=(6, 8), hardware="cpu", device_memory="400KiB", host_budget="64MiB", placement="cpu"
     )
     wrapped = ElixirModule(model, plan)
     assert torch.equal(wrapped.generate(**options), expected)

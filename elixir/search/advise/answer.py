@@ -9,14 +9,14 @@ from typing import Any
 from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.plan.process_need import ProcessNeed, process_need
+from elixir.plan.process_need import ProcessNeed, must_be_free_bytes, planned_need
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import format_seconds, parse_bytes
+from elixir.units import format_seconds
 
 ALLOWED: tuple[Kind, ...] = ("moments", "kernels", "accumulation", "checkpointing")
 """Kinds of changes that a user may allow: they change numerics, or what a step is."""
@@ -76,7 +76,7 @@ class Answer:
             matrices=plan.matrices or None,
             overlap=plan.overlap,
             device_memory=plan.device_budget_bytes,
-            host_memory=plan.host_budget_bytes,
+            host_budget=plan.host_budget_bytes,
             disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
             placement=plan.placement,
             accumulation=plan.accumulation,
@@ -99,14 +99,13 @@ class Answer:
 
     @property
     def process_need(self) -> ProcessNeed:
-        """The host memory of one process at its peak; `ProcessNeed.machine_bytes` is that of a machine."""
-        hardware, predicted = self.question.hardware, self.plan.predicted
-        return process_need(
-            self.plan,
-            hardware.device_kind,
-            host_bytes=predicted.host_peak_bytes // hardware.ranks_per_host(self.plan.world_size),
-            reserve_bytes=parse_bytes(self.question.request.reserve or 0),
-        )
+        """The host memory of one process at its peak."""
+        return planned_need(self.plan, self.question.hardware)
+
+    @property
+    def must_be_free_bytes(self) -> int:
+        """The memory of each machine that must be free for a run, that of all its processes."""
+        return must_be_free_bytes(self.plan, self.question.hardware)
 
     @property
     def samples_per_s(self) -> float:
@@ -144,7 +143,7 @@ class Answer:
         """
         plan, trace, hardware = self.plan, self.trace, self.question.hardware
         now_s = simulate_step(plan, trace, hardware).step_s
-        changes, found = list(better_machine(plan, hardware)), []
+        changes, found = list(better_machine(plan, self.question)), []
         for done, change in enumerate(changes):
             if progress is not None:
                 progress(change.action, done, len(changes))

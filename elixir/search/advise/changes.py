@@ -14,7 +14,8 @@ from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.problem.budgeted_trace import budgeted_units
 from elixir.search.question import Question, StepQuestion
-from elixir.units import format_bytes
+from elixir.search.request import FREE_HERE
+from elixir.units import format_bytes, parse_bytes
 
 Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "activations", "placement", "machine"]
 MORE_BATCHES = 4
@@ -132,21 +133,28 @@ def more_machine(question: Question, which: Literal["device", "host"], size: str
     there = hardware.device_memory_bytes - CUDA_CONTEXT_BYTES
     if which == "host" or size_bytes <= there or hardware.device_kind == "cpu":
         action = "give the host more memory" if which == "host" else "let the plan have more of the device"
+        option = question.request.host_option if which == "host" else "device_memory"
         # A budget that is given leaves no reserve to ask for.
-        request = ((f"{which}_memory", size), (f"{which}_reserve", None))
-        yield Change(("machine",), action, ((f"{which}_memory", size),), request)
+        yield Change(("machine",), action, ((option, size),), ((option, size), (f"{which}_reserve", None)))
     if ranks <= hardware.devices_per_host or hardware.network_bytes_per_s is not None:
         yield Change(("machine",), f"run on {ranks} ranks", (("world_size", str(ranks)),), (("world_size", ranks),))
 
 
-def better_machine(plan: Plan, hardware: HardwareProfile) -> Iterator[Change]:
-    """`FACTOR` times each part of the machine that the plan uses; first, nothing."""
+def better_machine(plan: Plan, question: Question) -> Iterator[Change]:
+    """`FACTOR` times each part of the machine that the plan of a question uses; first, nothing."""
+    hardware, option, given = question.hardware, question.request.host_option, question.request.host_memory
     device, host = FACTOR * plan.device_budget_bytes, FACTOR * plan.host_budget_bytes
+    free: tuple[tuple[str, Any], ...] = ()
+    if given is None or given == FREE_HERE:
+        option, free = "host_budget", (("host_memory", None), ("host_reserve", None))
+    else:
+        host = FACTOR * parse_bytes(given)
     yield Change(("machine",), "plan again, nothing changed")
     yield Change(("machine",), f"device memory of {format_bytes(device)}", request=(("device_memory", device),))
     hosted = plan.predicted.host_step_bytes > 0
     if hosted:
-        yield Change(("machine",), f"host memory of {format_bytes(host)}", request=(("host_memory", host),))
+        action = f"{option.replace('_', ' ')} of {format_bytes(host)}"
+        yield Change(("machine",), action, request=((option, host), *free))
     for what, name, used in (
         ("host_link", "the link to the host", hosted),
         ("disk", "the disk", plan.uses_disk or plan.reads_files),

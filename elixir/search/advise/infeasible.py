@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from elixir.errors import Lever, PlanError, readable_bytes
+from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, more_machine
-from elixir.search.planner import budgets_of, least_host_bytes, setting_for
+from elixir.search.budgets import processes_bytes
+from elixir.search.planner import budgets_of, least_host_bytes, planned, setting_for
 from elixir.search.problem.placement import Spill
 from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes
 from elixir.search.propose.sizes import Budgets
@@ -30,10 +32,12 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         question: as asked.
     """
     budgets = budgets_of(question.hardware, question.request)
-    short_of_device = error.available_bytes == budgets.device_bytes and error.available_bytes != budgets.host_bytes
+    available_bytes = error.available_bytes
+    short_of_device = available_bytes == budgets.device_bytes and available_bytes != budgets.given_host_bytes
     needed_bytes = error.needed_bytes
     if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
-        needed_bytes = max(needed_bytes, least_host_bytes(question) or 0)
+        plans_bytes = needed_bytes - budgets.other_bytes
+        needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question) or 0))
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
     job = list(for_memory(question))
     machine = list(more_machine(question, "device" if short_of_device else "host", size, needed_bytes))
@@ -51,11 +55,30 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         lacking = lacks_room(question.trace, setting_for(*question), budgets)
         if lacking:  # or one would cut the batch until the device does, and then learn of the host
             action = "give the host more memory as well, for weights and optimizer states"
-            levers.append(Lever(action, lacking, "adds", argument="host_memory", comes_last=True))
+            argument = question.request.host_option
+            levers.append(Lever(action, lacking, "adds", argument=argument, comes_last=True))
     levers += _lora(question.trace, budgets)
     return PlanError(
         error.what, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, levers=tuple(levers)
     )
+
+
+def _enough_of_host(question: Question, host_bytes: int) -> int:
+    """The value of the option that gives the host's memory with which a plan may have so many bytes of it.
+
+    On a CPU with ``host_memory`` it is what a plan with these bytes needs in all, for the device lies there, too.
+    """
+    hardware, request = question.hardware, question.request
+    if request.host_option == "host_budget":
+        return host_bytes
+    if hardware.device_kind == "cpu":
+        device = LARGEST_BYTES if request.device_memory is None else request.device_memory
+        asked = replace(request, device_memory=device, host_memory=None, host_budget=host_bytes)
+        asked = replace(asked, device_reserve=None, host_reserve=None)
+        plan = planned(question._replace(request=asked), briefly=True)
+        if plan is not None:
+            return must_be_free_bytes(plan, hardware) - plan.predicted.checkpoint_bytes
+    return host_bytes + processes_bytes(hardware, request)
 
 
 def _tried(change: Change, question: Question) -> Answer | None:
@@ -79,6 +102,7 @@ def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change
         least = least_bytes(Unmet(changed, setting_for(*changed)), device_bytes)
         needed_bytes = max(least, least_host_bytes(changed) or 0)
         if needed_bytes:
+            needed_bytes = _enough_of_host(changed, needed_bytes)
             size = readable_bytes(needed_bytes, up=True).replace(" ", "")
             yield replace(change + next(more_machine(changed, "host", size, needed_bytes)), kinds=change.kinds)
 
@@ -142,7 +166,8 @@ def _estimated(
             others.append(("leave frozen weights in their safetensors files", "frozen_weights", "files", in_files))
     for action, argument, value, other in others:
         if argument not in settled:
-            saved = error.needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)
+            needed_bytes = error.needed_bytes - (0 if short_of_device else budgets.other_bytes)
+            saved = needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)
             if saved > 0:
                 first = argument == "fused_kernels" and saved >= error.needed_bytes - error.available_bytes
                 last = fewer_bits and argument == "disk_memory"

@@ -48,8 +48,15 @@ def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]
             device would do.
     """
     where = f"{unmet.question.trace.model_name} at world size {unmet.setting.world_size}"
-    device = _least_device(unmet)
+    device, setting = _least_device(unmet), unmet.setting
+    shares_host = setting.device_kind == "cpu" and budgets.machine_bytes is not None
     if device.device_bytes > budgets.device_bytes:
+        if shares_host and budgets.device_bytes == budgets.host_bytes // setting.ranks_per_host:
+            return PlanError(
+                f"{where} does not fit the memory of the machine, in which its devices lie, too",
+                needed_bytes=setting.ranks_per_host * device.device_bytes + device.host_bytes + budgets.other_bytes,
+                available_bytes=budgets.given_host_bytes,
+            )
         what = f"{where}{_device_message(unmet, budgets, device)}"
         return PlanError(what, needed_bytes=device.device_bytes, available_bytes=budgets.device_bytes)
     provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
@@ -57,8 +64,8 @@ def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]
         provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
         f"{where} does not fit the host memory{provided}",
-        needed_bytes=min(_least_host(unmet, budgets.device_bytes), least_host_bytes()),
-        available_bytes=budgets.host_bytes,
+        needed_bytes=min(_least_host(unmet, budgets.device_bytes), least_host_bytes()) + budgets.other_bytes,
+        available_bytes=budgets.given_host_bytes,
     )
 
 

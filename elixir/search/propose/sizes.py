@@ -46,6 +46,15 @@ class Budgets:
     """The part of `device_reserve_bytes` that a plan may have before it is refused."""
     read: tuple[Literal["device", "host"], ...] = ()
     """The budgets that nobody gave; they are what is free on this machine."""
+    machine_bytes: int | None = None
+    """Memory of one machine that all its processes may take together, if that was given."""
+    other_bytes: int = 0
+    """The part of it that is not left to the plan's host, such as libraries; 0 if it was not given."""
+
+    @property
+    def given_host_bytes(self) -> int:
+        """The value of the option that gave the host's memory, ``host_memory`` or ``host_budget``."""
+        return self.host_bytes if self.machine_bytes is None else self.machine_bytes
 
     def with_slack(self) -> Budgets:
         """The budgets without a reserve that a plan may have, too."""

@@ -11,6 +11,7 @@ from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.activations import activations_text
 from elixir.plan.plan import Plan
+from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.budgets import resolve_budgets
@@ -87,6 +88,8 @@ class SweepRow:
     """Per rank and step, between replicas."""
     activations: str | None = None
     """The results that layers keep or move, in words, where that was chosen."""
+    must_be_free_bytes: int | None = None
+    """Bytes of one machine that all its processes take, libraries and programs included."""
 
 
 @dataclass
@@ -160,13 +163,9 @@ def try_out(
     }
     try:
         _check_network(hardware, world_size)
-        found = replace(
-            request,
-            device_memory=budgets.device_bytes,
-            host_memory=budgets.host_bytes,
-            device_reserve=None,
-            host_reserve=None,
-        )
+        found = replace(request, device_memory=budgets.device_bytes, device_reserve=None, host_reserve=None)
+        if budgets.machine_bytes is None:
+            found = replace(found, host_memory=None, host_budget=budgets.host_bytes)
         trace = traces.get(model, batch, hardware, found)
         known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
         known["seq"] = trace.step.seq
@@ -181,10 +180,10 @@ def try_out(
             if problem is None:
                 return row, None
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
-    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"])), None
+    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"], hardware)), None
 
 
-def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
+def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProfile) -> dict[str, Any]:
     predicted = plan.predicted
     fastest_s, slowest_s = predicted.range_s or (None, None)
     per_s = plan.world_size * plan.accumulation / step.step_s if step.step_s else None
@@ -198,6 +197,7 @@ def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
         "peak_share": predicted.peak_share,
         "device_peak_bytes": predicted.device_peak_bytes,
         "host_peak_bytes": predicted.host_peak_bytes,
+        "must_be_free_bytes": must_be_free_bytes(plan, hardware),
         "disk_peak_bytes": predicted.disk_peak_bytes,
         "bound_by": step.bound_by,
         "activations": activations_text(plan.activations) or None,

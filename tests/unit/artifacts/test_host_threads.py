@@ -91,7 +91,7 @@ def test_threads_that_memory_has_no_use_for_are_left_out() -> None:
     assert Rates(replace(machine, fits={}), "bfloat16", 1, 1).host_threads is None
     # Ranks that share what memory gives fill their part of it with fewer.
     assert (Rates(replace(machine, fits=climbing), "bfloat16", 4, 4).host_threads or 0) <= 3
-    made = plan_from_trace(stack_trace(SMALL), machine, 1, device_memory=1 << 50, host_memory=1 << 50).plan
+    made = plan_from_trace(stack_trace(SMALL), machine, 1, device_memory=1 << 50, host_budget=1 << 50).plan
     assert made.host_threads == rates.host_threads
 
 

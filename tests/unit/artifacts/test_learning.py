@@ -19,7 +19,7 @@ from elixir.wrapper.account.step_report import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = stack_trace(StackShape(1024, 6, 4096, 5000, 512))
-GIVEN = {"device_memory": "1GiB", "host_memory": "64GiB"}
+GIVEN = {"device_memory": "1GiB", "host_budget": "64GiB"}
 
 
 def step_s(hardware: HardwareProfile) -> float:
@@ -107,7 +107,7 @@ def test_clipped_steps_say_nothing_about_rates() -> None:
 def test_a_machine_whose_runs_keep_none_is_planned_for_without() -> None:
     def early(hardware: HardwareProfile) -> int:
         trace = stack_trace(StackShape(1024, 6, 4096, 5000, 512), batch=2, seq=512)
-        plan = plan_from_trace(trace, hardware, 1, host_memory="64GiB", assume="nominal").plan
+        plan = plan_from_trace(trace, hardware, 1, host_budget="64GiB", assume="nominal").plan
         return sum(chunk.home.early for chunk in plan.chunks)
 
     plain = preset("h200")

@@ -45,7 +45,7 @@ def gradients_by_hand(model: nn.Module, inp: dict[str, Any]) -> None:
 def planned_without_states(trace: StepTrace) -> int:
     """Device peak of the plan with everything resident, optimizer states not counted."""
     plan = plan_from_trace(
-        trace, preset("cpu"), 1, placement="cuda", device_memory="64GiB", host_memory="64GiB", overlap=False
+        trace, preset("cpu"), 1, placement="cuda", device_memory="64GiB", host_budget="64GiB", overlap=False
     ).plan
     return plan.predicted.device_peak_bytes - plan.predicted.device_parts["optimizer_states"]
 

@@ -90,7 +90,7 @@ def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatc
 
 def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -> None:
     held = Resident(own_bytes=300 * MIB, file_bytes=200 * MIB, peak_bytes=600 * MIB)
-    made = optimal_search(stack_trace(SMALL), 2, hardware=HARDWARE, device_memory=PLENTY, host_memory=PLENTY).plan
+    made = optimal_search(stack_trace(SMALL), 2, hardware=HARDWARE, device_memory=PLENTY, host_budget=PLENTY).plan
     parts = {"host_bytes": 70 * MIB, "replaced_bytes": 50 * MIB, "reserve_bytes": 5 * MIB, "given_bytes": MIB}
     need = process_need(made, "cuda", held=held, **parts)
     assert need.own_bytes == (300 - 50 + 70 + 5 + 1) * MIB + need.parts["first_use"]

@@ -86,7 +86,7 @@ def search(it: Case, accumulation: int, where: str) -> Plan:
 
     memory = "560KiB" if where == "auto" else "64GiB"
     return optimal_search(
-        it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", host_memory="64GiB", device_memory=memory,
+        it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", host_budget="64GiB", device_memory=memory,
         placement=where, accumulation=accumulation,
     ).plan  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_wrap_predicts_for_its_accumulation(caplog: pytest.LogCaptureFixture) ->
     batch = default_input(model, batch=2, seq=16)
     optimizer = torch.optim.AdamW(model.parameters())
     module, wrapped = elixir.wrap(
-        model, optimizer, inp=batch, hardware="cpu", device_memory="1MiB", host_memory="1GiB", accumulation=4,
+        model, optimizer, inp=batch, hardware="cpu", device_memory="1MiB", host_budget="1GiB", accumulation=4,
         replan=False, device=gpu.DEVICE,
     )  # fmt: skip
     assert any(not chunk.resident for chunk in module.plan.chunks)

@@ -431,7 +431,7 @@ def test_host_memory_keeps_to_the_plan_during_a_save(tmp_path: Path, spare: bool
     it = case("opt")
     plan = make_plan(it, "streamed")
     if not spare:
-        plan = make_plan(it, "streamed", host_memory=plan.predicted.host_step_bytes)
+        plan = make_plan(it, "streamed", host_budget=plan.predicted.host_step_bytes)
     assert bool(plan.predicted.checkpoint_bytes) is spare
     with Run(it, plan, adamw) as run:
         run.train(2)

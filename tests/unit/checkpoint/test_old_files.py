@@ -87,4 +87,4 @@ def test_a_checkpoint_opens_without_a_model(folder: Path, name: str) -> None:
 def test_a_trace_and_a_profile_are_planned_with(folder: Path) -> None:
     trace, profile = StepTrace.load(folder / "trace.json"), HardwareProfile.load(folder / "profile.json")
     assert profile.early_kept is None
-    assert plan_from_trace(trace, profile, 1, host_memory="1GiB").predicted.step_s > 0
+    assert plan_from_trace(trace, profile, 1, host_budget="1GiB").predicted.step_s > 0

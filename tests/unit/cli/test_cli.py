@@ -131,7 +131,7 @@ def test_a_plan_remembers_the_files_of_frozen_weights(
         stub.results["load_hardware"], disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9
     )
     asked = ("plan", "x", "--hardware", "a100", "--weights", str(tmp_path), "--out", str(out))
-    assert run(capsys, *asked, "--host-memory", "8GiB", "--frozen-weights", "files")[0] == 0
+    assert run(capsys, *asked, "--host-budget", "8GiB", "--frozen-weights", "files")[0] == 0
     assert [(each.name, each.nbytes) for each in Plan.load(out).weight_files] == [
         ("model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
     ]
@@ -207,13 +207,13 @@ def test_profile_of_a_named_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "plan opt-13b --hardware h100 --world-size 4 --host-memory 128GiB --device-memory 70GB --placement cpu"
+    argv = "plan opt-13b --hardware h100 --world-size 4 --host-budget 128GiB --device-memory 70GB --placement cpu"
     assert run(capsys, *argv.split(), "--no-overlap")[0] == 0
     trace, hardware, request = stub.calls["plan_from_trace"]["args"]
     assert (trace, hardware) == (stub.results["trace_step"], stub.results["load_hardware"])
     assert request == SearchRequest(
         world_size=4,
-        host_memory=128 * 2**30,
+        host_budget=128 * 2**30,
         device_memory=70 * 10**9,
         placement="cpu",
         overlap=False,
@@ -222,7 +222,7 @@ def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[st
 
 
 def test_plan_passes_replicas_and_the_network_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "plan opt-13b --hardware h100 --world-size 16 --host-memory 1TiB".split()
+    argv = "plan opt-13b --hardware h100 --world-size 16 --host-budget 1TiB".split()
     for words, replicas in ((), 1), (("--replicas", "4"), 4), (("--replicas", "auto"), "auto"):
         assert run(capsys, *argv, *words, "--network", "50GB")[0] == 0
         _, hardware, request = stub.calls["plan_from_trace"]["args"]
@@ -382,7 +382,7 @@ def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
     assert "doubtful: 1 of the rates: fits.host_to_device.both (its fit is off by up to 42%)" in out
     assert "measure again" in out
     assert "doubtful" not in run(capsys, "hardware", "--show", "cpu")[1]
-    plan = ("plan", "opt-125m", "--hardware", path, "--host-memory", "64GiB", "--out", str(tmp_path / "plan.json"))
+    plan = ("plan", "opt-125m", "--hardware", path, "--host-budget", "64GiB", "--out", str(tmp_path / "plan.json"))
     for words in (
         (*plan, "--brief"),
         ("explain", str(tmp_path / "plan.json"), "--hardware", path, "--no-levers"),
@@ -413,7 +413,7 @@ def test_hardware_refuses_what_does_not_go_together(argv: str, capsys: pytest.Ca
     [
         ("plan opt-13b --world-size 0", "at least 1, found 0"),
         ("plan opt-13b --world-size two", "whole number"),
-        ("plan opt-13b --host-memory 12XB", "12XB"),
+        ("plan opt-13b --host-budget 12XB", "12XB"),
         ("plan opt-13b --device-memory -1", "--device-memory"),
         ("plan opt-13b --placement gpu", "'gpu'"),
         ("profile opt-13b --batch 0", "at least 1"),

@@ -67,7 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: folder / f"{name}.json" for name in ("trace", "plan", "hardware")}
     for argv in (
         ["profile", *TINY, "--device", "cpu", "--out", str(made["trace"])],
-        ["plan", str(made["trace"]), "--hardware", "cpu", "--device-memory", "8GiB", "--host-memory", "8GiB", "--brief",
+        ["plan", str(made["trace"]), "--hardware", "cpu", "--device-memory", "8GiB", "--host-budget", "8GiB", "--brief",
          "--out", str(made["plan"])],
         ["hardware", "--show", "cpu", "--out", str(made["hardware"])],
     ):  # fmt: skip

@@ -27,19 +27,19 @@ def advised(text: str, flag: str) -> list[str]:
 
 @pytest.mark.slow
 def test_flags_that_give_more_memory_give_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    text = failed(capsys, *STEP, "--device-memory", "3GiB", "--host-memory", "1GiB", "--placement", "cuda")
+    text = failed(capsys, *STEP, "--device-memory", "3GiB", "--host-budget", "1GiB", "--placement", "cuda")
     assert "(instead of placement 'cuda'): --placement auto (not enough alone)" in text
     assert "run on 2 ranks: --world-size 2 (not enough alone)" in text
     assert f"{CHECKPOINT} (not enough alone)" in text
     device = advised(text, "--device-memory")
-    assert main(["plan", *STEP, *device, "--host-memory", "1GiB", "--brief"]) == 0
-    text = failed(capsys, *STEP, "--device-memory", "4GiB", "--host-memory", "256MiB")
+    assert main(["plan", *STEP, *device, "--host-budget", "1GiB", "--brief"]) == 0
+    text = failed(capsys, *STEP, "--device-memory", "4GiB", "--host-budget", "256MiB")
     assert "let states live on a disk (--disk-memory), once `elixir hardware --measure" in text
-    assert main(["plan", *STEP, "--device-memory", "4GiB", *advised(text, "--host-memory"), "--brief"]) == 0
+    assert main(["plan", *STEP, "--device-memory", "4GiB", *advised(text, "--host-budget"), "--brief"]) == 0
 
 
 def test_more_of_a_device_is_advised_only_while_it_has_more(capsys: pytest.CaptureFixture[str]) -> None:
-    text = failed(capsys, *STEP[:-1], "26", "--assume", "nominal", "--host-memory", "512GiB")
+    text = failed(capsys, *STEP[:-1], "26", "--assume", "nominal", "--host-budget", "512GiB")
     assert "--device-memory" not in text
     assert "which activations are kept: --activations auto (enough" in text
     assert f"{CHECKPOINT} (enough" in text
@@ -50,7 +50,7 @@ def test_what_a_trace_has_settled_is_advised_of_the_command_that_traces(
 ) -> None:
     trace = str(tmp_path / "trace.json")
     assert main(["profile", "opt-125m", "--device", "l4", "--batch", "4", "--out", trace]) == 0
-    text = failed(capsys, trace, "--device-memory", "1GiB", "--host-memory", "64GiB")
+    text = failed(capsys, trace, "--device-memory", "1GiB", "--host-budget", "64GiB")
     assert f"{CHECKPOINT} (of `elixir profile`: the trace has settled it) (not enough alone)" in text
 
 
@@ -58,7 +58,7 @@ def test_a_step_with_inputs_of_its_own_is_not_told_of_flags_that_it_cannot_have(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("tests.unit.cli.test_cli_levers:small", "--inp", "tests.unit.cli.test_cli_levers:inputs", "--step")
-    words += ("tests.unit.cli.test_cli_levers:step", "--hardware", "l4", "--dtype", "fp32", "--host-memory", "1GiB")
+    words += ("tests.unit.cli.test_cli_levers:step", "--hardware", "l4", "--dtype", "fp32", "--host-budget", "1GiB")
     text = failed(capsys, *words, "--device-memory", "20MiB")
     assert "halve the batch of each rank" in text
     assert "--batch" not in text

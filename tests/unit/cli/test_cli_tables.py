@@ -55,7 +55,7 @@ def test_words_that_need_more_than_the_terminal_stay_whole() -> None:
     [
         "models",
         "hardware",
-        "plan opt-125m --hardware t4 --host-memory 64GiB --seq 64 --assume nominal",
+        "plan opt-125m --hardware t4 --host-budget 64GiB --seq 64 --assume nominal",
         "sweep opt-125m gpt2 --hardware t4,a100-40gb --seq 64 --assume nominal",
     ],
 )

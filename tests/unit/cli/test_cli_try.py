@@ -34,7 +34,7 @@ def test_bytes_are_as_predicted_and_the_file_is_learned(
     config: Path, budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, learned = config.with_name("try.json"), config.with_name("hw.json")
-    words = ("try", str(config), "--batch", "2", "--seq", "64", "--host-memory", "1GiB", *budget, "--out", str(saved))
+    words = ("try", str(config), "--batch", "2", "--seq", "64", "--host-budget", "1GiB", *budget, "--out", str(saved))
     assert main(list(words)) == 0
     printed = capsys.readouterr().out
     assert "buffers on the host" in printed
@@ -85,7 +85,7 @@ def test_the_observed_peak_is_of_what_is_allocated_meanwhile() -> None:
 def test_a_budget_that_is_too_small_is_refused_before_any_step(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["try", str(config), "--device-memory", "1MiB", "--host-memory", "1GiB"]) == 2
+    assert main(["try", str(config), "--device-memory", "1MiB", "--host-budget", "1GiB"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "elixir try: error: " in printed.err

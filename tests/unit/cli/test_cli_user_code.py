@@ -99,7 +99,7 @@ def name_of(folder: Path) -> str:
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "profile": ("profile", "{model}", "--inp", "{inp}", "--step", "{step}", "--dtype", "fp32", "--json"),
-    "plan": ("plan", "{model}", "--inp", "{inp}", "--step", "{step}", "--dtype", "fp32", "--host-memory", "1GiB", "--json"),
+    "plan": ("plan", "{model}", "--inp", "{inp}", "--step", "{step}", "--dtype", "fp32", "--host-budget", "1GiB", "--json"),
     "fit": ("fit", "{model}", "--inp", "{inp}", "--step", "{step}", "--hardware", "h200", "--dtype", "fp32", "--json"),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from elixir.search.whatif.sweep_row import SweepRow
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 from tests.common.command_line import fails, run
 
-PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"
+PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-budget 4GiB --brief"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["sweep", "fit"])
 def test_moments_and_fused_kernels_are_part_of_the_step(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [command, "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--device-memory", "2GiB", "--json"]
+    argv = [command, "opt-125m", "--seq", "64", "--host-budget", "64GiB", "--device-memory", "2GiB", "--json"]
     argv += ["--hardware", "h200", "--assume", "nominal"]
     peaks, steps_s = [], []
     for more in ((), ("--moments", "8bit"), ("--moments", "8bit", "--fused-kernels")):
@@ -71,7 +71,7 @@ def test_moments_and_fused_kernels_are_part_of_the_step(command: str, capsys: py
 
 
 def test_sweep_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "sweep", "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--json")
+    status, out, _ = run(capsys, "sweep", "opt-125m", "--seq", "64", "--host-budget", "64GiB", "--json")
     assert status == 0
     (row,) = json.loads(out)["rows"]
     assert set(row) == {field.name for field in dataclasses.fields(SweepRow)}
@@ -280,7 +280,7 @@ def test_a_plan_remembers_checkpointing_and_fused_kernels(tmp_path: Path, capsys
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["sweep", "fit"])
 def test_questions_can_be_asked_of_several_micro_batches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [command, "opt-125m", "--seq", "64", "--hardware", "t4", "--host-memory", "64GiB", "--json"]
+    argv = [command, "opt-125m", "--seq", "64", "--hardware", "t4", "--host-budget", "64GiB", "--json"]
     one, four = (json.loads(run(capsys, *argv, *more)[1])["rows"][0] for more in ((), ("--accumulation", "4")))
     assert (one["accumulation"], four["accumulation"]) == (1, 4)
     assert one["step_s"] < four["step_s"] < 4 * one["step_s"]  # the optimizer steps once
@@ -302,7 +302,7 @@ def test_profile_and_plan_count_the_same_training(
 ) -> None:
     step = f"opt-125m --batch 2 --seq 64 --dtype {dtype} --json".split()
     profiled = json.loads(run(capsys, "profile", *step, "--device", "h200")[1])
-    machine = "--hardware h200 --host-memory 64GiB --placement cuda".split()
+    machine = "--hardware h200 --host-budget 64GiB --placement cuda".split()
     planned = json.loads(run(capsys, "plan", *step, *machine)[1])
     assert all(chunk["resident"] for chunk in planned["chunks"])
     # Chunks pad parameters; what else there is must be the same bytes.

@@ -23,8 +23,8 @@ from tests.common.early import all_early
 from tests.common.quantised import loaded
 from tests.common.trainers import collate, llama, muon_and_adamw, rows
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
-STREAMED = {"device_memory": "90KiB", "host_memory": "64MiB"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
+STREAMED = {"device_memory": "90KiB", "host_budget": "64MiB"}
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from tests.common.accelerated import Loop, same
 from tests.common.lit import Module, fitted
 from tests.common.trainers import PLAIN, llama, train
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 LAYERS = ("model.layers.0", "model.layers.1")
 BACKEND = "aot_eager"
 

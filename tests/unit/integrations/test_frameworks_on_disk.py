@@ -20,7 +20,7 @@ from tests.common import accelerated, lit, trainers
 from tests.common.on_disk import on_disk
 from tests.unit.integrations.test_trainer import SHORT, assert_same, same
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_an_accelerator_saves_and_goes_on_with_states_on_a_disk(drive: Path) -> 
 def test_lightning_trains_and_saves_with_states_on_a_disk(drive: Path) -> None:
     folder = drive.parent
     plain, _ = lit.fitted("ddp", folder / "plain")
-    of_host = ElixirStrategy(device_memory="64MiB", host_memory="64MiB", placement_policy="cpu")
+    of_host = ElixirStrategy(device_memory="64MiB", host_budget="64MiB", placement_policy="cpu")
     planned = of_host.dry_run(lit.trainer(of_host, folder / "planned"), lit.Module(), train_dataloaders=lit.data())
     strategy = ElixirStrategy(**options(planned, drive))
     ours, _ = lit.fitted(strategy, folder / "ours")
@@ -98,7 +98,7 @@ def test_a_trainer_trains_and_saves_with_states_on_a_disk(drive: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_plans_for_a_disk_where_nothing_else_fits(drive: Path) -> None:
-    given = {"device_memory": "90KiB", "host_memory": "100KiB", "disk_memory": "1GiB", "disk_folder": str(drive)}
+    given = {"device_memory": "90KiB", "host_budget": "100KiB", "disk_memory": "1GiB", "disk_folder": str(drive)}
     plain = trainers.train(trainers.PLAIN, drive.parent / "plain", **SHORT)
     elixir = json.dumps(given | {"replan": False})
     ours = trainers.train(ElixirTrainer, drive.parent / "ours", **SHORT, elixir=elixir)

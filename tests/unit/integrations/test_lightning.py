@@ -22,7 +22,7 @@ from tests.common.lit import ByHand, Checkpointed, Late, Module, data, fitted, s
 from tests.common.quantised import loaded
 from tests.common.trainers import collate, rows
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement_policy": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement_policy": "cpu"}
 
 
 class Asking(Module):

@@ -24,7 +24,7 @@ from tests.common.accelerated import Loop
 from tests.common.lit import fitted
 from tests.common.trainers import make
 
-ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArgume
 from elixir.plan.plan import Plan
 from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, muon_and_adamw, rows, train
 
-ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ROOMY = {"device_memory": "64MiB", "host_budget": "64MiB"}
 ON_HOST = {**ROOMY, "placement": "cpu"}
 PLANS = {
     "resident": {**ROOMY, "placement": "cuda"},
@@ -281,7 +281,7 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
     assert (plan.placement, plan.accumulation, trainer.elixir) == ("cpu", 2, None)
     assert not tmp_path.joinpath("elixir_plan.json").exists()
     with pytest.raises(PlanError, match="KiB"):
-        make(ElixirTrainer, tmp_path, elixir={"device_memory": "4KiB", "host_memory": "64MiB"}, **SHORT).plan()
+        make(ElixirTrainer, tmp_path, elixir={"device_memory": "4KiB", "host_budget": "64MiB"}, **SHORT).plan()
     with torch.device("meta"):
         model = llama()
     assert make(ElixirTrainer, tmp_path, model=model, elixir=ON_HOST, **SHORT).plan() == plan

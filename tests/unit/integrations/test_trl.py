@@ -20,7 +20,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
-ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ROOMY = {"device_memory": "64MiB", "host_budget": "64MiB"}
 ON_HOST = {**ROOMY, "placement": "cpu"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nll": {},

@@ -41,7 +41,7 @@ def trace_and_plan() -> tuple[StepTrace, Plan]:
     model = make_model()
     batch = default_input(model, batch=2, seq=16)
     trace = trace_step(model, batch, default_step, hardware=preset("cpu"))
-    return trace, optimal_search(trace, 1, hardware="cpu", device_memory="64MiB", host_memory="64MiB")
+    return trace, optimal_search(trace, 1, hardware="cpu", device_memory="64MiB", host_budget="64MiB")
 
 
 def namespace() -> dict[str, Any]:

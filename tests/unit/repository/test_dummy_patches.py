@@ -22,16 +22,16 @@ OPTION = """
 import torch
 from elixir.cli import main
 
-memory = ["--device-memory", "8GiB", "--host-memory", "8GiB"]
+memory = ["--device-memory", "8GiB", "--host-budget", "8GiB"]
 assert main(["plan", "trace.json", "--hardware", "hw.json", "--brief", "--dummy", "11", *memory]) == 0
 model = torch.nn.Linear(8, 8)
 step = lambda model, inp: model(inp["x"]).sum().backward()
 inp = {"x": torch.ones(2, 8)}
 elixir.wrap(
     model, torch.optim.SGD(model.parameters(), lr=0.1), inp=inp, step_fn=step, hardware="cpu", dummy=22,
-    device_memory="1GiB", host_memory="1GiB",
+    device_memory="1GiB", host_budget="1GiB",
 )[0].close()
-options = dict(hardware="cpu", device_memory="1GiB", host_memory="1GiB")
+options = dict(hardware="cpu", device_memory="1GiB", host_budget="1GiB")
 elixir.search.optimal_search(torch.nn.Linear(8, 8), 1, inp=inp, step_fn=step, dummy=33, **options)
 """
 """The option comes from the command line, `wrap` and a search; the planner logs its value."""
@@ -47,8 +47,8 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
 trace, hardware = StepTrace.load("trace.json"), HardwareProfile.load("hw.json")
-most = plan_from_trace(trace, hardware, 1, placement="cuda", device_memory=1 << 40, host_memory=1 << 40).plan
-memory = dict(device_memory=most.predicted.device_peak_bytes // 2, host_memory=1 << 40, early_updates=False)
+most = plan_from_trace(trace, hardware, 1, placement="cuda", device_memory=1 << 40, host_budget=1 << 40).plan
+memory = dict(device_memory=most.predicted.device_peak_bytes // 2, host_budget=1 << 40, early_updates=False)
 plan = plan_from_trace(trace, hardware, 1, **memory).plan
 dummies = [index for index, chunk in enumerate(plan.chunks) if chunk.update == "dummy"]
 assert dummies == [index for index, chunk in enumerate(plan.chunks) if chunk.state_home == "host" and chunk.trainable]

@@ -93,7 +93,7 @@ def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: st
     whole, again = (cpu_trace(wide(form).model, it.inp, step_of(it)) for form in ("none", "non-reentrant"))
     between = (whole.activation_peak_bytes + again.activation_peak_bytes) // 2 + 2**20
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": between}
-    options |= {"host_memory": "1GiB", "optimizer_type": "AdamW", "assume": "nominal"}
+    options |= {"host_budget": "1GiB", "optimizer_type": "AdamW", "assume": "nominal"}
     plan = optimal_search(it.model, 1, activations="auto", **options).plan
     assert {each.unit for each in plan.activations} == {f"model.layers.{number}" for number in range(4)}
     assert plan.predicted.device_peak_bytes <= between
@@ -113,7 +113,7 @@ def test_a_little_room_next_to_resident_weights_is_used() -> None:
     def planned(checkpoint: str, **more: Any) -> Prediction:
         it = wide(checkpoint, layers=8)
         options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "assume": "nominal"}
-        options |= {"host_memory": "1GiB", "optimizer_type": "AdamW", "placement": "cuda"}
+        options |= {"host_budget": "1GiB", "optimizer_type": "AdamW", "placement": "cuda"}
         return optimal_search(it.model, 1, **options, **more).plan.predicted
 
     again, whole = (planned(checkpoint, device_memory="1GiB") for checkpoint in ("non-reentrant", "none"))
@@ -128,7 +128,7 @@ def test_the_peak_of_the_chosen_step_is_that_of_a_real_one() -> None:
     whole = cpu_trace(it.model, it.inp, step_of(it))
     question = StepQuestion(model=it.model, inp=it.inp, step_fn=step_of(it))
     budget = int(0.6 * whole.activation_peak_bytes) + 2**20
-    request = SearchRequest(world_size=1, device_memory=budget, host_memory="1GiB", activations="auto")
+    request = SearchRequest(world_size=1, device_memory=budget, host_budget="1GiB", activations="auto")
     trace = trace_that_keeps(question, CPU, request)
     assert trace.step.activations
     with recomputing(it.model, trace.step.activations):
@@ -151,7 +151,7 @@ def test_a_stored_trace_of_a_model_by_name_is_planned_as_the_model(tmp_path: Pat
     step = by_name(tmp_path, checkpoint=checkpoint)
     stored = StepTrace.from_json(step.trace(CPU).to_json())
     budget = int(0.7 * replace(step, checkpoint="none").trace(CPU).activation_peak_bytes) + 2**20
-    request = SearchRequest(world_size=1, device_memory=budget, host_memory="1GiB", activations="auto")
+    request = SearchRequest(world_size=1, device_memory=budget, host_budget="1GiB", activations="auto")
     plan = plan_from_trace(stored, CPU, request).plan
     assert plan.activations
     assert plan == answer_to(replace(step, checkpoint="none"), CPU, request, read_host=False).plan
@@ -160,7 +160,7 @@ def test_a_stored_trace_of_a_model_by_name_is_planned_as_the_model(tmp_path: Pat
 def test_a_model_that_fits_runs_as_it_is() -> None:
     it = wide()
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": "1GiB"}
-    plans = [optimal_search(it.model, 1, host_memory="1GiB", activations=each, **options) for each in (None, "auto")]
+    plans = [optimal_search(it.model, 1, host_budget="1GiB", activations=each, **options) for each in (None, "auto")]
     assert plans[0].plan == plans[1].plan
 
 
@@ -169,12 +169,12 @@ def test_levers_choose_activations() -> None:
     whole = cpu_trace(it.model, it.inp, step_of(it))
     budget = int(0.6 * whole.activation_peak_bytes) + 2**20
     with pytest.raises(PlanError) as caught:
-        plan_from_trace(whole, CPU, 1, device_memory=budget, host_memory="1GiB")
+        plan_from_trace(whole, CPU, 1, device_memory=budget, host_budget="1GiB")
     (lever,) = (lever for lever in caught.value.levers if lever.options == (("activations", "auto"),))
     assert lever.enough
     chosen = optimal_search(
         it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", activations="auto",
-        device_memory=budget, host_memory="1GiB",
+        device_memory=budget, host_budget="1GiB",
     )  # fmt: skip
     assert lever.step_s == pytest.approx(chosen.plan.predicted.step_s, rel=0.02)
 
@@ -183,7 +183,7 @@ def test_the_table_and_the_picture_show_what_units_keep() -> None:
     keep = (Result("aten.mm.default", 0), Result("aten._scaled_dot_product_flash_attention_for_cpu.default", 0))
     units = tuple(UnitActivations(f"layers.{n}", keep if n < 2 else None) for n in range(3))
     trace = cpu_trace(Stack(), INP, sum_step, activations=units)
-    plan = plan_from_trace(trace, CPU, 1, device_memory="1GiB", host_memory="1GiB").plan
+    plan = plan_from_trace(trace, CPU, 1, device_memory="1GiB", host_budget="1GiB").plan
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(tables.activations_table(plan))
     text = " ".join(console.export_text().split())
@@ -241,7 +241,7 @@ def test_what_is_refused() -> None:
     for layer in compiled.layers:
         layer.compile(backend="aot_eager")
     with pytest.raises(InputError, match="only of layers that inductor compiles"):
-        search(compiled, device_memory="1KiB", host_memory="1GiB")
+        search(compiled, device_memory="1KiB", host_budget="1GiB")
     with pytest.raises(InputError, match="not the trace"):
         optimal_search(cpu_trace(Stack(), INP, sum_step), 1, hardware="cpu", activations="auto")
     with pytest.raises(InputError, match="by hand"):

@@ -27,13 +27,13 @@ from tests.common.synthetic_trace import stack_trace
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    return optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE, device_memory=GIB, host_memory=8 * GIB)
+    return optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE, device_memory=GIB, host_budget=8 * GIB)
 
 
 def test_an_answer_has_its_plan_and_what_was_asked(answer: Answer) -> None:
     assert type(answer.plan) is Plan
     assert (answer.trace, answer.question.hardware) == (stack_trace(SMALL), HARDWARE)
-    assert answer.question.request == SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB)
+    assert answer.question.request == SearchRequest(world_size=1, device_memory=GIB, host_budget=8 * GIB)
     assert answer.chunks == answer.plan.chunks
     with pytest.raises(AttributeError, match="'Plan' object has no attribute 'chunk'"):
         answer.chunk  # noqa: B018
@@ -65,7 +65,7 @@ def test_a_module_runs_an_answer_as_it_runs_its_plan() -> None:
 
     model, inp = nn.Linear(8, 8), {"input": torch.ones(2, 8)}
     answer = optimal_search(
-        model, 1, inp=inp, step_fn=step, hardware="cpu", device_memory="1GiB", host_memory="1GiB", moments="bfloat16"
+        model, 1, inp=inp, step_fn=step, hardware="cpu", device_memory="1GiB", host_budget="1GiB", moments="bfloat16"
     )
     module = ElixirModule(model, answer)
     assert module.plan is answer.plan
@@ -87,7 +87,7 @@ def test_an_answer_is_explained_as_its_plan(answer: Answer) -> None:
 
 def test_what_is_of_another_kind_or_has_other_parameters_is_told() -> None:
     trace = stack_trace(SMALL, batch=1, seq=64)
-    memory: Any = {"device_memory": 4 * GIB, "host_memory": GIB, "placement": "cuda"}
+    memory: Any = {"device_memory": 4 * GIB, "host_budget": GIB, "placement": "cuda"}
     with pytest.raises(InputTypeError, match="trace must be a StepTrace, got str"):
         plan_from_trace("a trace", HARDWARE, 1, **memory)  # type: ignore[arg-type]
     with pytest.raises(InputTypeError, match=r"hardware must be a HardwareProfile, such as preset\('h200'\), got 3"):

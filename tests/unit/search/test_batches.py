@@ -49,7 +49,7 @@ def trace_of(batch: int, checkpoint: str = "non-reentrant") -> StepTrace:
 
 
 def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
-    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "assume": "nominal"}
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_budget": PLENTY, "assume": "nominal"}
     shown: list[tuple[str, int, int]] = []
     choice = search_batches(
         trace_of,
@@ -77,7 +77,7 @@ def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> N
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation: int) -> None:
     plan = plan_from_trace(
-        trace_of(2), HARDWARE, world_size, device_memory=900 * MIB, host_memory=PLENTY, accumulation=accumulation
+        trace_of(2), HARDWARE, world_size, device_memory=900 * MIB, host_budget=PLENTY, accumulation=accumulation
     ).plan
     assert plan.accumulation == accumulation
     assert Plan.from_json(plan.to_json()) == plan
@@ -91,7 +91,7 @@ def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation:
 @pytest.mark.slow
 def test_more_batches_than_are_simulated_count_as_the_last_of_them() -> None:
     trace = trace_of(2)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_memory=PLENTY, accumulation=8).plan
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_budget=PLENTY, accumulation=8).plan
     assert plan.predicted.seconds["total"] == pytest.approx(simulate_step(plan, trace, HARDWARE).step_s, rel=0.01)
     assert "per optimizer step of 8 micro-batches" in str(plan)
 
@@ -151,7 +151,7 @@ def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) ->
 
 @pytest.mark.slow
 def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
-    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_memory": PLENTY, "search": "minimum_waste"}
+    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_budget": PLENTY, "search": "minimum_waste"}
     choice = search_batches(trace_of, HARDWARE, 1, samples=4, checkpoints=["none", "non-reentrant"], **options)
     assert [(option.batch, option.accumulation) for option in choice.options] == [
         (batch, 4 // batch) for batch in (4, 2, 1) for _ in range(2)
@@ -199,7 +199,7 @@ def test_ways_are_compared_again_once_it_is_known_what_moves(
 ) -> None:
     seen: list[Answer] = []
     monkeypatch.setattr(batches, "with_exact_moves", exact_moves(exactly, seen))
-    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_memory": PLENTY, "search": "minimum_waste"}
+    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_budget": PLENTY, "search": "minimum_waste"}
     options |= {"samples": 2, "checkpoints": ["none", "non-reentrant"], "assume": "nominal"}
     if wins is None:
         with pytest.raises(PlanError, match="too large"):
@@ -218,7 +218,7 @@ def test_ways_are_compared_again_once_it_is_known_what_moves(
 def test_what_was_left_out_is_planned_if_what_seemed_faster_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Answer] = []
     monkeypatch.setattr(batches, "with_exact_moves", exact_moves([None, 1.0], seen))
-    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY, "search": "minimum_waste"}
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_budget": PLENTY, "search": "minimum_waste"}
     options |= {"samples": 1, "checkpoints": ["none", "non-reentrant"], "assume": "nominal"}
     choice = search_batches(trace_of, HARDWARE, 1, **options)
     first, second = choice.options
@@ -230,18 +230,18 @@ def test_what_was_left_out_is_planned_if_what_seemed_faster_does_not_fit(monkeyp
 @pytest.mark.slow
 def test_where_one_batch_does_not_fit_several_do() -> None:
     short = least_needed_of(8) - 1
-    choice = search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=short, host_memory=PLENTY)
+    choice = search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=short, host_budget=PLENTY)
     assert choice.option.batch < 8
     assert "does not fit" in choice.options[0].reason
     with pytest.raises(PlanError) as caught:
-        search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=1, host_memory=PLENTY)
+        search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=1, host_budget=PLENTY)
     asked = next(dict(lever.options)["device_memory"] for lever in caught.value.levers if lever.step_s is not None)
-    assert search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=asked, host_memory=PLENTY).plan
+    assert search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=asked, host_budget=PLENTY).plan
 
 
 def least_needed_of(batch: int) -> int:
     """Least device memory of a step with one batch."""
-    return shortage(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_memory=PLENTY).needed_bytes
+    return shortage(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_budget=PLENTY).needed_bytes
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exceptio
 def test_accumulation_is_a_whole_number() -> None:
     for value in (0, 1.5, True):
         with pytest.raises((InputError, InputTypeError), match="accumulation"):
-            optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=value)  # type: ignore[arg-type]
-    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=2).plan
+            optimal_search(trace_of(1), 1, hardware=HARDWARE, host_budget=PLENTY, accumulation=value)  # type: ignore[arg-type]
+    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_budget=PLENTY, accumulation=2).plan
     with pytest.raises(InputError, match="accumulation"):
         replace(plan, accumulation=0)
 
 
 @pytest.mark.slow
 def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["plan", "opt-125m", "--hardware", "h200", "--host-memory", "64GiB", "--batch", "2", "--seq", "64"]
+    call = ["plan", "opt-125m", "--hardware", "h200", "--host-budget", "64GiB", "--batch", "2", "--seq", "64"]
     assert main([*call, "--search-batch", "--device-memory", str(2 * GIB)]) == 0
     shown = capsys.readouterr().out
     assert "non-reentrant" in shown
@@ -307,7 +307,7 @@ def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
 def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     """The best number lies between all and none if the budget does; at the ends, it is an end."""
     ways = ["none", *(f"non-reentrant:{count}" for count in range(1, LAYERS)), "non-reentrant"]
-    memory: dict[str, Any] = {"host_memory": PLENTY}
+    memory: dict[str, Any] = {"host_budget": PLENTY}
     peaks = [
         plan_from_trace(shallow(8, way), HARDWARE, 1, device_memory=PLENTY, **memory).predicted.device_peak_bytes
         for way in (ways[0], ways[-1])
@@ -341,7 +341,7 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
 def test_the_chosen_way_knows_what_would_help() -> None:
     """Levers of the way that was chosen: its trace, and as many batches."""
     quick = {"search": "minimum_waste", "assume": "nominal"}
-    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_memory=PLENTY, **quick)
+    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_budget=PLENTY, **quick)
     by_action = {lever.action: lever.plan for lever in choice.answer.levers()}
     more = by_action[f"accumulate {4 * choice.option.accumulation} batches a step"]
     assert more is not None

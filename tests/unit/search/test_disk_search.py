@@ -44,11 +44,11 @@ def limits(stack: StepTrace) -> tuple[int, int]:
         stack, FAST, 1, device_memory=1 << 40, placement="cpu", assume="nominal"
     ).predicted.device_peak_bytes
     device = int(0.7 * least)
-    return device, shortage(stack, FAST, 1, device_memory=device, host_memory=1).needed_bytes
+    return device, shortage(stack, FAST, 1, device_memory=device, host_budget=1).needed_bytes
 
 
 def searched(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
-    budgets = {"device_memory": device, "host_memory": host, "assume": "nominal"}
+    budgets = {"device_memory": device, "host_budget": host, "assume": "nominal"}
     return plan_from_trace(stack, FAST, 1, **budgets | options).plan  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     device, host = limits
     enough = planned(stack, device, host)
     assert replace(planned(stack, device, host, disk_memory="1GiB"), disk_budget_bytes=0) == enough
-    assert shortage(stack, FAST, 1, device_memory=device, host_memory=host - 1).needed_bytes == host
+    assert shortage(stack, FAST, 1, device_memory=device, host_budget=host - 1).needed_bytes == host
     short = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
     predicted = short.predicted
     assert short.uses_disk
@@ -84,7 +84,7 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
 @pytest.mark.slow
 def test_a_lever_of_a_plan_on_the_disk_may_use_the_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
-    short = {"device_memory": device, "host_memory": int(0.8 * host), "disk_memory": "1GiB"}
+    short = {"device_memory": device, "host_budget": int(0.8 * host), "disk_memory": "1GiB"}
     answer = plan_from_trace(stack, FAST, 1, **short)
     (more,) = (lever for lever in answer.levers() if lever.change.kinds == ("accumulation",))
     assert more.plan == plan_from_trace(stack, FAST, 1, accumulation=4, **short).plan
@@ -100,12 +100,12 @@ def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limit
     assert lever.saves_bytes > 0
     assert "--disk-folder" not in lever.action
     with pytest.raises(PlanError) as unknown:
-        plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_memory=host // 3)
+        plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_budget=host // 3)
     assert any("--disk-folder" in lever.action for lever in unknown.value.levers)
-    needed = shortage(stack, FAST, 1, device_memory=device, host_memory=1, disk_memory="1GiB").needed_bytes
+    needed = shortage(stack, FAST, 1, device_memory=device, host_budget=1, disk_memory="1GiB").needed_bytes
     assert needed < host
     assert planned(stack, device, needed, disk_memory="1GiB").uses_disk
-    less = shortage(stack, FAST, 1, device_memory=device, host_memory=needed - 1, disk_memory="1GiB")
+    less = shortage(stack, FAST, 1, device_memory=device, host_budget=needed - 1, disk_memory="1GiB")
     assert less.needed_bytes == needed
     with pytest.raises(PlanError) as little:
         planned(stack, device, needed, disk_memory="1MiB")
@@ -113,10 +113,10 @@ def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limit
 
 
 def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> None:
-    least = shortage(stack, FAST, 2, device_memory=1 << 40, host_memory=1, placement="cpu").needed_bytes
+    least = shortage(stack, FAST, 2, device_memory=1 << 40, host_budget=1, placement="cpu").needed_bytes
     host = int(0.7 * least)
     plan = plan_from_trace(
-        stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu"
+        stack, FAST, 2, device_memory=1 << 40, host_budget=host, disk_memory="1GiB", placement="cpu"
     ).plan
     assert plan.uses_disk
     assert plan.predicted.host_peak_bytes <= host
@@ -144,7 +144,7 @@ def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[i
 def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
     slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)
-    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_memory=int(0.8 * host), disk_memory="1GiB").plan
+    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_budget=int(0.8 * host), disk_memory="1GiB").plan
     (lever,) = (lever for lever in Answer.of(plan, stack, slow).machine_levers() if "the disk" in lever.action)
     assert lever.change_s < 0
 
@@ -157,7 +157,7 @@ def test_a_budget_that_is_none_is_refused(stack: StepTrace, disk_memory: object)
 
 def test_a_machine_whose_disk_is_unknown_is_refused(stack: StepTrace) -> None:
     with pytest.raises(InputError, match="--disk-folder"):
-        plan_from_trace(stack, UNKNOWN, 1, device_memory=1 << 40, host_memory=1 << 40, disk_memory="1GiB")
+        plan_from_trace(stack, UNKNOWN, 1, device_memory=1 << 40, host_budget=1 << 40, disk_memory="1GiB")
 
 
 # --- which states --------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def test_plans_with_a_disk_are_what_an_independent_count_says(
 ) -> None:
     """And no faster than the bound."""
     cpu: dict[str, Any] = {"device_memory": 1 << 40, "placement": "cpu"}
-    host = int(share * shortage(trace, FAST, world_size, host_memory=1, **cpu).needed_bytes)
+    host = int(share * shortage(trace, FAST, world_size, host_budget=1, **cpu).needed_bytes)
     try:
-        made = plan_from_trace(trace, FAST, world_size, host_memory=host, disk_memory=disk * MIB, **cpu).plan
+        made = plan_from_trace(trace, FAST, world_size, host_budget=host, disk_memory=disk * MIB, **cpu).plan
     except PlanError:
         return  # `needed_bytes` is held by another test
     check_consistent(made, trace)
@@ -289,7 +289,7 @@ def test_a_plan_says_how_long_a_drive_lasts(stack: StepTrace, limits: tuple[int,
     assert f"lasts {10**12 // written:,} steps" in tables.wear(plan, 10**12)
     assert "lasts" not in tables.wear(plan)
     pair = plan_from_trace(
-        stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu"
+        stack, FAST, 2, device_memory=1 << 40, host_budget=host, disk_memory="1GiB", placement="cpu"
     ).plan
     assert pair.uses_disk
     assert pair.disk_written_bytes == 2 * pair.predicted.moved_bytes["disk_write"]

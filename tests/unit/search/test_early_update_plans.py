@@ -50,7 +50,7 @@ def planned(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SL
 
 
 def answered(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Answer:
-    given = {"device_memory": 1 << 40, "host_memory": 64 * GIB, "placement": "cpu", "assume": "nominal"}
+    given = {"device_memory": 1 << 40, "host_budget": 64 * GIB, "placement": "cpu", "assume": "nominal"}
     return plan_from_trace(trace, machine, world_size, **(given | options))
 
 
@@ -108,7 +108,7 @@ def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
     roomy = planned(stack, early_updates=True)
     for share in (0.0, 0.1, 0.5, 0.9, 1.0):
         budget = need + int(share * roomy.predicted.host_parts["new_states"])
-        plan = planned(stack, host_memory=budget, early_updates=True)
+        plan = planned(stack, host_budget=budget, early_updates=True)
         assert plan.predicted.host_peak_bytes <= budget
         assert plan.predicted.seconds["total"] <= before_s
         assert bool(chosen(plan)) == (share > 0)
@@ -279,7 +279,7 @@ def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_fa
     """Two chunks are a layer of large blocks: each that prefetch takes displaces states of a tenth of the chunks."""
     hardware = replace(preset("a100"), devices_per_host=8)
     wide = stack_trace(replace(SMALL, hidden=4096, layers=32, ffn=172032, vocab=32000), batch=1, seq=128)
-    request = SearchRequest.of(8, device_memory=16 * GIB, host_memory=8 * 480 * GIB)
+    request = SearchRequest.of(8, device_memory=16 * GIB, host_budget=8 * 480 * GIB)
     space = SearchSpace(wide, hardware, setting_for(wide, hardware, request))
     budgets, sizes = Budgets(16 * GIB, 8 * 480 * GIB), space.sizes(outsized=True)
     fastest_s = find_best(space, budgets, sizes, prefetch_depth=1).fastest_s or 0.0

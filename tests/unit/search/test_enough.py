@@ -78,13 +78,13 @@ def test_logits_rule_the_peak_of_a_step_that_ends_with_them() -> None:
             step_fn=lambda model, batch: model(**batch).backward(),
             hardware=MACHINE,
             device_memory=250 * MIB,
-            host_memory=GIB,
+            host_budget=GIB,
         )
     assert "fused_kernels" in [lever.argument for lever in caught.value.levers]
 
 
 def test_levers_of_a_plan_are_plans() -> None:
-    given: dict[str, Any] = {"device_memory": GIB, "host_memory": 8 * GIB, "placement": "cuda"}
+    given: dict[str, Any] = {"device_memory": GIB, "host_budget": 8 * GIB, "placement": "cuda"}
     trace = stack_trace(TINY)
     given["device_memory"] = plan_from_trace(trace, MACHINE, 1, **given).predicted.device_peak_bytes
     *levers, last = plan_from_trace(trace, MACHINE, 1, **given).levers()
@@ -102,10 +102,10 @@ def test_levers_of_a_plan_are_plans() -> None:
 @pytest.mark.parametrize(
     "budgets",
     [
-        {"device_memory": 700 * MIB, "host_memory": 900 * MIB},
-        {"device_memory": 600 * MIB, "host_memory": 1200 * MIB, "placement": "cpu"},
-        {"device_memory": 1 * GIB, "host_memory": 64 * GIB, "placement": "cuda"},
-        {"device_memory": 64 * MIB, "host_memory": 64 * GIB},
+        {"device_memory": 700 * MIB, "host_budget": 900 * MIB},
+        {"device_memory": 600 * MIB, "host_budget": 1200 * MIB, "placement": "cpu"},
+        {"device_memory": 1 * GIB, "host_budget": 64 * GIB, "placement": "cuda"},
+        {"device_memory": 64 * MIB, "host_budget": 64 * GIB},
     ],
     ids=["host short", "all on the host", "all on the device", "device short"],
 )
@@ -119,17 +119,17 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
 
 def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -> None:
     """Otherwise one would cut the batch until the device holds it, and only then learn of the host."""
-    short = {"device_memory": 64 * MIB, "host_memory": 900 * MIB}
+    short = {"device_memory": 64 * MIB, "host_budget": 900 * MIB}
     both = refusal(trace, **short)
     assert "exceed the device memory" in both.what
     first = both.levers[0]
-    assert [name for name, _ in first.options] == ["device_memory", "host_memory"]
+    assert [name for name, _ in first.options] == ["device_memory", "host_budget"]
     assert first.step_s is not None
     assert plan_from_trace(trace, MACHINE, 1, **dict(first.options)).predicted.step_s <= 1.01 * first.step_s
 
 
 def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
-    error = refusal(trace, device_memory=64 * MIB, host_memory=64 * GIB)
+    error = refusal(trace, device_memory=64 * MIB, host_budget=64 * GIB)
     states = [lever for lever in error.levers if dict(lever.options).get("moments")]
     assert states
     assert not any(lever.enough for lever in states)
@@ -140,10 +140,10 @@ def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None
 
 @pytest.mark.slow
 def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: StepTrace) -> None:
-    error = refusal(trace, device_memory=600 * MIB, host_memory=900 * MIB)
-    asked = dict(next(lever.options for lever in error.levers if lever.argument == "host_memory"))["host_memory"]
+    error = refusal(trace, device_memory=600 * MIB, host_budget=900 * MIB)
+    asked = dict(next(lever.options for lever in error.levers if lever.argument == "host_budget"))["host_budget"]
     advised, least = (
-        plan_from_trace(trace, MACHINE, 1, device_memory=600 * MIB, host_memory=memory).predicted
+        plan_from_trace(trace, MACHINE, 1, device_memory=600 * MIB, host_budget=memory).predicted
         for memory in (asked, error.needed_bytes)
     )
     assert advised.host_peak_bytes <= 1.05 * least.host_peak_bytes
@@ -156,7 +156,7 @@ def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabul
     model = tiny("llama", vocabulary=vocabulary, positions=512, device="meta")
     ids = torch.zeros(2, 512, dtype=torch.long)
     asked = {"inp": {"input_ids": ids, "labels": ids}, "step_fn": default_step, "hardware": MACHINE}
-    budgets = {"device_memory": 250 * MIB if vocabulary > 64 else 4 * MIB, "host_memory": GIB}
+    budgets = {"device_memory": 250 * MIB if vocabulary > 64 else 4 * MIB, "host_budget": GIB}
     with pytest.raises(PlanError) as caught:
         optimal_search(model, 1, **asked, **budgets)
     first, *others = (lever.argument for lever in caught.value.levers)
@@ -169,7 +169,7 @@ def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabul
 def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> None:
     here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
     of_preset, of_measured = (
-        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_memory=8 * GIB))
+        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_budget=8 * GIB))
         for machine in (MACHINE, here)
     )
     assert "a typical host is assumed, so measure yours" in of_preset
@@ -177,7 +177,7 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> N
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
-    question = Question(trace, MACHINE, SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB))
+    question = Question(trace, MACHINE, SearchRequest(world_size=1, device_memory=GIB, host_budget=8 * GIB))
     assert best_allowed(question, ()) == (question, ())
     asked, taken = best_allowed(question, ("moments", "accumulation"))
     assert {kind for change in taken for kind in change.kinds} <= {"moments", "accumulation"}
@@ -208,7 +208,7 @@ def test_an_unknown_network_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         replace(MACHINE, devices_per_host=1),
         2,
         device_memory=GIB,
-        host_memory=8 * GIB,
+        host_budget=8 * GIB,
         placement="cuda",
     )
     made.levers()
@@ -219,12 +219,12 @@ def test_an_unknown_network_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 def test_the_first_advice_suffices_for_passes_of_several_micro_batches(seed: int) -> None:
     step, machine, options = situation(f"layers {seed}")
     assert options["pass_size"] == 2
-    options |= {"device_memory": step.activation_peak_bytes + step.param_bytes // 8, "host_memory": step.param_bytes}
+    options |= {"device_memory": step.activation_peak_bytes + step.param_bytes // 8, "host_budget": step.param_bytes}
     ranks = options.pop("asked")
     with pytest.raises(PlanError) as caught:
         plan_from_trace(step, machine, ranks, **options)
     first = caught.value.levers[0]
     assert first.enough
-    assert [name for name, _ in first.options] == ["device_memory", "host_memory"]
+    assert [name for name, _ in first.options] == ["device_memory", "host_budget"]
     made = plan_from_trace(step, machine, ranks, **options | dict(first.options))
     assert made.predicted.step_s == pytest.approx(first.step_s, rel=0.01)

@@ -60,7 +60,7 @@ def trace() -> StepTrace:
 @pytest.fixture(scope="module")
 def plan(trace: StepTrace) -> Plan:
     """Too little device memory for all, so that chunks live in several places."""
-    return plan_from_trace(trace, HARDWARE, 1, device_memory=1400 * MIB, host_memory="4GiB", assume="nominal").plan
+    return plan_from_trace(trace, HARDWARE, 1, device_memory=1400 * MIB, host_budget="4GiB", assume="nominal").plan
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_step_is_that_of_the_simulator(plan: Plan, trace: StepTrace, found: 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_elsewhere_is_what_the_simulator_says_of_the_changed_plan(trace: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_memory="4GiB").plan
+    plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_budget="4GiB").plan
     found = explain(plan, trace, HARDWARE, levers=False)
     base_s, checked = simulate_step(plan, trace, HARDWARE).step_s, 0
     for chunk in found.chunks[::2]:
@@ -189,7 +189,7 @@ def test_one_block_fewer_and_one_more(plan: Plan, trace: StepTrace, found: Expla
 
 
 def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> None:
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB", placement="cuda").plan
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_budget="4GiB", placement="cuda").plan
     assert all(chunk.resident for chunk in plan.chunks)
     assert plan.block_bytes == 0
     found = explain(plan, trace, HARDWARE, levers=False)
@@ -207,7 +207,7 @@ def test_frozen_chunks_have_two_places(trace: StepTrace) -> None:
         for param in trace.parameters
     )
     trace = dataclasses.replace(trace, parameters=frozen)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_memory="4GiB").plan
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_budget="4GiB").plan
     found = explain(plan, trace, HARDWARE, levers=False)
     chunks = [chunk for chunk in found.chunks if chunk.spot.states == "none"]
     assert chunks
@@ -225,7 +225,7 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
-    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4).plan
+    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_budget="4GiB", accumulation=4).plan
     levers = {x.action: x for x in Answer.of(several, trace, HARDWARE).machine_levers()}
     # One batch would take a quarter; nothing is to be gained where nothing changes.
     assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
@@ -259,7 +259,7 @@ def test_nobody_is_told_to_plan_again_what_was_just_planned(
     trace: StepTrace, world_size: int, budget: int, options: dict[str, Any]
 ) -> None:
     plan = plan_from_trace(
-        trace, HARDWARE, world_size, device_memory=budget * MIB, host_memory="4GiB", clipping=True, **options
+        trace, HARDWARE, world_size, device_memory=budget * MIB, host_budget="4GiB", clipping=True, **options
     ).plan
     assert "plan again" not in summary_text(explain(plan, trace, HARDWARE, levers=False))
 

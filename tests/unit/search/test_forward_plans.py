@@ -22,7 +22,7 @@ from tests.common.tiny_models import tiny
 from tests.common.tracing import cpu_trace
 
 NEW, PROMPT = 64, 16
-SMALL = {"hardware": "cpu", "device_memory": "600KiB", "host_memory": "64MiB"}
+SMALL = {"hardware": "cpu", "device_memory": "600KiB", "host_budget": "64MiB"}
 
 
 def model(family: str = "llama", **options: Any) -> Any:
@@ -106,7 +106,7 @@ def _forward(of: nn.Module, inp: dict[str, Any]) -> None:
 
 def test_a_training_trace_is_no_forward_one() -> None:
     inp = batch() | {"labels": batch()["input_ids"]}
-    trained = optimal_search(model(), 1, inp=inp, hardware="cpu", device_memory="64MiB", host_memory="64MiB")
+    trained = optimal_search(model(), 1, inp=inp, hardware="cpu", device_memory="64MiB", host_budget="64MiB")
     with pytest.raises(InputError, match="a training step was traced"):
         optimal_search(trained.question.trace, 1, optimizer_type=None, **SMALL)
     evaluated = optimal_search(model(), 1, optimizer_type=None, inp=inp, **SMALL)
@@ -149,7 +149,7 @@ def test_only_causal_models_are_planned_by_name() -> None:
 
 
 def test_the_command_line_plans_evaluation_and_generation(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    machine = "--hardware a100 --host-memory 8GiB --brief"
+    machine = "--hardware a100 --host-budget 8GiB --brief"
     assert main(["plan", "opt-125m", "--seq", "64", "--forward", *machine.split()]) == 0
     assert "none: forward alone, batches of 1 x 64 tokens" in capsys.readouterr().out
     trace = str(tmp_path / "trace.json")

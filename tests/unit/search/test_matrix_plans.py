@@ -27,7 +27,7 @@ HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e13, "float32": 4e
 @pytest.mark.parametrize("placement", ["cpu", "cuda"])
 def test_a_step_takes_the_products_of_all_matrices_and_its_compute(placement: str) -> None:
     plan = plan_from_trace(
-        STACK, HARDWARE, 1, optimizer_type="Muon", placement=placement, device_memory=GIB, host_memory=GIB
+        STACK, HARDWARE, 1, optimizer_type="Muon", placement=placement, device_memory=GIB, host_budget=GIB
     ).plan
     assert {chunk.state_home for chunk in plan.chunks if chunk.matrices} == {"host" if placement == "cpu" else "device"}
     rates = Rates(HARDWARE, main_dtype(STACK), 1, 1)

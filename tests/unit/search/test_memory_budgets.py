@@ -302,7 +302,7 @@ def test_levers_choose_budgets_where_the_step_can_be_traced_again(tmp_path: Path
 def test_levers_and_stored_traces_know_budgets(tmp_path: Path) -> None:
     whole = by_name(tmp_path, compile=True).trace(CPU)
     budget = int(0.7 * whole.activation_peak_bytes) + 2**20
-    options = {"device_memory": budget, "host_memory": "1GiB"}
+    options = {"device_memory": budget, "host_budget": "1GiB"}
     with pytest.raises(PlanError) as caught:
         plan_from_trace(whole, CPU, 1, **options)
     (lever,) = (lever for lever in caught.value.levers if lever.options == (("activations", "auto"),))
@@ -360,7 +360,7 @@ def test_units_have_a_budget_if_they_are_as_fast_with_it_and_keep_less() -> None
         return replace(whole, accesses=tuple(accesses))
 
     traces = BudgetedTraces(whole, {0.99: keeping_less(2**16, 1), 0.0: keeping_less(2**17, 2)})
-    request = SearchRequest(world_size=1, optimizer_type="AdamW", device_memory="1GiB", host_memory="1GiB")
+    request = SearchRequest(world_size=1, optimizer_type="AdamW", device_memory="1GiB", host_budget="1GiB")
     rates = Rates(CPU, "float32", 1, 1)
     kept = KeptResults(traces, rates)
     assert kept.activations(0) == with_budgets([0.0, 0.0])
@@ -374,7 +374,7 @@ def test_the_chosen_step_fits_and_its_peak_is_that_of_a_real_one() -> None:
     whole, least = (of_traces(it, (0.0,)).get(budget).activation_peak_bytes for budget in (None, 0.0))
     budget = (whole + least) // 2 + 2**20
     options: dict[str, Any] = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
-    options |= {"device_memory": budget, "host_memory": "1GiB", "optimizer_type": "AdamW"}
+    options |= {"device_memory": budget, "host_budget": "1GiB", "optimizer_type": "AdamW"}
     compiled(it.model, "inductor")
     answer = optimal_search(it.model, 1, **options)
     plan, trace = answer.plan, answer.trace
@@ -394,7 +394,7 @@ def test_for_a_gpu_budgets_are_chosen_unless_everything_fits() -> None:
     it = wide()
     ids = torch.arange(16 * 96).reshape(16, 96) % 50
     options: dict[str, Any] = {"inp": {"input_ids": ids, "labels": ids}, "step_fn": step_of(it), "hardware": "h100"}
-    options |= {"unified_dtype": "bf16", "host_memory": "2GiB", "optimizer_type": "AdamW", "activations": "auto"}
+    options |= {"unified_dtype": "bf16", "host_budget": "2GiB", "optimizer_type": "AdamW", "activations": "auto"}
     compiled(it.model, "inductor")
     assert optimal_search(it.model, 1, **options, device_memory="84MiB").plan.activations == ()
     plan = optimal_search(it.model, 1, **options, device_memory="70MiB").plan  # of which 64 are cuBLAS workspaces
@@ -413,7 +413,7 @@ def test_what_is_refused() -> None:
     compiled(it.model)
     assert optimal_search(it.model, 1, **options, device_memory="1GiB").plan.activations == ()
     with pytest.raises(InputError, match=r"less than everything: .* only of layers that inductor compiles; "):
-        optimal_search(it.model, 1, **options, device_memory="3MiB", host_memory="1GiB")
+        optimal_search(it.model, 1, **options, device_memory="3MiB", host_budget="1GiB")
     with pytest.raises(InputError, match="is not compiled, but its plan"):
         Recomputation(wide().model, own)
     nobody = nn.Module()

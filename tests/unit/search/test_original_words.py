@@ -18,7 +18,7 @@ from elixir.step_trace import StepTrace
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
 
-ROOM: dict[str, Any] = {"hardware": HARDWARE, "device_memory": PLENTY, "host_memory": PLENTY}
+ROOM: dict[str, Any] = {"hardware": HARDWARE, "device_memory": PLENTY, "host_budget": PLENTY}
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def planned(trace: StepTrace, size: int | Literal["auto"], device_memory: str = 
         accumulation=8,
         pass_size=size,
         device_memory=device_memory,
-        host_memory="64GiB",
+        host_budget="64GiB",
         assume="nominal",
         placement="cpu" if size != "auto" or device_memory == "23MiB" else "auto",
     )
@@ -165,7 +165,7 @@ def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
     made, batch = family("llama", layers=8, hidden=128)(), batches("llama", 1)[0][0]
     step = trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=slow_link())
     request = SearchRequest(
-        world_size=1, accumulation=8, pass_size="auto", device_memory="23MiB", host_memory="64GiB", assume="nominal"
+        world_size=1, accumulation=8, pass_size="auto", device_memory="23MiB", host_budget="64GiB", assume="nominal"
     )
     found = plan_or_shortage(step, slow_link(), request)
     without = plan_or_shortage(step, slow_link(), request, moves=False)
@@ -183,7 +183,7 @@ def test_a_stored_trace_moves_what_its_model_does(tmp_path: Path, monkeypatch: p
     LlamaConfig(**small, num_attention_heads=2).save_pretrained(tmp_path)
     step = StepQuestion(model=str(tmp_path), batch=2, seq=24, checkpoint="non-reentrant")
     request = SearchRequest(
-        world_size=1, accumulation=8, pass_size="auto", device_memory="1850KiB", host_memory="1GiB", assume="nominal"
+        world_size=1, accumulation=8, pass_size="auto", device_memory="1850KiB", host_budget="1GiB", assume="nominal"
     )
     machine = replace(preset("cpu"), host_to_device_bytes_per_s=1e7, device_to_host_bytes_per_s=1e7)
     stored = StepTrace.from_json(step.trace(machine).to_json())
@@ -225,7 +225,7 @@ def test_auto_keeps_single_micro_batches_where_nothing_moves(deep: StepTrace) ->
 @pytest.mark.parametrize("size", [1, 4])
 def test_matrices_are_those_of_one_micro_batch(trace: StepTrace, size: int) -> None:
     request = SearchRequest(
-        world_size=1, optimizer_type="Muon + AdamW", host_memory="64GiB", accumulation=4, pass_size=size
+        world_size=1, optimizer_type="Muon + AdamW", host_budget="64GiB", accumulation=4, pass_size=size
     )
     found = simple_plan(trace, profile_for("cpu"), request).matrices
     assert "model.layers.0.mlp.up_proj.weight" in found

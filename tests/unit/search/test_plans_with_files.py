@@ -33,11 +33,11 @@ def stack() -> StepTrace:
 def small(stack: StepTrace) -> dict[str, object]:
     """A device that does not hold the weights, and a host that holds an eighth of the frozen ones."""
     least = planned(stack, device_memory=1 << 40).predicted.device_peak_bytes
-    return {"device_memory": int(0.7 * least), "host_memory": stack.frozen_bytes // 8, "placement": "auto"}
+    return {"device_memory": int(0.7 * least), "host_budget": stack.frozen_bytes // 8, "placement": "auto"}
 
 
 def planned(trace: StepTrace, world_size: int = 1, hardware: object = FAST, **options: object) -> Plan:
-    budgets = {"device_memory": "1GiB", "host_memory": "1GiB", "placement": "cpu"}
+    budgets = {"device_memory": "1GiB", "host_budget": "1GiB", "placement": "cpu"}
     return plan_from_trace(trace, hardware, world_size, **budgets | options).plan  # type: ignore[arg-type]
 
 

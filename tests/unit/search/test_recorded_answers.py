@@ -74,13 +74,15 @@ def budgets(draw: random.Random, name: str) -> dict[str, Any]:
             some = lambda *sizes: draw.choice((None, None, *sizes))  # noqa: E731
             asked = {
                 "device_memory": some(0, "700MiB"),
-                "host_memory": some("free", "free", "3GiB"),
+                "host": some("free", "free", "3GiB"),
                 "device_reserve": some(0, "300MiB"),
                 "host_reserve": some(0, "1GiB"),
                 "reserve": some("100MiB"),
                 "disk_memory": some(0, "99GiB", "200GiB"),
                 "free": Memory(draw.choice((GIB, 40 * GIB)), draw.choice((6 * GIB, 600 * GIB))),
             }
+            host = asked.pop("host")
+            asked["host_memory" if host == "free" else "host_budget"] = host
             more = {"unknown_host_bytes": some(8 * GIB), "on_paper": draw.random() < 0.3}
             with_disk = replace(machine, disk_read_bytes_per_s=draw.choice((None, 1e9)))
             try:
@@ -98,7 +100,7 @@ def budgets(draw: random.Random, name: str) -> dict[str, Any]:
 def by_hand(draw: random.Random, name: str) -> dict[str, Any]:
     """Plans by hand, with room for them and without."""
     trace, machine, options = situation(name)
-    for left_out in ("device_memory", "host_memory", "search", "disk_memory", "reserve"):
+    for left_out in ("device_memory", "host_budget", "search", "disk_memory", "reserve"):
         options.pop(left_out, None)
     units = tuple(replace(unit, kind=f"{unit.kind}{at % 2}") for at, unit in enumerate(trace.units))
     trace = replace(trace, step=replace(trace.step, units=units))
@@ -108,7 +110,7 @@ def by_hand(draw: random.Random, name: str) -> dict[str, Any]:
             request = replace(request, fetch=draw.choice((None, "parameters", "units")))
         memory = {
             "device_memory": draw.choice((None, None, trace.activation_peak_bytes + int(trace.param_bytes * 1.2))),
-            "host_memory": draw.choice((None, None, trace.param_bytes)),
+            "host_budget": draw.choice((None, None, trace.param_bytes)),
         }
         how: dict[str, Any] = {
             "split_number": draw.choice((1, 2, 3, 10)),
@@ -131,7 +133,7 @@ def asked_again(draw: random.Random, name: str) -> dict[str, Any]:
     ranks, found = options.pop("asked"), list[Any]()
     options["activations"] = None
     for share in (1.0, 0.5, 0.02):
-        less = {each: int(options[each] * share) for each in ("device_memory", "host_memory")}
+        less = {each: int(options[each] * share) for each in ("device_memory", "host_budget")}
         for changes in ({}, {"overlap": False}, {"placement": "cpu"}, {"search": "minimum_waste"}):
             question = Question(trace, machine, SearchRequest.of(ranks, **options | less | changes))
             need = least_need(question)
@@ -170,9 +172,9 @@ def levers(draw: random.Random, name: str) -> dict[str, Any]:
 def sweeps(draw: random.Random, name: str) -> dict[str, Any]:
     """The rows of a sweep, and of a fit, over machines that were made up."""
     trace, _, options = situation(name)
-    for left_out in ("asked", "search", "host_memory", "disk_memory", "replicas", "frozen_weights"):
+    for left_out in ("asked", "search", "host_budget", "disk_memory", "replicas", "frozen_weights"):
         options.pop(left_out, None)
-    options |= {"assume": "nominal", "host_memory": draw.choice((None, "2GiB"))}
+    options |= {"assume": "nominal", "host_budget": draw.choice((None, "2GiB"))}
     machines = [
         replace(
             made_up_machine(draw),
@@ -249,7 +251,7 @@ def kept(draw: random.Random, name: str) -> dict[str, Any]:
             memory = int(share * whole.activation_peak_bytes + draw.choice((1, 10)) * whole.param_bytes)
             options: dict[str, Any] = {"accumulation": 2, "pass_size": pass_size, "activations": "auto"}
             options["placement"] = draw.choice(("auto", "auto", "cpu"))
-            request = SearchRequest(world_size=1, device_memory=memory, host_memory=8 * GIB, **options)
+            request = SearchRequest(world_size=1, device_memory=memory, host_budget=8 * GIB, **options)
             given = whole if draw.random() < 0.5 else "layered"
             try:
                 trace = trace_that_keeps(StepQuestion(model=given), machine, request, exact=draw.random() < 0.6)
@@ -279,7 +281,7 @@ def sure(_: random.Random, name: str) -> dict[str, Any]:
     accumulation, ranks = draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
     with recorded_plans.counted() as work:
         plan = plan_from_trace(
-            trace, machine, ranks, device_memory=device, host_memory=2**40, accumulation=accumulation
+            trace, machine, ranks, device_memory=device, host_budget=2**40, accumulation=accumulation
         ).plan
     regrets = [each.regret for each in plan.predicted.judgements]
     return {"regrets": regrets, "work": work, "plan": digest(recorded_plans.planned(plan))}

@@ -98,7 +98,7 @@ def batches(draw: random.Random) -> dict[str, Any]:
         return layered_step(replace(layers, flops=flops, made_bytes=made, input_bytes=batch * layers.input_bytes))
 
     options: dict[str, Any] = {"checkpoints": ("none", "non-reentrant"), "layers": draw.choice((0, 4))}
-    options |= {"device_memory": int(device), "host_memory": 16 * GIB, "search": "minimum_waste"}
+    options |= {"device_memory": int(device), "host_budget": 16 * GIB, "search": "minimum_waste"}
     try:
         choice = search_batches(trace_of, machine, 1, samples=draw.choice((4, 8)), **options)
     except PlanError as error:
@@ -147,7 +147,7 @@ def refused(draw: random.Random, name: str) -> dict[str, Any]:
     operations = tuple(replace(each, kind="reduction") if draw.random() < 0.4 else each for each in trace.operations)
     trace = replace(trace, step=step, operations=operations, workspace_bytes=draw.randint(1, 8) * MIB)
     device = int(trace.activation_peak_bytes * draw.uniform(0.7, 1.1)) + trace.param_bytes // draw.choice((1, 4, 16))
-    options |= {"device_memory": device, "host_memory": 8 * trace.param_bytes // draw.choice((1, 8, 32, 128))}
+    options |= {"device_memory": device, "host_budget": 8 * trace.param_bytes // draw.choice((1, 8, 32, 128))}
     try:
         plan = plan_from_trace(trace, machine, options.pop("asked"), **options).plan
     except PlanError as error:
@@ -174,7 +174,7 @@ def rows(name: str) -> dict[str, Any]:
     found = []
     for changes in (
         {},
-        {"host_memory": 2**20, "device_memory": trace.activation_peak_bytes + 2**20},
+        {"host_budget": 2**20, "device_memory": trace.activation_peak_bytes + 2**20},
         {"device_memory": 2**24},
     ):
         row, problem = try_out(
@@ -343,7 +343,7 @@ def test_the_memory_that_a_plan_takes_is_enough_for_it(name: str) -> None:
     trace, machine, options = situation(name)
     ranks, options["assume"] = options.pop("asked"), "nominal"
     wide = plan_from_trace(trace, machine, ranks, **options).plan.predicted
-    options |= {"device_memory": wide.device_peak_bytes, "host_memory": wide.host_step_bytes}
+    options |= {"device_memory": wide.device_peak_bytes, "host_budget": wide.host_step_bytes}
     narrow = plan_from_trace(trace, machine, ranks, **options).plan
     assert narrow.predicted.step_s == pytest.approx(wide.step_s)
     assert narrow.predicted.device_peak_bytes <= wide.device_peak_bytes

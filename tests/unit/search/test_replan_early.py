@@ -27,7 +27,7 @@ KEPT, DISCARDED, NOT_MADE = EarlyShares(), EarlyShares(made=1.0, run=1.0, kept=0
 def planned() -> Planned:
     """Everything fits the device, and the host makes states during backward, since that is free."""
     trace, machine = stack_trace(StackShape(1024, 6, 4096, 5000, 512), batch=2, seq=512), preset("h200")
-    plan = plan_from_trace(trace, machine, 1, host_memory="64GiB", early_updates=True, assume="nominal").plan
+    plan = plan_from_trace(trace, machine, 1, host_budget="64GiB", early_updates=True, assume="nominal").plan
     assert any(chunk.home.early for chunk in plan.chunks)
     return trace, machine, plan
 
@@ -79,7 +79,7 @@ def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: Early
     assert found.plan is not None
     assert not any(chunk.home.early for chunk in found.plan.chunks)
     assert found.plan.predicted.step_s < 0.95 * seen.step_s
-    best = plan_from_trace(trace, machine, 1, host_memory="64GiB", early_updates=False).plan
+    best = plan_from_trace(trace, machine, 1, host_budget="64GiB", early_updates=False).plan
     assert found.plan.predicted.step_s <= 1.02 * best.predicted.step_s
     assert "of the early updates 0% were kept" in found.reason
 

@@ -64,7 +64,7 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
 
 
 def test_auto_takes_the_fastest_number_of_replicas() -> None:
-    plenty = {"device_memory": "4GiB", "host_memory": "4GiB", "search": "minimum_waste", "assume": "nominal"}
+    plenty = {"device_memory": "4GiB", "host_budget": "4GiB", "search": "minimum_waste", "assume": "nominal"}
     trace = stack_trace(SMALL, batch=2)
     machines = replace(HARDWARE, network_bytes_per_s=1e9, devices_per_host=2)
     plans = {number: plan_from_trace(trace, machines, 4, replicas=number, **plenty).plan for number in (1, 2)}
@@ -85,7 +85,7 @@ def test_ranks_that_cannot_form_replicas_are_refused_before_a_trace() -> None:
 
 
 def test_fewer_replicas_are_a_way_to_fit() -> None:
-    trace, little = stack_trace(SMALL, batch=2), {"device_memory": "700MiB", "host_memory": "1GiB"}
+    trace, little = stack_trace(SMALL, batch=2), {"device_memory": "700MiB", "host_budget": "1GiB"}
     options = {"search": "minimum_waste", "assume": "nominal", **little}
     assert plan_from_trace(trace, HARDWARE, 4, replicas="auto", **options).plan.replicas == 1
     with pytest.raises(PlanError, match="shard over all 4 ranks") as raised:
@@ -163,7 +163,7 @@ def test_positions_are_those_that_users_know() -> None:
     trace = stack_trace(SMALL)
     by_position = optimal_search(trace, 1, None, "SGD", True, False, None, None, HARDWARE, PLENTY, PLENTY)
     assert by_position == plan_from_trace(
-        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_memory=PLENTY
+        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_budget=PLENTY
     )
 
 
@@ -181,9 +181,9 @@ def test_a_missing_or_doubled_argument_is_refused() -> None:
 
 
 def test_a_request_plans_as_its_options_do() -> None:
-    trace, request = stack_trace(SMALL), SearchRequest(world_size=2, device_memory=PLENTY, host_memory=PLENTY)
+    trace, request = stack_trace(SMALL), SearchRequest(world_size=2, device_memory=PLENTY, host_budget=PLENTY)
     made = plan_from_trace(trace, HARDWARE, request, placement="cpu")
-    assert made == plan_from_trace(trace, HARDWARE, 2, device_memory=PLENTY, host_memory=PLENTY, placement="cpu")
+    assert made == plan_from_trace(trace, HARDWARE, 2, device_memory=PLENTY, host_budget=PLENTY, placement="cpu")
     with pytest.raises(InputTypeError, match="did you mean placement"):
         plan_from_trace(trace, HARDWARE, request, placment="cpu")
 

@@ -62,7 +62,7 @@ def planned(trace: StepTrace, device_memory: int, machine: HardwareProfile = MAC
     """Several tests ask for the same plan."""
     key = (id(trace), device_memory, repr(machine), repr(options))
     if key not in _PLANS or "chunks_of" in options:
-        made = plan_from_trace(trace, machine, 1, device_memory=device_memory, host_memory=64 * GIB, **options)
+        made = plan_from_trace(trace, machine, 1, device_memory=device_memory, host_budget=64 * GIB, **options)
         _PLANS[key] = trace, made.plan
     return _PLANS[key][1]
 
@@ -263,7 +263,7 @@ def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Pla
     assert plan.counts["states_on_host_chunks"] > again.counts["states_on_host_chunks"] == 0
     assert planned(stack, short_bytes, chunks_of=plan, placement="cpu").placement == "cpu"
     with pytest.raises(InputError, match="chunks_of is a plan for 1 ranks"):
-        plan_from_trace(stack, MACHINE, 2, host_memory=64 * GIB, chunks_of=plan)
+        plan_from_trace(stack, MACHINE, 2, host_budget=64 * GIB, chunks_of=plan)
     other = stack_trace(replace(STACK, layers=3), batch=2, seq=256)
     with pytest.raises(InputError, match="no chunk size packs the step"):
         planned(other, short_bytes, chunks_of=plan)

@@ -149,11 +149,11 @@ def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_
     device = least_needed(trace, 1, overlap=False) + 50 * MIB
     enough = {}
     for host in (0, 400 * MIB):  # with the first, some weight or state would lie nowhere
-        options = {"device_memory": device, "host_memory": host, "overlap": False}
+        options = {"device_memory": device, "host_budget": host, "overlap": False}
         enough[host] = shortage(trace, HARDWARE, 1, **options).needed_bytes
     assert enough[0] == enough[400 * MIB]
     assert plan(trace, device=device, host=enough[0], overlap=False).predicted.host_step_bytes == enough[0]
-    less = shortage(trace, HARDWARE, 1, device_memory=device, host_memory=enough[0] - 1, overlap=False)
+    less = shortage(trace, HARDWARE, 1, device_memory=device, host_budget=enough[0] - 1, overlap=False)
     assert less.needed_bytes == enough[0]
 
 
@@ -236,7 +236,7 @@ def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_de
     original = OriginalRule(trace, setting).choose(device)
     assert original is not None
     slow = replace(HARDWARE, host_adam_numel_per_s=1e8)
-    made = plan_from_trace(trace, slow, 1, device_memory=device, host_memory=PLENTY).plan
+    made = plan_from_trace(trace, slow, 1, device_memory=device, host_budget=PLENTY).plan
     theirs = originals_step_s(trace, setting, device, slow)
     assert theirs is not None
     assert link_bytes(made) > original.link_bytes
@@ -309,7 +309,7 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
         assert made.predicted.host_peak_bytes == sum(made.predicted.host_parts.values())
         assert (made.chunks, made.predicted.seconds) == (rich.chunks, rich.predicted.seconds)
     least = rich.predicted.host_step_bytes
-    options = {"device_memory": PLENTY, "host_memory": least - 1, "placement": "cpu"}
+    options = {"device_memory": PLENTY, "host_budget": least - 1, "placement": "cpu"}
     assert shortage(trace, HARDWARE, 2, **options).needed_bytes == least
     # They come before new states that the host would make early.
     early = plan(trace, 2, placement="cpu", host=rich.predicted.host_peak_bytes + most, assume="nominal")
@@ -384,7 +384,7 @@ def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
         host_adam_numel_per_s=1e9,
     )
     world_size = 4
-    budgets = {"device_memory": PLENTY, "host_memory": PLENTY}
+    budgets = {"device_memory": PLENTY, "host_budget": PLENTY}
     made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", early_updates=False).plan
     moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
     # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.

@@ -34,11 +34,11 @@ from tests.common.samples import make_trace
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, plan, shortage
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
-_GIVEN: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
+_GIVEN: dict[str, Any] = {"device_memory": PLENTY, "host_budget": PLENTY}
 
 
 def test_a_plan_that_fits_leaves_what_is_kept_back_for_the_allocator(caplog: pytest.LogCaptureFixture) -> None:
-    request = SearchRequest(world_size=1, host_memory=PLENTY, search="minimum_waste", assume="nominal")
+    request = SearchRequest(world_size=1, host_budget=PLENTY, search="minimum_waste", assume="nominal")
     plan_or_shortage(make_trace(), replace(HARDWARE, device_name="No such device"), request)
     assert "expandable_segments" not in caplog.text
 
@@ -51,7 +51,7 @@ def test_a_cpu_shares_its_memory_between_devices_and_host() -> None:
     assert (budgets.device_bytes, budgets.host_bytes) == ((64 * GIB - kept) // 8, (64 * GIB - kept) // 2)
     assert resolve_budgets(shared, SearchRequest(world_size=4, device_memory=10 * GIB)).host_bytes == 24 * GIB - kept
     assert (
-        resolve_budgets(shared, SearchRequest(world_size=4, host_memory=16 * GIB)).device_bytes == 12 * GIB - kept // 4
+        resolve_budgets(shared, SearchRequest(world_size=4, host_budget=16 * GIB)).device_bytes == 12 * GIB - kept // 4
     )
     assert (
         resolve_budgets(shared, SearchRequest(world_size=4, device_memory=10 * GIB, host_reserve=0)).host_bytes
@@ -63,7 +63,7 @@ def test_a_plan_knows_which_budgets_were_read_here(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("elixir.search.budgets.free_host_bytes", lambda: 64 * GIB)
     promised = replace(preset("cpu"), host_memory_bytes=64 * GIB, measured_at=None)
     here = replace(preset("cpu"), host_memory_bytes=None)
-    small: dict[str, Any] = {"world_size": 1, "device_memory": "4GiB", "host_memory": "4GiB"}
+    small: dict[str, Any] = {"world_size": 1, "device_memory": "4GiB", "host_budget": "4GiB"}
     for without, expected in (((), ()), (("device",), ("device",)), (("host",), ("host",))):
         given = {name: value for name, value in small.items() if name.removesuffix("_memory") not in without}
         assert resolve_budgets(here, SearchRequest(**given)).read == expected
@@ -77,7 +77,7 @@ def test_placement_is_obeyed_by_all_three() -> None:
     trace = stack_trace(SMALL)
     for search in (optimal_search, minimum_waste_search, simple_search):
         for world_size in (1, 2):
-            budgets = {"device_memory": PLENTY, "host_memory": PLENTY}
+            budgets = {"device_memory": PLENTY, "host_budget": PLENTY}
             on_device = search(trace, world_size, hardware=HARDWARE, placement="cuda", **budgets)
             on_host = search(trace, world_size, hardware=HARDWARE, placement="cpu", **budgets)
             assert {(c.weight_home, c.state_home) for c in on_device.chunks} == {("device", "device")}
@@ -109,7 +109,7 @@ def test_a_parameter_larger_than_every_chunk_that_fits_is_named() -> None:
     build = TraceBuilder()
     build.use("backward", build.parameter("w", 8 * MIB), live=100 * MIB)
     one = build.build("one")
-    what = [shortage(one, HARDWARE, 1, device_memory=100 * MIB - less, host_memory=PLENTY).what for less in (0, 1)]
+    what = [shortage(one, HARDWARE, 1, device_memory=100 * MIB - less, host_budget=PLENTY).what for less in (0, 1)]
     assert "larger than every chunk" in what[0]
     assert "activations, inputs and buffers alone" in what[1]
 
@@ -171,9 +171,9 @@ def test_simple_search_does_as_told() -> None:
 def test_minimum_waste_search_reports_its_own_need() -> None:
     trace = stack_trace(SMALL)
     with pytest.raises(PlanError) as caught:
-        minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=0, host_memory=PLENTY)
+        minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=0, host_budget=PLENTY)
     needed = caught.value.needed_bytes
-    made = minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=needed, host_memory=PLENTY).plan
+    made = minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=needed, host_budget=PLENTY).plan
     check_consistent(made, trace)
 
 
@@ -190,7 +190,7 @@ def test_a_module_is_traced_and_planned() -> None:
         inp={"x": torch.zeros(4, 64)},
         step_fn=step,
         hardware="h200",
-        host_memory="1GiB",
+        host_budget="1GiB",
     ).plan
     assert made.dtype == "bfloat16"
     assert sorted(slot.name for chunk in made.chunks for slot in chunk.parameters) == sorted(
@@ -213,9 +213,9 @@ def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:
     whole = resolve_budgets(elsewhere, SearchRequest(world_size=1, device_reserve=0, host_reserve="1GiB"))
     assert (whole.device_bytes, whole.device_reserve_bytes) == (there, 0)
     assert whole.host_bytes == elsewhere.host_memory_bytes - GIB
-    with pytest.raises(InputError, match="host_memory"):
+    with pytest.raises(InputError, match="host_budget"):
         resolve_budgets(replace(elsewhere, host_memory_bytes=None), SearchRequest(world_size=1))
-    given_sizes = resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_memory=5))
+    given_sizes = resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_budget=5))
     assert (given_sizes.device_bytes, given_sizes.host_bytes) == (2 * GIB, 5)
     assert (given_sizes.device_reserve_bytes, given_sizes.host_reserve_bytes) == (0, 0)
     more = resolve_budgets(elsewhere, SearchRequest(world_size=2, reserve="1GiB"))
@@ -223,7 +223,7 @@ def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:
     assert more.host_reserve_bytes == kept + 2 * GIB  # each of two processes takes it
     for size in ({"device_reserve": GIB}, {"host_reserve": GIB}):
         with pytest.raises(InputError, match="taken as given"):
-            resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_memory="2GiB", **size))
+            resolve_budgets(elsewhere, SearchRequest(world_size=1, device_memory="2GiB", host_budget="2GiB", **size))
 
 
 def test_what_is_free_here_is_planned_with_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_what_is_kept_back_is_named_where_nothing_fits() -> None:
     trace = stack_trace(SMALL)
     tiny = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + 20 * MIB)
     with pytest.raises(PlanError, match="keep back less of the device") as refused:
-        optimal_search(trace, 1, hardware=tiny, host_memory=PLENTY)
+        optimal_search(trace, 1, hardware=tiny, host_budget=PLENTY)
     assert any(lever.argument == "device_reserve" for lever in refused.value.levers)
 
 
@@ -275,7 +275,7 @@ def test_a_plan_may_take_what_is_kept_back_for_the_allocator_before_it_is_refuse
     trace = stack_trace(SMALL)
     whole = int(least_needed(trace, 1) / 0.78)  # a quarter is kept back, a fifth without the allocator's part
     tight = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + whole)
-    request = SearchRequest(world_size=1, host_memory=PLENTY)
+    request = SearchRequest(world_size=1, host_budget=PLENTY)
     made = plan_or_shortage(trace, tight, request)
     assert "expandable_segments:True" in caplog.text
     assert planned(Question(trace, tight, request)) == made
@@ -289,7 +289,7 @@ def test_the_same_plan_in_every_process() -> None:
         "from elixir.search import plan_from_trace\n"
         "trace = stack_trace(StackShape(hidden=1024, layers=8, ffn=4096, vocab=16384, positions=1024))\n"
         "for budget, early in (('1100MiB', False), ('100GiB', False), ('1100MiB', True)):\n"
-        "    options = {'device_memory': budget, 'host_memory': '1TiB', 'early_updates': early}\n"
+        "    options = {'device_memory': budget, 'host_budget': '1TiB', 'early_updates': early}\n"
         "    print(plan_from_trace(trace, make_hardware(), 4, **options).fingerprint)\n"
     )
     root = Path(__file__).parents[3]

@@ -111,7 +111,7 @@ def _stack(**options: Any) -> StepTrace:
 
 
 def _planned(trace: StepTrace, world_size: int = 1, **options: Any) -> Plan:
-    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_memory=GIB, **options).plan
+    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_budget=GIB, **options).plan
 
 
 def test_plans_count_clipping_unless_told_otherwise() -> None:
@@ -132,7 +132,7 @@ def test_float16_needs_the_norm_for_its_loss_scale() -> None:
 def test_wrap_plans_for_the_norm_that_it_is_given(max_norm: float | None) -> None:
     it = case("opt")
     optimizer = torch.optim.AdamW(it.model.parameters())
-    module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, max_norm=max_norm, device_memory=GIB, host_memory=GIB)
+    module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, max_norm=max_norm, device_memory=GIB, host_budget=GIB)
     assert module.plan.clipping is (max_norm is not None)
     module.close()
 
@@ -149,7 +149,7 @@ def test_the_command_line_knows_runs_without_clipping(
         str(hardware),
         "--device-memory",
         "1GiB",
-        "--host-memory",
+        "--host-budget",
         "1GiB",
         "--json",
     ]

@@ -30,7 +30,7 @@ def stack() -> StepTrace:
 
 def test_several_machines_are_as_fast_as_their_network(stack: StepTrace, caplog: pytest.LogCaptureFixture) -> None:
     """A network that the profile does not know is as fast as the devices of one machine, with a warning."""
-    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45).plan
+    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_budget=1 << 45).plan
     caplog.clear()
     unknown = simulate_step(plan, stack, HARDWARE).step_s
     assert [record.levelname for record in caplog.records if "network_bytes_per_s" in record.getMessage()] == [

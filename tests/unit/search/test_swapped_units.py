@@ -67,7 +67,7 @@ def test_the_search_moves_what_pays_and_a_run_has_the_same_bits() -> None:
     )
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": hardware, "optimizer_type": "AdamW"}
     options |= {"device_memory": whole.activation_peak_bytes // 2 + 2**20, "assume": "nominal", "activations": "auto"}
-    kept, moved = (optimal_search(it.model, 1, host_memory=host, **options).plan for host in ("6MiB", "1GiB"))
+    kept, moved = (optimal_search(it.model, 1, host_budget=host, **options).plan for host in ("6MiB", "1GiB"))
     assert moved.step.swap_bytes > kept.step.swap_bytes
     assert moved.predicted.step_s < kept.predicted.step_s
     assert moved.predicted.host_parts["swapped_activations"] == moved.step.swap_bytes

@@ -34,7 +34,7 @@ STEP = StepQuestion(dtype="bf16", seq=64)
 @pytest.fixture(scope="module")
 def rows() -> list[SweepRow]:
     """Two machines, of which one takes four devices; the budget makes one batch too large."""
-    return sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_memory="16GiB")
+    return sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_budget="16GiB")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_row_for_every_combination_in_the_order_asked_for(rows: list[SweepRow]
 def test_a_row_is_the_plan_and_its_simulation(rows: list[SweepRow], trace: StepTrace, world_size: int) -> None:
     row, hardware = find(rows, "h200", world_size, 1), preset("h200")
     plan = plan_from_trace(
-        trace, hardware, world_size, optimizer_type="AdamW", device_memory=3 * GIB, host_memory="16GiB"
+        trace, hardware, world_size, optimizer_type="AdamW", device_memory=3 * GIB, host_budget="16GiB"
     ).plan
     step = simulate_step(plan, trace, hardware)
     assert row.fits
@@ -109,7 +109,7 @@ def test_what_does_not_fit_says_why_and_gives_no_numbers(rows: list[SweepRow]) -
 def test_a_row_with_chosen_activations_is_that_of_their_plan(share: float) -> None:
     """It is never slower than without: with less memory the choice needs more than was predicted, and is dropped."""
     step = replace(STEP, seq=256, use_fused_kernels=True)
-    budgets = {"device_memory": int(share * GIB), "host_memory": "16GiB", "assume": "nominal"}
+    budgets = {"device_memory": int(share * GIB), "host_budget": "16GiB", "assume": "nominal"}
     rows = [
         sweep([MODEL], ["h200"], batches=[16], step=each, activations=activations, **budgets)[0]
         for each, activations in ((step, None), (replace(step, checkpoint="non-reentrant"), None), (step, "auto"))
@@ -131,7 +131,7 @@ def test_a_row_with_chosen_activations_is_that_of_their_plan(share: float) -> No
 @pytest.mark.slow
 def test_a_network_lets_ranks_span_machines() -> None:
     slow, quick = (
-        sweep([MODEL], ["t4"], [8], step=STEP, host_memory="16GiB", network_bytes_per_s=speed)[0]
+        sweep([MODEL], ["t4"], [8], step=STEP, host_budget="16GiB", network_bytes_per_s=speed)[0]
         for speed in (1e9, 1e10)
     )
     assert slow.fits
@@ -142,7 +142,7 @@ def test_a_network_lets_ranks_span_machines() -> None:
 
 
 def test_the_same_rows_again(rows: list[SweepRow]) -> None:
-    again = sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_memory="16GiB")
+    again = sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_budget="16GiB")
     assert again == rows
 
 
@@ -197,11 +197,11 @@ def test_budgets_are_those_given_else_of_the_profile_else_supposed() -> None:
     known = dataclasses.replace(h200, host_memory_bytes=7 * GIB)
     assert budgets_on_paper(known, SearchRequest(world_size=16, host_reserve=0)).host_bytes == 7 * GIB
     assert 0 < budgets_on_paper(known, SearchRequest(world_size=16)).host_bytes < 7 * GIB
-    assert budgets_on_paper(known, SearchRequest(world_size=1, device_memory=MIB, host_memory=GIB)).host_bytes == GIB
+    assert budgets_on_paper(known, SearchRequest(world_size=1, device_memory=MIB, host_budget=GIB)).host_bytes == GIB
     cpu = preset("cpu")
     both = budgets_on_paper(cpu, SearchRequest(world_size=1))
     assert both.device_bytes + both.host_bytes <= cpu.device_memory_bytes
-    given = budgets_on_paper(cpu, SearchRequest(world_size=1, host_memory=GIB))
+    given = budgets_on_paper(cpu, SearchRequest(world_size=1, host_budget=GIB))
     assert given.device_bytes == cpu.device_memory_bytes - GIB - given.host_reserve_bytes
 
 
@@ -214,12 +214,12 @@ def test_the_quick_refusal_never_refuses_what_a_search_would_find(
 ) -> None:
     """A row fits exactly where `plan_from_trace` finds a plan."""
     (row,) = sweep(
-        [MODEL], ["h200"], [world_size], step=STEP, device_memory=device_mib * MIB, host_memory=host_gib * GIB
+        [MODEL], ["h200"], [world_size], step=STEP, device_memory=device_mib * MIB, host_budget=host_gib * GIB
     )
     try:
         plan_from_trace(
             trace, preset("h200"), world_size, optimizer_type="AdamW",
-            device_memory=device_mib * MIB, host_memory=host_gib * GIB,
+            device_memory=device_mib * MIB, host_budget=host_gib * GIB,
         )  # fmt: skip
         found = True
     except PlanError:
@@ -238,10 +238,10 @@ def test_fit_takes_the_smallest_and_then_the_fewest_devices_of_each_machine() ->
 @pytest.mark.slow
 def test_fit_takes_more_devices_where_one_is_too_few() -> None:
     """Size counts: two devices of a small machine come before one of a machine more than twice as large."""
-    found = fit("opt-1.3b", ["t4", "h200"], step=STEP, host_memory="4GiB")
+    found = fit("opt-1.3b", ["t4", "h200"], step=STEP, host_budget="4GiB")
     assert found.best is not None
     assert (found.best.machine, found.best.world_size) == ("t4", 2)
-    alone = sweep(["opt-1.3b"], ["t4"], [1], step=STEP, host_memory="4GiB")
+    alone = sweep(["opt-1.3b"], ["t4"], [1], step=STEP, host_budget="4GiB")
     assert not alone[0].fits
     assert [row.machine for row in found.rows] == ["t4", "h200"]
 

@@ -123,7 +123,7 @@ def offloads() -> dict[str, StepTrace]:
 
 @pytest.mark.slow
 def test_plans_have_room_on_the_host_and_seconds_on_the_link(offloads: dict[str, StepTrace]) -> None:
-    asked = {"hardware": H200, "device_memory": "1GiB", "host_memory": "1GiB", "assume": "nominal"}
+    asked = {"hardware": H200, "device_memory": "1GiB", "host_budget": "1GiB", "assume": "nominal"}
     kept, moved = (optimal_search(offloads[name], 1, **asked).plan for name in ("kept", "moved"))
     trace = offloads["moved"]
     assert moved.predicted.host_parts["activations"] == trace.host_peak_bytes > 0
@@ -138,7 +138,7 @@ def test_plans_have_room_on_the_host_and_seconds_on_the_link(offloads: dict[str,
 def test_a_host_that_cannot_hold_them_is_refused(offloads: dict[str, StepTrace]) -> None:
     least = offloads["moved"].host_peak_bytes
     with pytest.raises(PlanError) as refused:
-        optimal_search(offloads["moved"], 1, hardware=H200, device_memory="1GiB", host_memory=least - 1)
+        optimal_search(offloads["moved"], 1, hardware=H200, device_memory="1GiB", host_budget=least - 1)
     assert (refused.value.needed_bytes, refused.value.available_bytes) == (least, least - 1)
 
 

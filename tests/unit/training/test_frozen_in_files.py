@@ -259,7 +259,7 @@ def test_wrap_remembers_the_files(tmp_path: Path) -> None:
     model = frozen_model()
     folder = save_frozen(model, tmp_path)
     inp = default_input(model, batch=2, seq=16)
-    small = {"device_memory": "1MiB", "host_memory": "2MiB", "placement": "cpu", "hardware": HARDWARE}
+    small = {"device_memory": "1MiB", "host_budget": "2MiB", "placement": "cpu", "hardware": HARDWARE}
     common: dict[str, Any] = {"weights": folder, "strict": False}
     module, optimizer = elixir.wrap(model, adamw(model), inp=inp, frozen_weights="files", **small, **common)
     for _ in range(7):  # the plan is compared with the first steps

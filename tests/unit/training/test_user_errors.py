@@ -20,7 +20,7 @@ from elixir.units import GIB, format_seconds, parse_bytes, parse_dtype
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 BATCH = {"x": torch.ones(4, 256)}
-KNOWN: dict[str, Any] = {"hardware": "h200", "host_memory": "64GiB"}
+KNOWN: dict[str, Any] = {"hardware": "h200", "host_budget": "64GiB"}
 
 
 def small() -> nn.Module:
@@ -52,7 +52,7 @@ def test_the_short_form_works_where_there_is_no_gpu(
 
 
 def test_a_named_machine_takes_no_memory_from_this_one(no_gpu: None) -> None:
-    with pytest.raises(InputError, match="--host-memory 512GiB"):
+    with pytest.raises(InputError, match="--host-budget 512GiB"):
         optimal_search(small(), 1, inp=BATCH, step_fn=step, hardware="h200")
 
 
@@ -68,7 +68,7 @@ def test_the_command_line_does_the_same(
     assert "of 19.00 GiB, 1.00 GiB kept back" in shown
     assert shown.count("kept back") == 1
     assert main(["plan", trace, "--brief", "--hardware", "h200"]) == 2
-    assert "--host-memory" in capsys.readouterr().err
+    assert "--host-budget" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------- values and types
@@ -129,7 +129,7 @@ def test_a_parameter_that_leaves_no_room_for_its_gradient_is_named() -> None:
 
 def test_too_little_host_memory_under_placement_cpu_says_so() -> None:
     with pytest.raises(PlanError, match="where placement 'cpu' puts all weights and states"):
-        plan_from_trace(make_trace(layers=4), preset("h200"), 1, host_memory=1, placement="cpu")
+        plan_from_trace(make_trace(layers=4), preset("h200"), 1, host_budget=1, placement="cpu")
 
 
 # -------------------------------------------------------------------------------------------------- the wrong file
@@ -149,11 +149,11 @@ def test_a_plan_is_no_hardware_profile(tmp_path: Path) -> None:
 def test_a_trace_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A trace is planned for the machine it was made for; --hardware names another, and a line says so."""
     path = str(make_trace(layers=2).save(tmp_path / "trace.json"))
-    assert main(["plan", path, "--brief", "--host-memory", "64GiB"]) == 0
+    assert main(["plan", path, "--brief", "--host-budget", "64GiB"]) == 0
     out, err = capsys.readouterr()
     assert "on 1 x h200" in out
     assert err == ""
-    assert main(["plan", path, "--brief", "--host-memory", "64GiB", "--hardware", "a100"]) == 0
+    assert main(["plan", path, "--brief", "--host-budget", "64GiB", "--hardware", "a100"]) == 0
     out, err = capsys.readouterr()
     assert "on 1 x a100" in out
     assert "traced for h200" in err
@@ -166,7 +166,7 @@ def test_a_trace_of_an_unknown_machine_asks_for_one(capsys: pytest.CaptureFixtur
     assert main(["plan", path]) == 2
     assert "give --hardware" in capsys.readouterr().err
     hardware = str(make_hardware("my-box").save(tmp_path / "hw.json"))
-    assert main(["plan", path, "--brief", "--hardware", hardware, "--host-memory", "64GiB"]) == 0
+    assert main(["plan", path, "--brief", "--hardware", hardware, "--host-budget", "64GiB"]) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -69,7 +69,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
 
     def search(**options: Any) -> Any:
         return optimal_search(
-            it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", host_memory="64GiB", **options
+            it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", host_budget="64GiB", **options
         ).plan
 
     low, high = (
@@ -108,7 +108,7 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
             step_fn=step_of(it),
             hardware=machine,
             optimizer_type=family,
-            host_memory="64GiB",
+            host_budget="64GiB",
             **options,
         ).plan
 
@@ -500,7 +500,7 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
     def search(device_memory: int) -> Any:
         return optimal_search(
             model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
-            device_memory=device_memory, host_memory="1GiB",
+            device_memory=device_memory, host_budget="1GiB",
         ).plan  # fmt: skip
 
     with pytest.raises(PlanError) as caught:

@@ -84,7 +84,7 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
     named = build(shape_of("llama-3-8b"), lora=4, quantised="nf4")
     inp = input_to_trace(model, batch=2, seq=32)
     sr = elixir.optimal_search(
-        named, 1, inp=inp, step_fn=default_step, hardware="cpu", device_memory="1200KB", host_memory="64MiB"
+        named, 1, inp=inp, step_fn=default_step, hardware="cpu", device_memory="1200KB", host_budget="64MiB"
     )
     assert any(not chunk.resident for chunk in sr.plan.chunks)
     twin = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
 def test_a_plan_needs_neither_library_and_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("peft", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, name, None)
-    plan, memory = tmp_path / "plan.json", ["--hardware", "rtx4090", "--host-memory", "16GiB"]
+    plan, memory = tmp_path / "plan.json", ["--hardware", "rtx4090", "--host-budget", "16GiB"]
     asked = ["gpt2", "--lora", "8", "--quantised", "nf4-double", *memory, "--no-levers", "--brief", "--out", str(plan)]
     assert main(["plan", *asked]) == 0
     made = elixir.Plan.load(plan)

@@ -207,7 +207,7 @@ def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
     torch._dynamo.reset()
     model, wrapped = elixir.wrap(
         it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=it.inp, compile={"backend": "aot_eager"},
-        device_memory=gpu.with_cublas("1.3MiB", biased=False), host_memory="1GiB", replan=False, assume="nominal",
+        device_memory=gpu.with_cublas("1.3MiB", biased=False), host_budget="1GiB", replan=False, assume="nominal",
     )  # fmt: skip
     assert model.plan.step.compiled == ("model.layers.0", "model.layers.1")
     assert not all(chunk.resident for chunk in model.plan.chunks)

@@ -276,7 +276,7 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     second = Correction(None, "")
     monkeypatch.setattr(import_module("elixir.api"), "correct", lambda *_: second)
     model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, host_memory="1GiB",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, host_budget="1GiB",
         device_memory=gpu.with_cublas("1.3MiB", biased=False), assume="nominal",
     )  # fmt: skip
     step_alike(plain_optimizer, model, dict(plain.named_parameters()))
@@ -331,7 +331,7 @@ def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
 def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:
     it = case("llama")
     model, _ = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, host_memory="1GiB",
+        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, strict=True, host_budget="1GiB",
         device_memory=gpu.with_cublas("64MiB", biased=False),
     )  # fmt: skip
     assert model.plan.step.compiled == LAYERS

@@ -14,7 +14,7 @@ from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
 from elixir.wrapper.weights_io import model_state
 
-ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_memory": "64MiB"}
+ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB"}
 
 
 def make_model() -> nn.Module:

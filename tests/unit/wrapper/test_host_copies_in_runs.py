@@ -49,7 +49,7 @@ def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: lis
     batch: dict[str, Any] = {"input_ids": torch.arange(32).reshape(2, 16), "labels": torch.arange(32).reshape(2, 16)}
     trace: StepTrace = trace_step(planned, batch, _step, hardware=H200)
     moved_bytes.clear()
-    asked = {"hardware": H200, "device_memory": "1GiB", "host_memory": "1GiB", "assume": "nominal"}
+    asked = {"hardware": H200, "device_memory": "1GiB", "host_budget": "1GiB", "assume": "nominal"}
     search = optimal_search(trace, 1, placement=placement, **asked)
     model = ElixirModule(planned, search)
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

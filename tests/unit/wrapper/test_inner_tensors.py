@@ -223,7 +223,7 @@ def test_the_optimizer_may_have_all_parameters(tmp_path: Any) -> None:
 def test_wrap_may_check_first_what_a_smaller_machine_refuses() -> None:
     it = scaled_case()
     optimizer = torch.optim.AdamW(it.model.parameters())
-    small = {"hardware": "cpu", "device_memory": "1MiB", "host_memory": "64MiB", "placement": "cpu"}
+    small = {"hardware": "cpu", "device_memory": "1MiB", "host_budget": "64MiB", "placement": "cpu"}
     module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, step_fn=step, strict=True, **small)
     weight = module.module[0].weight
     assert isinstance(weight, nn.Parameter)

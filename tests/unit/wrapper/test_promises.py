@@ -43,7 +43,7 @@ def known_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrapped(**memory: Any) -> tuple[Any, Any, Any]:
     it = case("gpt2")
     optimizer = torch.optim.AdamW(it.model.parameters(), lr=1e-3)
-    memory = {"device_memory": "1600KiB", "host_memory": "1GiB", **memory}
+    memory = {"device_memory": "1600KiB", "host_budget": "1GiB", **memory}
     return *elixir.wrap(
         it.model, optimizer, inp=it.inp, hardware="cpu", replan=False, assume="nominal", **memory
     ), it.inp
@@ -92,7 +92,7 @@ def test_a_promise_lasts_until_its_memory_is_free(monkeypatch: pytest.MonkeyPatc
 
 def test_sizes_that_are_given_are_obeyed_and_a_model_that_is_gone_was_promised_nothing() -> None:
     model, optimizer, _ = wrapped()
-    given = resolve_budgets(HERE, SearchRequest(world_size=1, device_memory="1GiB", host_memory="2GiB"))
+    given = resolve_budgets(HERE, SearchRequest(world_size=1, device_memory="1GiB", host_budget="2GiB"))
     assert (given.device_bytes, given.host_bytes) == (GIB, 2 * GIB)
     assert budgets() < FREE
     del model, optimizer
@@ -131,7 +131,7 @@ def test_other_homes_are_refused_where_they_take_more_than_is_free(monkeypatch: 
     before = model.plan
     other = optimal_search(
         case("gpt2").model, 1, inp=inp, hardware="cpu", chunks_of=before, optimizer_type=before.optimizer,
-        device_memory="1800KiB", host_memory="1GiB",
+        device_memory="1800KiB", host_budget="1GiB",
     ).plan  # fmt: skip
     free = {"bytes": MIB}
     monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: free["bytes"])
@@ -217,7 +217,7 @@ def test_a_search_is_refused_where_all_free_memory_is_promised(monkeypatch: pyte
 @pytest.mark.slow
 def test_state_dicts_that_are_given_are_needed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: 3 * GIB)
-    wrapped(between_steps="2GiB", host_memory="2GiB")
+    wrapped(between_steps="2GiB", host_budget="2GiB")
     monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: 2 * GIB)
     with pytest.raises(InputError, match="more suffice"):
-        wrapped(between_steps="2GiB", host_memory="2GiB")
+        wrapped(between_steps="2GiB", host_budget="2GiB")

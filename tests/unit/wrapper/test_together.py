@@ -99,7 +99,7 @@ def wrapped(step: Step, memory: str, accumulation: int = 1, **options: Any) -> t
         (step(models, inp) / accumulation).backward()
 
     return elixir.wrap(
-        model, optimizer_of(model), inp=batch(0), step_fn=traced, hardware="cpu", host_memory="1GiB",
+        model, optimizer_of(model), inp=batch(0), step_fn=traced, hardware="cpu", host_budget="1GiB",
         accumulation=accumulation, **MEMORY[memory], **options,
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_models_together_take_no_pass_of_several_micro_batches() -> None:
 
     module, optimizer = elixir.wrap(
         model, optimizer_of(model), inp=batch(0), step_fn=step, hardware="cpu", accumulation=2, pass_size=2,
-        device_memory="1GiB", host_memory="1GiB", placement="cpu", replan=False,
+        device_memory="1GiB", host_budget="1GiB", placement="cpu", replan=False,
     )  # fmt: skip
     with pytest.raises(
         InputError, match="several models under one plan cannot share a pass yet; plan with pass_size=1"

@@ -231,7 +231,7 @@ def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
     for device in ("950KiB", "1200KiB", "2MiB"):
         both = [
             optimal_search(
-                it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_memory="64MiB",
+                it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_budget="64MiB",
                 placement="cpu", fetch=fetch,
             )
             for fetch in ("parameters", "units")
@@ -266,7 +266,7 @@ def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
 def test_a_second_plan_fetches_as_the_first(fetch: Literal["units", "parameters"]) -> None:
     it = case("llama", "none")
     trace = cpu_trace(it.model, it.inp, lambda model, inp: it.loss(model, inp).backward())
-    given = {"placement": "cpu", "host_memory": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
+    given = {"placement": "cpu", "host_budget": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
     plan = plan_from_trace(trace, preset("cpu"), 1, fetch=fetch, **given).plan
     space = SearchSpace(trace, preset("cpu"), setting_of(plan, 1, "cpu"))
     second = _best_with_packing(space, Budgets(plan.device_budget_bytes, plan.host_budget_bytes), plan, plan.optimizer)

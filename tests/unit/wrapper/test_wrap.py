@@ -55,7 +55,7 @@ def test_trains_as_plain_pytorch_does(memory: str, replan: bool) -> None:
     plain = copy.deepcopy(it.model)
     plain_optimizer = adamw(plain)
     model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory=memory, host_memory="1GiB", replan=replan
+        it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory=memory, host_budget="1GiB", replan=replan
     )
     assert (engine_of(model).before_forward is not None) == replan
     assert all(chunk.resident for chunk in model.plan.chunks) == (memory == "1GiB")
@@ -79,7 +79,7 @@ def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
         return Correction(mixed(plan), "a test says so")
 
     monkeypatch.setattr(api, "correct", other_homes)
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     before = model.plan
     losses = trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS)
     assert model.plan is before
@@ -105,7 +105,7 @@ def test_a_correction_that_fails_is_logged_and_training_goes_on(
     plain = copy.deepcopy(it.model)
     plain_optimizer = adamw(plain)
     monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     before, fault, count = model.plan, Fault("zeros"), api.WARM_UP_STEPS + api.MEASURED_STEPS
     losses = trained(model, optimizer, it.inp, count)
     with fault.armed(1):
@@ -125,7 +125,7 @@ def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pyte
     it = case("llama", layers=1)
     monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
     monkeypatch.setattr(ElixirModule, "rehome", closes)
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     with pytest.raises(RuntimeError, match="a rank is gone"):
         trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
 
@@ -133,7 +133,7 @@ def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pyte
 def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt")
     monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(mixed(plan), ""))
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     before = model.plan
     for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS):
         hf_loss(model, it.inp).backward()
@@ -159,7 +159,7 @@ def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
 
     monkeypatch.setattr(api, "correct", with_other_moments)
     given = torch.optim.SGD(it.model.parameters(), lr=1e-3)
-    model, optimizer = elixir.wrap(it.model, given, inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, given, inp=it.inp, hardware="cpu", host_budget="1GiB")
     before = model.plan
     trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
     assert model.plan is before
@@ -171,7 +171,7 @@ def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
 def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
     monkeypatch.setattr(api, "correct", lambda *_: pytest.fail("there was no moment between steps"))
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS + api.MOST_REFUSALS + 2):
         loss = hf_loss(model, it.inp)
         optimizer.zero_grad()
@@ -190,7 +190,7 @@ def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return Correction(None, "")
 
     monkeypatch.setattr(api, "correct", stay)
-    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS + 2):
         for _ in range(3):
             hf_loss(model, it.inp).backward()
@@ -223,7 +223,7 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
     options = {
         "hardware": machine,
         "device_memory": "2500KiB",
-        "host_memory": "1GiB",
+        "host_budget": "1GiB",
         "assume": "nominal",
         "early_updates": True,
     }
@@ -255,7 +255,7 @@ def test_a_plan_without_early_states_learns_whether_they_would_be_kept(
 
     monkeypatch.setattr(api, "correct", stay)
     model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", max_norm=max_norm
+        it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB", max_norm=max_norm
     )
     trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
     assert [one.early.kept for one in seen] == [kept]
@@ -272,9 +272,9 @@ def planned() -> tuple[Any, Any, Plan]:
     it = case("opt")
     machine = preset("cpu")
     trace = trace_step(model, it.inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)
-    free = plan_from_trace(trace, machine, 1, device_memory="1GiB", host_memory="1GiB").plan
+    free = plan_from_trace(trace, machine, 1, device_memory="1GiB", host_budget="1GiB").plan
     budget = int(0.6 * free.predicted.device_peak_bytes)
-    return trace, machine, plan_from_trace(trace, machine, 1, device_memory=budget, host_memory="1GiB").plan
+    return trace, machine, plan_from_trace(trace, machine, 1, device_memory=budget, host_budget="1GiB").plan
 
 
 @pytest.mark.slow
@@ -327,14 +327,14 @@ def test_a_slow_link_and_a_slow_host_are_seen(planned: tuple[Any, Any, Plan]) ->
 def test_what_cannot_work_is_refused() -> None:
     it = case("opt", layers=1)
     with pytest.raises(PlanError, match="needed"):
-        elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory="1KiB", host_memory="1GiB")
+        elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory="1KiB", host_budget="1GiB")
     with pytest.raises(InputTypeError, match="torch optimizer"):
         elixir.wrap(it.model, None, inp=it.inp)  # type: ignore[arg-type]
     with pytest.raises(InputTypeError, match="dict"):
-        elixir.wrap(it.model, adamw(it.model), inp=[1], hardware="cpu", host_memory="1GiB")  # type: ignore[arg-type]
+        elixir.wrap(it.model, adamw(it.model), inp=[1], hardware="cpu", host_budget="1GiB")  # type: ignore[arg-type]
     lbfgs = torch.optim.LBFGS(it.model.parameters())
     with pytest.raises(InputError, match="elementwise"):
-        elixir.wrap(it.model, lbfgs, inp=it.inp, hardware="cpu", host_memory="1GiB")
+        elixir.wrap(it.model, lbfgs, inp=it.inp, hardware="cpu", host_budget="1GiB")
 
 
 @pytest.mark.parametrize("device_memory", ["1MiB", "1024MiB"])
@@ -348,7 +348,7 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -
         return [torch.optim.AdamW(parameters[::2]), torch.optim.AdamW(parameters[1::2])]
 
     module, mine = elixir.wrap(
-        it.model, halves(it.model), inp=it.inp, device_memory=gpu.with_cublas(device_memory), host_memory="1GiB",
+        it.model, halves(it.model), inp=it.inp, device_memory=gpu.with_cublas(device_memory), host_budget="1GiB",
         max_norm=0.1,
     )  # fmt: skip
     assert module.plan.clipping
@@ -379,7 +379,7 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
     it = case("gpt2")
     with pytest.raises(InputError, match="1 parameters of the optimizer are not the model's"):
         elixir.wrap(it.model, torch.optim.AdamW([nn.Parameter(torch.ones(2))]), inp=it.inp, hardware="cpu")
-    elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")[0].close()
+    elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")[0].close()
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -434,7 +434,7 @@ def test_options_at_their_defaults_may_stand_next_to_a_plan() -> None:
     model = tiny("opt")
     assert api.dry_run(model, adamw(model), plan=plan, device_memory=None, accumulation=1, moments=None) == plan
     with pytest.raises(InputError, match="leave out device_memory, accumulation, or"):
-        api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_memory=None)
+        api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_budget=None)
 
 
 def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
@@ -454,7 +454,7 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
 @pytest.mark.slow
 def test_plans_for_as_many_batches_a_step_as_are_said() -> None:
     it = case("gpt2")
-    model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", accumulation=3)
+    model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB", accumulation=3)
     assert model.plan.accumulation == 3
     model.close()
 
@@ -463,12 +463,12 @@ def test_plans_for_as_many_batches_a_step_as_are_said() -> None:
 def test_the_plan_is_that_of_the_search() -> None:
     it = case("opt")
     model, _ = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory="1MiB", host_memory="1GiB"
+        it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory="1MiB", host_budget="1GiB"
     )
     other = case("opt")
     from elixir.search import optimal_search
 
-    memory = {"device_memory": "1MiB", "host_memory": "1GiB"}
+    memory = {"device_memory": "1MiB", "host_budget": "1GiB"}
     options = {"optimizer_type": "AdamW (for-loop)", "hardware": "cpu", "clipping": False}  # no max_norm was given
     plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory).plan
     assert model.plan == plan
@@ -492,7 +492,7 @@ def test_the_plan_is_that_of_the_search() -> None:
 def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, family: str) -> None:
     it = case("opt", layers=1)
     model, optimizer = elixir.wrap(
-        it.model, make(it.model.parameters()), inp=it.inp, hardware="cpu", host_memory="1GiB", device_memory="900KiB"
+        it.model, make(it.model.parameters()), inp=it.inp, hardware="cpu", host_budget="1GiB", device_memory="900KiB"
     )
     assert model.plan.optimizer == family
     trained(model, optimizer, it.inp, 2)

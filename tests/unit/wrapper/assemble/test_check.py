@@ -24,7 +24,7 @@ from tests.common.command_line import run
 from tests.common.tiny_models import tiny
 
 INP = {"x": torch.ones(4, 8)}
-ROOMY = {"device_memory": "1GiB", "host_memory": "1GiB", "placement": "cuda"}
+ROOMY = {"device_memory": "1GiB", "host_budget": "1GiB", "placement": "cuda"}
 
 
 class Net(nn.Module):

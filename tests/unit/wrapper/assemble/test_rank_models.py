@@ -110,7 +110,7 @@ def test_of_plans_for_different_memory_all_run_the_first_that_fits(caplog: pytes
     short = replace(large, host_budget_bytes=needed - 1)
     found = on_ranks(3, lambda rank: planned(rank, [large, less, short]))
     assert all(isinstance(each, InputError) for each in found)
-    assert all(f"plan with host_memory={needed - 1} (" in str(each) for each in found)
+    assert all(f"plan with host_budget={needed - 1} (" in str(each) for each in found)
 
 
 def test_plans_that_differ_otherwise_are_refused_with_the_difference() -> None:

@@ -257,7 +257,7 @@ def test_a_plan_knows_whether_states_are_copied(
     that."""
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     it = chain()
-    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_memory": "1GiB"}
+    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_budget": "1GiB"}
     plan = dry_run(it.model, make(it.model), inp=it.inp, **how, **options)
     assert plan.optimizer == expected
     copied: list[object] = []
@@ -272,5 +272,5 @@ def test_optimizers_of_which_one_copies() -> None:
     it = chain()
     first, second = it.model.layers[:2].parameters(), it.model.layers[2:].parameters()  # type: ignore[index]
     optimizers = [torch.optim.AdamW(first, fused=True), torch.optim.AdamW(second)]
-    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_memory": "1GiB"}
+    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_budget": "1GiB"}
     assert dry_run(it.model, optimizers, inp=it.inp, **how).optimizer == "AdamW (for-loop)"

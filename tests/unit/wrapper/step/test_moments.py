@@ -100,7 +100,7 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
     it = case("opt")
 
     def search(**options: Any) -> Plan:
-        common: dict[str, Any] = {"inp": it.inp, "hardware": "cpu", "host_memory": "64GiB", "moments": kind}
+        common: dict[str, Any] = {"inp": it.inp, "hardware": "cpu", "host_budget": "64GiB", "moments": kind}
         return optimal_search(it.model, 1, dtype, **common, **options).plan
 
     low, high = (search(placement=p, device_memory="64GiB").predicted.device_peak_bytes for p in ("cpu", "cuda"))
@@ -284,7 +284,7 @@ def test_wrap_reads_the_moments_of_a_hybrid_adam() -> None:
         (None, lambda m: torch.optim.AdamW(m.parameters(), lr=LR), "float32"),
     ):
         it = case("opt")
-        memory = {"device_memory": "1600KiB", "host_memory": "1GiB"}
+        memory = {"device_memory": "1600KiB", "host_budget": "1GiB"}
         module, optimizer = elixir.wrap(it.model, make(it.model), inp=it.inp, hardware="cpu", moments=moments, **memory)
         for _ in range(7):  # a second plan is made after the fifth
             optimizer.backward(it.loss(module, it.inp))

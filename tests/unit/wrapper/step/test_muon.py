@@ -185,7 +185,7 @@ def test_a_search_puts_states_of_matrices_on_a_disk() -> None:
     given = case("llama")
     hardware = replace(preset("a100"), disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9)
     options: dict[str, Any] = {"inp": given.inp, "optimizer_type": "Muon", "hardware": hardware}
-    options |= {"device_memory": "17.4MiB", "host_memory": "1.5MiB"}
+    options |= {"device_memory": "17.4MiB", "host_budget": "1.5MiB"}
     with pytest.raises(PlanError):
         elixir.optimal_search(given.model, 1, **options)
     plan = elixir.optimal_search(given.model, 1, disk_memory="1GiB", **options).plan
@@ -257,7 +257,7 @@ def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
     whole = [each for name, each in given.model.named_parameters() if each.ndim == 2 and "layers" in name]
     others = [each for each in given.model.parameters() if all(each is not one for one in whole)]
     other = HybridAdam(others, moments="8bit")
-    plan = dry_run(given.model, [torch.optim.Muon(whole), other], inp=given.inp, host_memory="1GiB")
+    plan = dry_run(given.model, [torch.optim.Muon(whole), other], inp=given.inp, host_budget="1GiB")
     assert (plan.optimizer, plan.moments) == ("Muon + AdamW", "8bit")
     assert not refusals(given.model, [torch.optim.Muon(whole), other], given.inp)
 
@@ -274,7 +274,7 @@ def test_wrap_takes_muon_and_adamw_in_a_list(device_memory: str) -> None:
         optimizers(streamed, names),
         inp=given.inp,
         device_memory=gpu.with_cublas(device_memory),
-        host_memory="1GiB",
+        host_budget="1GiB",
     )
     assert module.plan.optimizer.startswith("Muon + AdamW")
     assert sorted(module.plan.matrices) == sorted(names)

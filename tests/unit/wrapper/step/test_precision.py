@@ -398,6 +398,6 @@ def test_float64_on_the_cpu_has_the_bits_of_plain_training(mode: str) -> None:
         pair.assert_same_weights()
     plan = optimal_search(
         it.model, 1, inp=it.inp, step_fn=lambda m, i: it.loss(m, i).backward(), hardware="cpu", device_memory="1GiB",
-        host_memory="1GiB",
+        host_budget="1GiB",
     ).plan  # fmt: skip
     assert plan.predicted.seconds["total"] > 0

@@ -1,0 +1,100 @@
+"""``host_memory`` is all that a machine has for a run; ``host_budget`` is the part that Elixir keeps on the host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir.cli import main
+from elixir.errors import InputError, PlanError
+from elixir.hardware.process_memory import estimated_bytes
+from elixir.hardware.profile import preset
+from elixir.search import Answer, plan_from_trace, simple_search
+from elixir.search.budgets import resolve_budgets
+from elixir.search.request import SearchRequest
+from elixir.units import GIB, MIB
+from tests.common.samples import make_trace
+
+TRACE = make_trace(layers=3, unit=2**24)
+DEVICE = 300 * MIB
+
+
+def asked(machine: str, ranks: int, **options: Any) -> Answer:
+    return plan_from_trace(TRACE, preset(machine), ranks, device_memory=DEVICE, assume="nominal", **options)
+
+
+def refused(machine: str, ranks: int, **options: Any) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        asked(machine, ranks, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(("machine", "ranks"), [("h200", 2), ("cpu", 1), ("cpu", 2)])
+def test_all_that_must_be_free_fits_the_machine_and_suffices_when_it_is_typed(machine: str, ranks: int) -> None:
+    roomy = asked(machine, ranks, host_memory="16GiB")
+    assert roomy.plan.predicted.checkpoint_bytes
+    least = roomy.must_be_free_bytes - roomy.plan.predicted.checkpoint_bytes
+    found = asked(machine, ranks, host_memory=least)
+    assert 0.95 * least < found.must_be_free_bytes <= least
+    assert found.plan.predicted.host_peak_bytes <= found.plan.host_budget_bytes
+
+
+@pytest.mark.parametrize(("machine", "ranks"), [("h200", 2), ("cpu", 1)])
+@pytest.mark.parametrize("option", ["host_memory", "host_budget"])
+def test_what_an_error_offers_is_of_the_option_that_was_typed_and_suffices(
+    machine: str, ranks: int, option: str
+) -> None:
+    error = refused(machine, ranks, **{option: 300 * MIB})
+    assert error.available_bytes == 300 * MIB
+    offers = [dict(lever.options) for lever in error.levers if lever.step_s is not None]
+    (offer,) = [each for each in offers if each.keys() & {"host_memory", "host_budget"}]
+    assert list(offer) == [option]
+    asked(machine, ranks, **offer)
+
+
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+def test_the_budget_is_what_the_processes_leave(machine: str) -> None:
+    hardware, given = preset(machine), {"device_memory": GIB, "reserve": "100MiB"}
+    others = estimated_bytes(machine if machine == "cpu" else "cuda", 2) + 2 * 100 * MIB
+    budgets = resolve_budgets(hardware, SearchRequest(world_size=2, host_memory=8 * GIB, **given))
+    assert budgets.host_bytes == 8 * GIB - others
+    assert resolve_budgets(hardware, SearchRequest(world_size=2, host_budget=8 * GIB, **given)).host_bytes == 8 * GIB
+
+
+def test_a_cpu_without_a_device_budget_has_all_that_is_left() -> None:
+    answer = plan_from_trace(TRACE, preset("cpu"), 1, host_memory="4GiB", assume="nominal")
+    assert all(chunk.resident for chunk in answer.plan.chunks)
+    assert answer.must_be_free_bytes <= 4 * GIB
+    with pytest.raises(PlanError, match="in which its devices lie") as caught:
+        plan_from_trace(TRACE, preset("cpu"), 1, host_memory=1, assume="nominal")
+    assert caught.value.available_bytes == 1
+
+
+def test_a_plan_by_hand_is_held_to_it() -> None:
+    given = {"device_memory": GIB, "shard_device": "cpu", "hardware": "cpu"}
+    answer = simple_search(TRACE, 1, host_memory="4GiB", **given)
+    least = answer.must_be_free_bytes - answer.plan.predicted.checkpoint_bytes
+    assert simple_search(TRACE, 1, host_memory=least, **given).must_be_free_bytes <= least
+    with pytest.raises(PlanError) as caught:
+        simple_search(TRACE, 1, host_memory=least - 1, **given)
+    assert caught.value.needed_bytes == least
+
+
+def test_both_options_contradict_each_other() -> None:
+    with pytest.raises(InputError, match="give one of them"):
+        SearchRequest(world_size=1, host_memory="8GiB", host_budget="4GiB")
+
+
+def test_json_has_what_must_be_free(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["plan", str(TRACE.save(tmp_path / "trace.json")), "--world-size", "2", "--device-memory", "300MiB"]
+    words += ["--host-memory", "16GiB", "--assume", "nominal"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["must_be_free"]
+    parts = found["parts"]
+    assert found["processes"] == 2
+    assert found["machine_bytes"] == 2 * sum(parts.values()) - parts["libraries"]
+    assert main([*words, "--brief"]) == 0
+    assert "of the 16.00 GiB of each machine's memory" in capsys.readouterr().out
