@@ -18,7 +18,7 @@ that is not zero never becomes zero, so that nothing is divided by eps alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -50,6 +50,9 @@ class Moments:
     exp_avg_sq: torch.Tensor
     exp_avg_scale: torch.Tensor | None = None
     exp_avg_sq_scale: torch.Tensor | None = None
+    first: int = field(default=0, kw_only=True)
+    """The position of the first element: elements are named by positions in a longer tensor, of which these moments may
+    lack some. With 8 bits it is a multiple of `BLOCK_NUMEL`."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,9 @@ class Moments:
         return self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale
 
     def cut(self, start: int, stop: int) -> Moments:
-        """Views of the moments of elements `start` to `stop`; with 8 bits, of the blocks that hold them."""
+        """Views of the moments of elements `start` to `stop`, which then count from 0; with 8 bits, of the blocks that
+        hold them."""
+        start, stop = start - self.first, stop - self.first
         if self.exp_avg_scale is None or self.exp_avg_sq_scale is None:
             return Moments(self.kind, self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
         blocks = slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
@@ -118,8 +123,9 @@ def make_moments(
 def read_moments(moments: Moments, numel: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Both moments of `numel` elements from `start` on as flat float32 tensors."""
     stop = start + numel
-    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
-        return moments.exp_avg[start:stop].float(), moments.exp_avg_sq[start:stop].float()
+    if moments.kind != "8bit":
+        part = moments.cut(start, stop)
+        return part.exp_avg.float(), part.exp_avg_sq.float()
     rows = _rows(moments, start, stop)
     before = start % BLOCK_NUMEL
     avg, square = decode_signed(rows[0], rows[1]), decode_unsigned(rows[2], rows[3])
@@ -133,9 +139,10 @@ def write_moments(moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_s
     block of 256 and less further down; what else is in a block that gets another scale is rounded anew.
     """
     stop = start + exp_avg.numel()
-    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
-        moments.exp_avg[start:stop].copy_(exp_avg)
-        moments.exp_avg_sq[start:stop].copy_(exp_avg_sq)
+    if moments.kind != "8bit":
+        part = moments.cut(start, stop)
+        part.exp_avg.copy_(exp_avg)
+        part.exp_avg_sq.copy_(exp_avg_sq)
         return
     if start == stop:
         return

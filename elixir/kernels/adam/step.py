@@ -143,10 +143,11 @@ def check_tensors(
                 f"{name} has {tensor.numel()} elements on {tensor.device}, master has {master.numel()} on "
                 f"{master.device}; they must match"
             )
-    expected = moment_numel((at or 0) + master.numel(), moments.kind)
+    begin = (at or 0) - moments.first
+    expected = moment_numel(begin + master.numel(), moments.kind)
     more, where = ("", "") if at is None else (" or more", f" at element {at}")
     for tensor in (moments.exp_avg, moments.exp_avg_sq):
-        fits = tensor.shape == (expected,) if at is None else at >= 0 and tensor.numel() >= expected
+        fits = tensor.shape == (expected,) if at is None else begin >= 0 and tensor.numel() >= expected
         if not fits or tensor.device != master.device:
             raise InputError(
                 f"{moments.kind} moments of {master.numel()} weights{where} on {master.device} have {expected}{more} "

@@ -1,14 +1,15 @@
-"""`FusedStates`: steps Adam over the whole shard of a chunk in one pass over memory."""
+"""`FusedStates`: steps Adam over the shard of a chunk in one pass over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from elixir.chunk.chunk import Held
 from elixir.chunk.pages import host_zeros
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
@@ -30,7 +31,7 @@ from elixir.wrapper.step.states import (
     StateTensor,
 )
 
-_MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
+_MOMENTS = tuple(field.name for field in fields(Moments) if field.name.startswith("exp_avg"))
 """The tensors of the moments, in the order in which they are created."""
 _PIECE_NUMEL = 2**20
 """Elements that are converted at once if states come in another form: 4 MiB of float32, whole blocks of codes."""
@@ -75,8 +76,8 @@ class FusedStates(States):
 
     With float32 moments, neighbouring segments of one group at the same step are stepped as one run, with the unused
     gaps between them. A parameter that is frozen or belongs to another optimizer ends a run. Moments in fewer bits are
-    stepped segment by segment, so that rounding is the same in every home. Blocks of 8-bit moments count from the
-    shard's start.
+    stepped segment by segment, so that rounding is the same in every home. It depends on the place in the shard, and
+    blocks of 8-bit moments count from the shard's start, whichever optimizers share the shard.
 
     Args:
         master: the flat shard of weights or masters, float32.
@@ -84,13 +85,14 @@ class FusedStates(States):
         groups: options of the parameter groups.
         decoupled: whether weight decay is AdamW's, for groups that do not say.
         moments: the form of the moments.
+        ranges: the ranges of the shard that get moments, in order (`own_ranges`); None if all of it does.
         number: the number of the optimizer: the shards of several optimizers share an extent.
         extent: holds the moments if they live on a disk.
     """
 
     accepts_tensor_factor, is_predictable = False, True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a shard, how it is stepped, and where its moments live
         self,
         master: torch.Tensor,
         segments: list[Segment],
@@ -98,12 +100,16 @@ class FusedStates(States):
         *,
         decoupled: bool,
         moments: MomentKind = "float32",
+        ranges: Sequence[slice] | None = None,
         number: int = 0,
         extent: StoredStates | None = None,
         weights: torch.Tensor | None = None,
     ) -> None:
         self.master, self.segments, self.weights = master, segments, weights
-        self._numel, self._device = master.numel(), master.device
+        self._ranges = [slice(0, master.numel())] if ranges is None else ranges
+        self._numel, self._device = sum(each.stop - each.start for each in self._ranges), master.device
+        # By place of a segment, the elements of the shard before it that have no moments here.
+        self._lacking = {segment.place: _lacking(self._ranges, segment.start) for segment in segments}
         self._decoupled, self._kind, self._number, self._extent = decoupled, moments, number, extent
         self.param_groups = [dict(group) for group in groups]
         self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by weights of a segment, the number of its last step
@@ -115,7 +121,7 @@ class FusedStates(States):
         """See `States`."""
         if self._extent is not None or self._is_second:
             return None
-        return FusedStates, self._kind, self._numel, self._device
+        return FusedStates, self._kind, self._device, *((each.start, each.stop) for each in self._ranges)
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         """See `States`."""
@@ -170,19 +176,20 @@ class FusedStates(States):
         if into is None:
             for segment in run:
                 self.count(segment).fill_(number)
-            return adam_step(gradient, self.master[part], out, self.moments, options, number, factor, at=part.start)
+            moments = self.moments_at(run[0])
+            return adam_step(gradient, self.master[part], out, moments, options, number, factor, at=part.start)
         places = {segment.place for segment in run}
         for segment in into.segments:
             if segment.place in places:
                 into.count(segment).fill_(number)
-        old, new = (MasterStates(states.master[part], states.moments) for states in (self, into))
+        old, new = (MasterStates(states.master[part], states.moments_at(run[0])) for states in (self, into))
         return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
     @property
     def moments(self) -> Moments:
-        """The moments of the whole shard, allocated at the first use."""
+        """The moments of all ranges, one after the other, allocated at the first use."""
         if self._moments is None:
             zeros: Callable[[int, torch.dtype], torch.Tensor] | None = None
             if self._device.type == "cpu":
@@ -193,6 +200,15 @@ class FusedStates(States):
             self._moments = make_moments(self._numel, self._kind, self._device, zeros=zeros)
         return self._moments
 
+    def moments_at(self, segment: Segment | Held) -> Moments:
+        """The moments, in which a segment and its neighbours of the same range have their positions in the shard."""
+        return replace(self.moments, first=self._lacking[segment.place])
+
+    def _place_of(self, segment: Segment | Held) -> slice:
+        """The part of `moments` that belongs to a segment."""
+        part, lacking = segment.part, self._lacking[segment.place]
+        return slice(part.start - lacking, part.stop - lacking)
+
     def make(self, *, allocate: bool = True) -> bool:
         """See `States`."""
         if self.segments and allocate:
@@ -201,8 +217,9 @@ class FusedStates(States):
 
     def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> FusedStates:
         """See `States`."""
-        other = FusedStates(master, segments, self.param_groups, decoupled=self._decoupled, moments=self._kind)
-        other._moments = make_moments(master.numel(), self._kind, master.device, zeros=memory)
+        options: dict[str, Any] = {"decoupled": self._decoupled, "moments": self._kind, "ranges": self._ranges}
+        other = FusedStates(master, segments, self.param_groups, **options)
+        other._moments = make_moments(self._numel, self._kind, master.device, zeros=memory)
         other._is_second = True
         return other
 
@@ -223,8 +240,7 @@ class FusedStates(States):
                 yield self._region(kind, tensor.dtype), tensor, 0
 
     def _region(self, kind: str, dtype: torch.dtype) -> str:
-        """The name of a region. Each optimizer has separate regions, since its moments also cover segments of the
-        others."""
+        """The name of a region. Each optimizer has separate regions, with the moments of its parameters alone."""
         own = f" of optimizer {self._number}" if self._number else ""
         return f"{kind}{own} {dtype_name(dtype)}"
 
@@ -249,7 +265,8 @@ class FusedStates(States):
     def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""
         for segment in filter(self.has_stepped, self.segments):
-            part, blocks, order = segment.part, _blocks(segment), segment.slot.order
+            part, order = self._place_of(segment), segment.slot.order
+            blocks = _blocks(part)
             for kind in ADAM_KINDS:
                 codes, scales = getattr(self.moments, kind), getattr(self.moments, kind + SCALE_SUFFIX)
                 where = self._region(kind, codes.dtype), part.start, self._extent
@@ -264,8 +281,8 @@ class FusedStates(States):
 
     def widened(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
-        part = each.held.part
-        return read_moments(self.moments, part.stop - part.start, part.start)[ADAM_KINDS.index(each.kind)]
+        moments = read_moments(self.moments_at(each.held), each.held.numel, each.held.part.start)
+        return moments[ADAM_KINDS.index(each.kind)]
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -289,7 +306,7 @@ class FusedStates(States):
         return notes
 
     def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
-        moments, name, first, part = self.moments, segment.name, segment.first, segment.part
+        moments, name, first, part = self.moments, segment.name, segment.first, self._place_of(segment)
         forms = saved.forms(name)
         if self._kind != "8bit":
             for kind in ADAM_KINDS:
@@ -299,7 +316,7 @@ class FusedStates(States):
         if all(forms[kind].has_codes and forms[kind].order == order for kind in ADAM_KINDS):
             for kind in ADAM_KINDS:
                 saved.fill(kind, name, first, getattr(moments, kind)[part])
-                scales = getattr(moments, kind + SCALE_SUFFIX)[_blocks(segment)]
+                scales = getattr(moments, kind + SCALE_SUFFIX)[_blocks(part)]
                 saved.fill(kind + SCALE_SUFFIX, name, first // BLOCK_NUMEL, scales)
             return set()
         for begin, end in _pieces(part.start, part.stop):
@@ -315,8 +332,12 @@ def _part(run: list[Segment]) -> slice:
     return slice(run[0].start, run[-1].part.stop)
 
 
-def _blocks(segment: Segment) -> slice:
-    part = segment.part
+def _lacking(ranges: Sequence[slice], start: int) -> int:
+    """The number of elements before `start` that are in none of the ranges."""
+    return start - sum(int(min(start, each.stop) - min(start, each.start)) for each in ranges)
+
+
+def _blocks(part: slice) -> slice:
     return slice(part.start // BLOCK_NUMEL, -(-part.stop // BLOCK_NUMEL))
 
 

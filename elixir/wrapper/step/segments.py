@@ -58,3 +58,24 @@ def cut_segments(
             weights, order = nn.Parameter(master[held.part], requires_grad=True), None
         segments.append(Segment(held, group, weights, slot.parameter._version, order))
     return segments
+
+
+def own_ranges(chunk: Chunk, group_of: Mapping[nn.Parameter, int]) -> list[slice]:
+    """The ranges of this rank's shard with parameters of an optimizer, frozen ones included, in order.
+
+    A gap between parameters belongs to the parameter before it. So several optimizers that have all parameters of the
+    shard divide it, and together keep as much as one would.
+
+    Args:
+        chunk: of the shard.
+        group_of: the optimizer's parameters, with the number of their group.
+    """
+    ranges: list[slice] = []
+    start, held = 0, list(chunk.held.values())
+    for each, after in zip(held, [*held[1:], None], strict=True):
+        stop = chunk.shard_numel if after is None else after.part.start
+        if each.slot.parameter in group_of:
+            joins = bool(ranges) and ranges[-1].stop == start
+            ranges.append(slice(ranges.pop().start if joins else start, stop))
+        start = stop
+    return ranges

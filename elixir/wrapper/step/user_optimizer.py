@@ -28,7 +28,7 @@ from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
 from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
 from elixir.wrapper.step.matrix_states import Exchange, MatrixRoom, MatrixStates
-from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.segments import Segment, own_ranges
 from elixir.wrapper.step.states import States
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
@@ -245,6 +245,7 @@ class UserOptimizer:
                 self.hyperparameters(),
                 decoupled=isinstance(self.given, torch.optim.AdamW),
                 moments=self._engine.plan.moments,
+                ranges=own_ranges(chunk, self.group_of),
                 number=self.number,
                 extent=chunk.stored,
                 weights=weights,

@@ -14,7 +14,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu
-from tests.common.parity import Case, case, make_plan, mixed
+from tests.common.parity import Case, case, make_plan, mixed, square_loss
 
 STEPS = 10
 LR = 1e-3
@@ -107,3 +107,35 @@ def test_saved_options_that_cannot_be_fused_are_refused() -> None:
     ):
         optimizer.load_state_dict(state)
     module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit", "float32"])
+def test_several_optimizers_take_as_much_memory_as_one_and_give_its_bits(moments: str, mode: str) -> None:
+    ends = []
+    for number in (1, 2, 4):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+        it = Case(model, {"input": torch.randn(3, 32)}, square_loss)
+        plan = make_plan(it, mode, split_number=2, moments=moments)
+        assert max(len(chunk.parameters) for chunk in plan.chunks) > 2
+        module = ElixirModule(model, plan, device=gpu.DEVICE, use_fused_kernels=True, debug=Debug(poison=True))
+        parameters = list(model.parameters())
+        parts = [parameters[index::number] for index in range(number)]
+        optimizers = [ElixirOptimizer(module, torch.optim.AdamW(part, lr=LR)) for part in parts]
+        for _ in range(3):
+            optimizers[0].backward(it.loss(module, gpu.there(it.inp)))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        report = module.last_report
+        assert report is not None
+        for what in ("host_peak", "device_buffers"):
+            assert report.observed[what] <= 1.002 * report.predicted[what], (number, what)
+        states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]
+        by_size = sorted(float(state["exp_avg"].double().norm()) for state in states)
+        ends.append((module.state_dict(), by_size, report.observed["host_peak"], report.observed["device_buffers"]))
+        module.close()
+    for weights, *others in ends[1:]:
+        assert others == list(ends[0][1:])
+        assert all(torch.equal(value, ends[0][0][name]) for name, value in weights.items())

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from elixir.chunk.chunk import Held
+from elixir.chunk.chunk import Held, Slot
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
+from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import same_options
-from elixir.wrapper.step.segments import cut_segments
-from elixir.wrapper.step.states import SmallStates, StateForm, StateTensor, small_states
+from elixir.wrapper.step.fused_states import FusedStates
+from elixir.wrapper.step.segments import Segment, cut_segments, own_ranges
+from elixir.wrapper.step.states import MovedStates, SmallStates, StateForm, StateTensor, small_states
 from tests.common.one_shard import (
     SHAPES,
     Extent,
@@ -288,6 +291,70 @@ def test_the_shards_of_several_optimizers_have_separate_regions() -> None:
         assert [(each.region, each.start, each.extent) for each in states.tensors()] == [
             (each, 3, extent) for each in names
         ]
+
+
+def divided(own: tuple[int, ...], **options: Any) -> FusedStates:
+    """The states of an optimizer that has these of four parameters in a shard with gaps."""
+    weights = weights_of((304,), (256,), (512,), (4,))
+    master, segments = torch.ones(1536), []
+    for place, (weight, first, stop) in enumerate(
+        zip(weights, (0, 512, 768, 1280), (304, 768, 1280, 1284), strict=True)
+    ):
+        slot = Slot.of(weight, ParamSlot(f"w{place}", first, weight.numel()), weight.dtype, "cpu")
+        held = Held(slot, place, 0, slice(first, stop))
+        segments.append(Segment(held, 0, nn.Parameter(master[held.part]), 0))
+    chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in segments}, shard_numel=1536)
+    ranges = own_ranges(chunk, {weights[place]: 0 for place in own})
+    group = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5).param_groups[0]
+    mine = [segments[place] for place in own]
+    return FusedStates(master, mine, [group], decoupled=True, ranges=ranges, **options)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moments: Any) -> None:
+    gradients = torch.linspace(-1.0, 1.0, 1536)
+    one, *others = (divided(own, moments=moments) for own in ((0, 1, 2, 3), (1,), (0, 2), (3,)))
+    for states in (one, *others):
+        for _ in range(2):
+            states.step([(each, gradients[each.part]) for each in states.segments], gradients, 0.5, None)
+    assert [each.moments.exp_avg.numel() for each in (one, *others)] == [1536, 256, 1024, 256]
+    assert sum(states.nbytes for states in others) == one.nbytes
+    assert one.memory_kind != others[0].memory_kind != others[2].memory_kind
+    shown = {(each.name, each.kind): (each, one) for each in one.tensors()}
+    for states in others:
+        second = states.empty_like(states.master.clone(), states.segments, zeros)
+        second.copy_from(states)
+        loaded = divided(tuple(segment.place for segment in states.segments), moments=moments)
+        loaded.load(MovedStates({segment.name: (one, segment) for segment in one.segments}, ()))
+        for found in (states, second, loaded):
+            for each in found.tensors():
+                expected = shown[each.name, each.kind][0]
+                assert torch.equal(each.tensor, expected.tensor), (each.name, each.kind)
+                if each.width == 1:
+                    assert torch.equal(found.widened(each), one.widened(expected))
+        for segment in states.segments:
+            assert torch.equal(states.master[segment.part], one.master[segment.part])
+        out, into = states.master.clone(), states.empty_like(states.master.clone(), states.segments, zeros)
+        arrived = [(each, gradients[each.part]) for each in states.segments]
+        states.step(arrived, None, 1.0, out, into)
+        states.step(arrived, None, 1.0, None)
+        assert all(map(torch.equal, states.moments.tensors(), into.moments.tensors()))
+
+
+def test_a_gap_belongs_to_the_parameter_before_it_and_a_frozen_one_to_its_optimizer() -> None:
+    weights = weights_of((3,), (5, 4), (2,))
+    held = shard_of(*weights, first=1)[1]
+    chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in held}, shard_numel=32)
+    weights[1].requires_grad_(False)
+    first, second, third = weights
+    for own, expected in (
+        ((first, second, third), [slice(0, 32)]),
+        ((first, second), [slice(0, 22)]),
+        ((first, third), [slice(0, 2), slice(22, 32)]),
+        ((third,), [slice(22, 32)]),
+        ((), []),
+    ):
+        assert own_ranges(chunk, dict.fromkeys(own, 0)) == expected
 
 
 @pytest.mark.parametrize("update_home", ["device", "host"])
