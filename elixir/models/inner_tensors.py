@@ -85,7 +85,8 @@ class InnerTensors(nn.Module):
     def joined(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, of other tensors."""
         made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, self.shape, self.strides)
-        vars(made)["_is_param"] = True  # as `nn.Parameter` marks tensors of other classes
+        if not torch.compiler.is_dynamo_compiling():  # it cannot look into a tensor that it makes, and needs no mark
+            vars(made)["_is_param"] = True  # as `nn.Parameter` marks tensors of other classes
         return made
 
     def give_back(self, whole: torch.Tensor) -> None:

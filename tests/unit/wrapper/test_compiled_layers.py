@@ -336,3 +336,41 @@ def test_a_model_without_repeated_layers() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="Linear has none; call compile"):
         elixir.wrap(model, torch.optim.AdamW(model.parameters()), inp={"input": torch.randn(2, 4)}, compile=True)
+
+
+class Adapted(nn.Module):
+    """A linear layer to be quantised, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.own = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.base.requires_grad_(False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + self.own(torch.tanh(self.base(input)))
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("streamed", "aot_eager"), ("resident", "eager")])
+def test_quantised_weights_have_the_bits_of_plain_compiled_pytorch(mode: str, backend: str) -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted())
+    ao.quantize_(model, ao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name.endswith("base"))
+    it = Case(model, {"input": torch.randn(3, 16)}, square_loss)
+    plain = compiled(copy.deepcopy(model), backend)
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    wanted = train(it, plain, torch.optim.AdamW(trained, lr=1e-2), steps=3)
+    expected = counted()
+    fresh()
+    compiled(model, backend)
+    module = ElixirModule(model, plan_of(it, mode, split_number=2), device="cpu", debug=Debug(poison=True))
+    mine = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    found = train(it, module, ElixirOptimizer(module, torch.optim.AdamW(mine, lr=1e-2)), steps=3)
+    assert found == wanted
+    assert counted() == expected
+    report = module.last_report
+    assert report is not None
+    assert report.demand_loads == 0
+    module.close()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert not one.requires_grad or torch.equal(one, other)
