@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -46,6 +47,7 @@ from elixir.access.functions import (
     reads_only_metadata,
     written_arguments,
 )
+from elixir.access.interrupts import runs
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
 from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
 from elixir.access.whole import Whole
@@ -189,6 +191,8 @@ class _Open:
     """A module that runs."""
 
     module: nn.Module
+    call: FrameType
+    """Calls its hooks and its forward."""
     hooks: Any
     """Its saved-tensor hooks; None if those of a module around it serve it."""
     end: Callable[[], None] | None = None
@@ -314,9 +318,17 @@ class Interception:
         while self._open:
             self._end(self._open.pop())
 
+    def leave_ended(self) -> None:
+        """Leaves the modules whose calls an interruption has ended on this thread, where nobody else does."""
+        while self._open and not runs(self._open[-1].call):
+            opened = self._open.pop()
+            self._end(opened)
+            self._listener.left(opened.module, None)
+
     @staticmethod
     def _end(opened: _Open) -> None:
-        if opened.hooks is not None:
+        # Autograd itself takes off the hooks that an interrupted backward has left.
+        if opened.hooks is not None and (innermost_saved_tensors_hooks() or (None,))[0] is opened.hooks.pack_hook:
             opened.hooks.__exit__(None, None, None)
         if opened.end is not None:
             opened.end()
@@ -324,12 +336,13 @@ class Interception:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._removed:  # by a hook before this one, which corrected a plan: nothing would leave the module
             return
+        self.leave_ended()
         outer, hooks = innermost_saved_tensors_hooks(), None
         # Hooks of a module around this one serve this one, too.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
             hooks.__enter__()
-        opened, weights = _Open(module, hooks), self._plain.get(module)
+        opened, weights = _Open(module, sys._getframe(1), hooks), self._plain.get(module)
         # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
         begins = weights is not None and all(each.module is not module for each in self._open)
         self._open.append(opened)

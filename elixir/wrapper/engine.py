@@ -20,6 +20,7 @@ from torch import nn
 
 from elixir.access.autograd import backward_is_running
 from elixir.access.interception import CountedParameter, Interception
+from elixir.access.interrupts import hold_back, hold_back_no_more
 from elixir.access.recomputation import Recomputation
 from elixir.access.swapping import Swapping
 from elixir.chunk import host_buffers as kinds
@@ -300,6 +301,8 @@ class Engine:
     def refuse_inside(self, what: str) -> None:
         """Raises `InputError` after `close`, and while one of the model's modules, or backward, runs on this thread."""
         self.phase.refuse_closed()
+        if self.access is not None:
+            self.access.leave_ended()
         self.uses.refuse_inside(what)
 
     # --- forward and backward ----------------------------------------------------------------------------------
@@ -324,8 +327,6 @@ class Engine:
 
     def forward_failed(self) -> None:
         """Notes that it has raised."""
-        if self.access is not None:
-            self.access.leave_all()
         self.phase.leave_forward()
         self._failed("a forward")
 
@@ -340,6 +341,7 @@ class Engine:
         if self.phase.closed:
             return
         if not self.phase.in_backward:
+            hold_back()
             self.phase.to(Phase.BACKWARD)
             self.unstepped = list(self.steppers)
             if self.group.size > 1:
@@ -352,7 +354,10 @@ class Engine:
         self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:
-        """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch."""
+        """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch.
+        Modules whose calls were interrupted outside of a forward of the wrapper, as in ``generate``, are left."""
+        if self.access is not None:
+            self.access.leave_ended()
         if self.phase.in_backward and self._pass is None and not backward_is_running():
             try:
                 self.arrivals.take_waiting()
@@ -365,6 +370,8 @@ class Engine:
     def _failed(self, what: str) -> None:
         """Releases the pins of a forward or backward that has raised. The next forward, step or `settle` raises errors
         of lanes."""
+        if self.access is not None:
+            self.access.leave_all()
         self.uses.reset()
         self.cache.disturbed()
         self.errors.record_next_to(what, self._failures())
@@ -517,6 +524,7 @@ class Engine:
     def stop(self) -> None:
         """Takes hooks and classes off the model and stops the lanes."""
         self.uninstall()
+        hold_back_no_more()
         try:
             self._stop_lanes()
         finally:

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place
+from elixir.access.interrupts import run_user_code
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
@@ -211,9 +212,9 @@ class ElixirModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._passes is not None:
-            return self.module(*args, **kwargs)
+            return run_user_code(self.module, *args, **kwargs)
         with self._pass(None, args, kwargs) as ((args, kwargs), finished):
-            output = self.module(*args, **kwargs)
+            output = run_user_code(self.module, *args, **kwargs)
         return finished(output)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.checkpoint import CheckpointError
 
+from elixir.access.interrupts import run_user_code
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.process_memory import give_back_freed
@@ -269,9 +270,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: the model cannot take several micro-batches through its layers together.
         """
-        given, size = list(batches), self.module.plan.pass_size
+        given, size = run_user_code(list, batches), self.module.plan.pass_size
         if size == 1:
-            return [step_fn(self.module, batch) for batch in given]
+            return [run_user_code(step_fn, self.module, batch) for batch in given]
         if vars(self.module)["_passes"] is not None:
             raise InputError("several models under one plan cannot share a pass yet; plan with pass_size=1")
         results: list[Any] = []
@@ -330,7 +331,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         result = None
         if closure is not None:
             with torch.enable_grad():
-                result = closure()
+                result = run_user_code(closure)
         self._skipped = not self._stepper.step()
         if not self._skipped:
             # A scheduler over the user's optimizer reads there whether it is called after a step.

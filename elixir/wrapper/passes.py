@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
+from elixir.access.interrupts import runs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Pass = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
@@ -25,6 +27,8 @@ class _Open(NamedTuple):
     finished: Callable[[Any], Any]
     handled: BaseException | None
     """The exception that the caller was handling."""
+    call: FrameType
+    """Calls the model's hooks and its forward."""
 
 
 class Passes:
@@ -51,17 +55,27 @@ class Passes:
 
     def remove(self) -> None:
         """Takes the hooks off."""
+        self.leave_ended()
         while self._handles:
             self._handles.pop().remove()
 
+    def leave_ended(self) -> None:
+        """Closes the pass of a call that was interrupted on this thread: PyTorch calls no hook then."""
+        outermost = next(iter(self._open.get(threading.get_ident(), ())), None)
+        if outermost is not None and not runs(outermost.call):
+            del self._open[threading.get_ident()]
+            with suppress(KeyboardInterrupt):
+                outermost.begun.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        self.leave_ended()
         open_here = self._open.setdefault(threading.get_ident(), [])
         if open_here or backward_is_running():
             open_here.append(None)
             return None
         begun = self._begin(model, args, kwargs)
         arguments, finished = begun.__enter__()
-        open_here.append(_Open(begun, finished, sys.exc_info()[1]))
+        open_here.append(_Open(begun, finished, sys.exc_info()[1], sys._getframe(1)))
         return arguments
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

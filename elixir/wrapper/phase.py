@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from elixir.access.autograd import backward_is_running
+from elixir.access.interrupts import hold_back
 from elixir.chunk.lanes import closed
 from elixir.errors import InputError, StateError
 
@@ -109,6 +110,7 @@ class StepPhase:
         self.to(Phase.CLOSED)
 
     def refuse_closed(self) -> None:
-        """Raises `InputError` after `close`."""
+        """Raises `InputError` after `close`. Every call of the user's asks this first."""
         if self.closed:
             raise closed()
+        hold_back()

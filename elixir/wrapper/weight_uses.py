@@ -16,6 +16,7 @@ from torch import nn
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.access.functions import RENORMALISE
 from elixir.access.interception import TRACKED_PARAMETERS, TrackedView
+from elixir.access.interrupts import hold_back
 from elixir.access.placeholders import storage_of
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.gradient_flow import GradientFlow
@@ -378,6 +379,7 @@ class WeightUses:
             if backward_is_running():
                 self._enter_node(state)
             else:
+                hold_back()
                 self._cache.begin_call(self.streamed_of(module))
         state.scopes.append(_ScopeUses())
 

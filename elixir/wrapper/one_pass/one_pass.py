@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from elixir.access.interrupts import raise_waiting
 from elixir.access.own_checkpoint import without_checkpoint
 from elixir.access.recomputation import with_own_caches
 from elixir.torch_private import seeing_asked_gradients
@@ -220,6 +221,7 @@ class OnePass:
         return not all(course.call.is_over for course in self._courses[:index])
 
     def _resume(self, course: _Course) -> None:
+        raise_waiting()
         self._stages.micro_batch = course.call.index
         course.call.resume()
         self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise
@@ -254,6 +256,7 @@ class OnePass:
 
     def _differentiate(self, roots: Roots) -> None:
         """One call of autograd, which takes `roots` over."""
+        raise_waiting()
         if roots:
             torch.autograd.backward(*beginnings(roots))
             self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise
