@@ -12,6 +12,8 @@ import pytest
 from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
+from elixir.search.planner import simple_plan
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.show.perfetto import chrome_trace, save_chrome_trace
@@ -21,6 +23,8 @@ from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
+from tests.common.tracing import CPU, cpu_trace, sum_step
+from tests.unit.wrapper.test_units_as_one import INP, Stack
 
 HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
 
@@ -104,6 +108,16 @@ def test_a_counter_shows_device_memory_up_to_the_peak(simulated: tuple[Simulatio
     forward = [amount for amount, span in zip(live, compute, strict=True) if span.name == "forward"]
     assert forward == sorted(forward)  # a stack keeps what backward needs
     assert max(live) >= 0.9 * max(access.live_bytes for access in trace.accesses)
+
+
+def test_a_counter_shows_device_memory_of_layers_that_are_fetched_as_one() -> None:
+    trace = cpu_trace(Stack(), INP, sum_step)
+    request = SearchRequest(world_size=1, fetch="units")
+    plan = simple_plan(trace, CPU, request, split_number=12, allocate_factor=1.0, shard_device="cpu")
+    assert plan.step.joined
+    events = chrome_trace(simulate_step(plan, trace, CPU), plan, trace)["traceEvents"]
+    live = [event["args"]["activations"] for event in events if event["ph"] == "C"]
+    assert max(live) == plan.predicted.device_parts["activations"] > min(live)
 
 
 def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simulation, tmp_path: Path) -> None:
