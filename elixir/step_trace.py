@@ -231,8 +231,9 @@ class UnitOperator:
 
 @dataclass(frozen=True)
 class UnitForward:
-    """The forward of units that do the same. Each runs once, keeps all that backward reads, and writes to nothing that
-    was there before, so that it can run again."""
+    """The forward of units that do the same. Each keeps all that backward reads, and writes to nothing that was there
+    before, so that it can run again. If a unit runs several times in the step, this is each of its calls that keeps
+    anything for backward."""
 
     units: tuple[str, ...]
     """Names of these units."""

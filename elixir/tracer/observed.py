@@ -58,6 +58,9 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     arriving = ledger.arriving_gradients()[:end] if observed.hears_gradients else None
     accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], arriving, numbers)
     in_order = order.in_order()
+    accesses = (
+        _in_order(accesses, in_order) if observed.step.generate is None else _last_call(accesses, order.calls[-1])
+    )
     return StepTrace(
         model_name=observed.model_name,
         model_fingerprint=observed.model_fingerprint,
@@ -80,9 +83,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_contributors=contributors(peaks.alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
-        accesses=_in_order(accesses, in_order)
-        if observed.step.generate is None
-        else _last_call(accesses, order.calls[-1]),
+        accesses=accesses,
         curve=samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
@@ -97,7 +98,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         step=observed.step,
         transfers=_transfers(order, in_order) if observed.step.generate is None else (),
         host_peak_bytes=ledger.host_peak_bytes(),
-        forwards=order.results.forwards({unit.name for unit in observed.step.units if unit.form == "plain"}, numbers),
+        forwards=order.results.forwards(observed.step.units, accesses, numbers),
     )
 
 

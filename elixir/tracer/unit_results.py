@@ -4,7 +4,7 @@ again if the unit kept nothing for backward."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import storage_of
-from elixir.step_trace import Operation, UnitForward, UnitOperator
+from elixir.step_trace import Access, Operation, Phase, Unit, UnitForward, UnitOperator, unit_runs
 from elixir.torch_private import tree_leaves
 from elixir.tracer.ledger import Ledger, StorageRecord
 
@@ -123,21 +123,34 @@ class UnitResults:
         if run is not None:
             run.again, run.accesses_again = len(run.made), uses - run.first_use
 
-    def forwards(self, able: Collection[str], numbers: Mapping[int, int]) -> tuple[UnitForward, ...]:
-        """The forwards of the units that can run again: they ran once, and write to nothing that others have made.
-        Those that are alike are one.
+    def forwards(
+        self, units: Sequence[Unit], accesses: Sequence[Access], numbers: Mapping[int, int]
+    ) -> tuple[UnitForward, ...]:
+        """The forwards of the units that can run again: they write to nothing that others have made, and all calls of
+        one that keep anything for backward do the same. Those that are alike are one.
 
         Args:
-            able: names of the units that are asked for.
+            units: all layers of the model, of which the plain ones can run again.
+            accesses: of the trace, in which each call and its backward must be found again.
             numbers: indices of operations, by the identity of the object.
         """
+        names, able = [unit.name for unit in units], {unit.name for unit in units if unit.form == "plain"}
+        several = any(len(calls) > 1 for calls in self._runs.values())
+        runs = Counter[tuple[str, Phase]]()
+        if several:
+            runs.update((names[run.unit], run.phase) for run in unit_runs(accesses, names))
         alike: dict[tuple[Any, ...], list[str]] = {}
-        for unit, runs in self._runs.items():
-            run = runs[0]
-            if unit in able and len(runs) == 1 and not run.writes:
-                operators = tuple(_operator(made, numbers) for made in run.made)
-                alike.setdefault((operators, run.again, run.accesses_again), []).append(unit)
-        return tuple(UnitForward(tuple(units), *forward) for forward, units in alike.items())
+        for unit, calls in self._runs.items():
+            saving = [call for call in calls if call.again] or calls[:1]  # under `torch.no_grad` nothing is kept
+            found = (runs[unit, "forward"], runs[unit, "backward"]) == (len(calls), len(saving))
+            if unit in able and (len(calls) == 1 or found) and not any(call.writes for call in calls):
+                first, *others = (
+                    (tuple(_operator(made, numbers) for made in call.made), call.again, call.accesses_again)
+                    for call in saving
+                )
+                if all(other == first for other in others):
+                    alike.setdefault((len(saving), *first), []).append(unit)
+        return tuple(UnitForward(tuple(units), *forward) for (_, *forward), units in alike.items())
 
 
 def _operator(made: _Made, numbers: Mapping[int, int]) -> UnitOperator:

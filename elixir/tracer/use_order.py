@@ -278,7 +278,8 @@ class UseOrder:
         if before == "forward":
             if not self._scopes:
                 self.calls.append(len(self.uses))
-            self.results.entered(module, len(self.uses))
+            if not _MEMORY_ALONE.get():  # their accesses are no part of the order
+                self.results.entered(module, len(self.uses))
         if module in self.results.units or self._unit_ended:
             self._unit_position, self._unit_ended = len(self._log), False
         self._scopes.append(_Scope(name))

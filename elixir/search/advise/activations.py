@@ -206,12 +206,17 @@ def _check_trace(traces: BudgetedTraces) -> None:
             "already by a checkpoint in the model's code; take it out, or leave out activations="
         )
     if not whole.forwards and not traces.runs:
-        why = "the model repeats no layer that can run again; leave it out"
+        why = "the model repeats no layer; leave it out"
+        if whole.units:
+            why = (
+                f"no repeated layer, such as {whole.units[0].name!r}, can run again: each writes to what it has not "
+                "made, or runs several times in a step with other sizes or without a backward; leave it out"
+            )
         if whole.step.compiled:
             why = (
                 "its layers are compiled, and what they keep under a memory budget of torch.compile is known for "
-                "inductor alone, micro-batch by micro-batch (pass_size=1); leave it out, or plan layers that are not "
-                "compiled"
+                "inductor alone, for layers that run once, micro-batch by micro-batch (pass_size=1); leave it out, or "
+                "plan layers that are not compiled"
             )
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 

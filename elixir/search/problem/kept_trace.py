@@ -7,19 +7,19 @@ the trace of the choice itself has the exact ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from elixir.errors import InputError
 from elixir.search.problem.packing import Ints
-from elixir.step_trace import Access, Result, StepTrace, UnitActivations, UnitForward
+from elixir.step_trace import Access, Result, StepTrace, UnitActivations, UnitForward, UnitRun
 
 
 @dataclass(frozen=True)
 class _Again:
-    """A unit that runs again before its backward."""
+    """A call of a unit that runs again before its backward."""
 
     forward: UnitForward
     keep: frozenset[Result]
@@ -43,6 +43,61 @@ class _Again:
 def kept_bytes(forward: UnitForward, keep: frozenset[Result]) -> int:
     """Bytes of the results that a unit with this forward keeps."""
     return sum(each.made_bytes for each in forward.operators if Result(each.operator, each.occurrence) in keep)
+
+
+def saving_calls(trace: StepTrace) -> dict[str, list[tuple[int, int]]]:
+    """The calls of each unit that keep anything for backward: the number of its run in forward, and of its backward.
+
+    A unit may run more often in forward than in backward, such as once more under `torch.no_grad`, where it keeps
+    nothing: the calls that keep most are those with a backward. Autograd works on the latest of them first.
+
+    Args:
+        trace: a step whose units keep everything, or what their own checkpoints leave.
+    """
+    found, runs = dict[str, list[tuple[int, int]]](), _runs(trace)
+    for unit in trace.units:
+        forwards, backwards = runs[unit.name]
+        grown = {
+            number: trace.accesses[min(run.last + 1, len(trace.accesses) - 1)].kept_bytes
+            - trace.accesses[run.first].kept_bytes
+            for number, run in enumerate(forwards)
+            if len(forwards) > len(backwards) and unit.form == "plain"
+        }
+        most = sorted(range(len(forwards)), key=lambda number: (grown.get(number, 0), number))[-len(backwards) :]
+        waiting, pairs = sorted(most if backwards else []), []
+        for number, backward in enumerate(backwards):
+            earlier = [call for call in waiting if forwards[call].last < backward.first]
+            if earlier:
+                waiting.remove(earlier[-1])
+                pairs.append((earlier[-1], number))
+        found[unit.name] = sorted(pairs)
+    return found
+
+
+def runs_of_calls(
+    trace: StepTrace, calls: Mapping[str, Sequence[tuple[int, int]]]
+) -> dict[str, list[tuple[UnitRun, UnitRun]]]:
+    """The runs in forward and where backward begins of each unit's calls, which may keep less than in the trace from
+    which `saving_calls` are."""
+    runs = _runs(trace)
+    return {
+        unit: [(runs[unit][0][forward], runs[unit][1][backward]) for forward, backward in pairs]
+        for unit, pairs in calls.items()
+    }
+
+
+def _runs(trace: StepTrace) -> dict[str, tuple[list[UnitRun], list[UnitRun]]]:
+    """The runs of each unit in forward, and where each of its backwards begins, with a recomputation if it has one."""
+    found: dict[str, tuple[list[UnitRun], list[UnitRun]]] = {unit.name: ([], []) for unit in trace.units}
+    latest: dict[int, UnitRun] = {}
+    for run in trace.unit_runs:
+        forwards, backwards = found[trace.units[run.unit].name]
+        if run.phase == "forward":
+            forwards.append(run)
+        elif run.phase == "recompute" or run.unit not in latest or latest[run.unit].phase != "recompute":
+            backwards.append(run)
+        latest[run.unit] = run
+    return found
 
 
 def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> StepTrace:
@@ -105,17 +160,15 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> Step
 
 def _again(trace: StepTrace, activations: Sequence[UnitActivations]) -> list[_Again]:
     forwards = {name: forward for forward in trace.forwards for name in forward.units}
-    numbers = {unit.name: number for number, unit in enumerate(trace.units)}
-    runs = {(run.unit, run.phase): run for run in reversed(trace.unit_runs)}
+    calls = runs_of_calls(trace, saving_calls(trace))
     found = []
     for each in activations:
         if each.keep is None:
             continue
-        number = numbers.get(each.unit, -1)
-        forward, backward = runs.get((number, "forward")), runs.get((number, "backward"))
-        if each.unit not in forwards or forward is None or backward is None:
+        if each.unit not in forwards or not calls.get(each.unit):
             raise InputError(f"the trace does not say what {each.unit!r} makes in forward; trace the model again")
-        found.append(_Again(forwards[each.unit], frozenset(each.keep), forward.first, forward.last, backward.first))
+        unit, keep = forwards[each.unit], frozenset(each.keep)
+        found += [_Again(unit, keep, call.first, call.last, back.first) for call, back in calls[each.unit]]
     return found
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from elixir.access.swapping import SMALLEST_BYTES
+from elixir.search.problem.kept_trace import runs_of_calls, saving_calls
 from elixir.search.problem.packing import Ints
 from elixir.step_trace import INPUT, SAVED, Result, StepTrace, Transfer, UnitActivations, UnitOperator, UnitRun
 
@@ -30,11 +31,17 @@ class SwappableStep:
     def __init__(self, whole: StepTrace) -> None:
         names = [unit.name for unit in whole.units]
         self._forwards = {name: forward for forward in whole.forwards for name in forward.units}
-        runs = {names[run.unit]: run for run in reversed(whole.unit_runs) if run.phase == "forward"}
-        self.following = {name: after for name, after in pairwise(names) if after in runs}
-        """The unit that runs after each."""
+        self.calls = saving_calls(whole)
+        """The calls of each unit that keep anything for backward."""
+        runs = {name: calls[0][0] for name, calls in runs_of_calls(whole, self.calls).items() if calls}
+        self.following = {
+            name: after
+            for name, after in pairwise(names)
+            if after in runs and len(self.calls[name]) == len(self.calls[after])
+        }
+        """The unit that runs after each, as often."""
         left: dict[str, int] = {}
-        """Bytes that a unit leaves and does not save: what the one after it gets."""
+        """Bytes that a call of a unit leaves and does not save: what the one after it gets."""
         for name, after in self.following.items():
             if name in runs and (name in self._forwards or name in whole.step.checkpointed):
                 begin, end = (whole.accesses[runs[each].first].kept_bytes for each in (name, after))
@@ -42,19 +49,22 @@ class SwappableStep:
                 saved = 0 if forward is None else sum(each.saved_bytes for each in forward.operators)
                 left[name] = max(end - begin - saved, 0)
         before = {after: name for name, after in self.following.items() if name in left}
-        self.input_bytes = {name: min(left[each] for each in (before.get(name, name), name)) for name in left}
-        """Bytes of the tensor that a unit gets from the one before it. It leaves one as large: what else lies between
-        two units, such as all that a decoder gets at first, is no input of one."""
+        self._input_bytes = {name: min(left[each] for each in (before.get(name, name), name)) for name in left}
+        """Bytes of the tensor that a call of a unit gets from the one before it. It leaves one as large: what else lies
+        between two units, such as all that a decoder gets at first, is no input of one."""
+        self.input_bytes = {name: each * len(self.calls[name]) for name, each in self._input_bytes.items()}
+        """Bytes of these, of all calls that keep anything."""
         self.between = tuple(name for name in left if name in before and left[before[name]] == left[name])
         """Units that get from the one before it as much as they leave, and nothing else."""
 
     def able(self, name: str) -> bool:
         """Whether a unit can move anything: another one runs after it."""
-        return self.input_bytes.get(name, 0) >= SMALLEST_BYTES
+        return self._input_bytes.get(name, 0) >= SMALLEST_BYTES
 
     def saved_bytes(self, name: str) -> int:
-        """Bytes that a unit which keeps everything saves, its input and what is too small to move left out."""
-        return sum(each.saved_bytes for each in self._moved(name))
+        """Bytes that a unit which keeps everything saves in all calls, its input and what is too small to move left
+        out."""
+        return sum(each.saved_bytes for each in self._moved(name)) * len(self.calls[name])
 
     def _moved(self, name: str) -> list[UnitOperator]:
         return [each for each in self._forwards[name].operators if each.saved_bytes >= SMALLEST_BYTES]
@@ -65,8 +75,8 @@ class SwappableStep:
         return self.input_bytes[each.unit] + rest if each.swap else 0
 
     def pieces(self, each: UnitActivations) -> dict[int, int]:
-        """Bytes that a unit sends, by its access in forward during which they are made."""
-        found = {0: self.input_bytes[each.unit]}
+        """Bytes that a call of a unit sends, by its access in forward during which they are made."""
+        found = {0: self._input_bytes[each.unit]}
         for operator in self._moved(each.unit) if each.swap == WHOLE else ():
             found[operator.access] = found.get(operator.access, 0) + operator.saved_bytes
         return found
@@ -103,18 +113,17 @@ def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
     moving = [each for each in activations if each.swap]
     if not moving:
         return trace
-    names = [unit.name for unit in trace.units]
-    forward = {names[run.unit]: run for run in reversed(trace.unit_runs) if run.phase == "forward"}
-    backward = {names[run.unit]: run for run in reversed(trace.unit_runs) if run.phase != "forward"}
+    calls = runs_of_calls(trace, step.calls)
     count = len(trace.accesses)
     change: Ints = np.zeros(count + 1, dtype=np.int64)
     transfers: list[Transfer] = []
     for each in moving:
-        after = step.following[each.unit]
-        gone = (forward[after] if each.swap == WHOLE else forward[each.unit]).last + 1
-        change[gone] += each.swap_bytes
-        change[backward[after].first] -= each.swap_bytes
-        transfers += _transfers(trace, each, step, gone - 1, forward, backward)
+        pieces = step.pieces(each)
+        for call, next_call in zip(calls[each.unit], calls[step.following[each.unit]], strict=True):
+            gone = (next_call if each.swap == WHOLE else call)[0].last + 1
+            change[gone] += sum(pieces.values())
+            change[next_call[1].first] -= sum(pieces.values())
+            transfers += _transfers(trace, pieces, gone - 1, call, next_call)
     freed = np.cumsum(change[:count])
     before = np.maximum(freed, np.concatenate(([0], freed[:-1])))  # what comes back is not there when an access begins
     accesses = tuple(
@@ -133,23 +142,21 @@ def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
 
 def _transfers(
     trace: StepTrace,
-    each: UnitActivations,
-    step: SwappableStep,
+    pieces: Mapping[int, int],
     gone: int,
-    forward: Mapping[str, UnitRun],
-    backward: Mapping[str, UnitRun],
+    call: tuple[UnitRun, UnitRun],
+    next_call: tuple[UnitRun, UnitRun],
 ) -> list[Transfer]:
-    """The copies of a unit, whose device memory is free after the access `gone`."""
-    after = step.following[each.unit]
+    """The copies of a unit's call, whose device memory is free after the access `gone`."""
 
     def end_of(access: int) -> int:
         return len(trace.accesses[access].operations)
 
-    first = forward[each.unit].first
+    first = call[0].first
     found = [
         Transfer("device_to_host", nbytes, at, gone, True, end_of(at) if access else 0, end_of(gone))
-        for access, nbytes in sorted(step.pieces(each).items())
+        for access, nbytes in sorted(pieces.items())
         for at in [min(first + access, gone)]
     ]
-    begins, ends = backward[after].first, backward[each.unit].first
-    return [*found, Transfer("host_to_device", each.swap_bytes, begins, ends, planned=True)]
+    begins, ends = next_call[1].first, call[1].first
+    return [*found, Transfer("host_to_device", sum(pieces.values()), begins, ends, planned=True)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from elixir.search.problem.budgeted_trace import BudgetedTraces
-from elixir.search.problem.kept_trace import kept_bytes, kept_trace
+from elixir.search.problem.kept_trace import kept_bytes, kept_trace, saving_calls
 from elixir.search.problem.placement import Floats
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import Result, StepTrace, UnitActivations, UnitForward
@@ -89,12 +89,13 @@ class KeptResults:
     def _ways(self) -> list[tuple[list[str], list[Choice]]]:
         """Units that do the same, and their choices, least first."""
         whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters"}
+        calls = saving_calls(self.trace)
         found = []
         for forward in self.trace.forwards:
             for some in (True, False):
                 units = [unit for unit in forward.units if (unit not in whole) == some]
                 if units:
-                    found.append((units, list(_best(self._choices(forward, some=some)))))
+                    found.append((units, list(_best(self._choices(forward, len(calls[units[0]]), some=some)))))
         return found + [([unit], list(_best(self._under_budgets(unit)))) for unit in self.traces.runs]
 
     @cached_property
@@ -124,11 +125,11 @@ class KeptResults:
             for budget in (self.traces.largest, *self.traces.under)
         }
 
-    def _choices(self, forward: UnitForward, *, some: bool) -> Iterator[Choice]:
-        """Nothing, more and more results unless `some` is false, and everything."""
+    def _choices(self, forward: UnitForward, calls: int, *, some: bool) -> Iterator[Choice]:
+        """Nothing, more and more results unless `some` is false, and everything; in each of so many calls."""
         yield Choice(UnitActivations("", ()), 0, 0.0)
         again = [
-            (0.0 if each.operation is None else float(self.seconds[each.operation]), each)
+            (0.0 if each.operation is None else calls * float(self.seconds[each.operation]), each)
             for each in forward.operators[: forward.again]
         ]
         able = [(seconds, each) for seconds, each in again if each.keepable and seconds]
@@ -137,8 +138,9 @@ class KeptResults:
         for seconds, each in sorted(able, key=lambda one: one[0] / one[1].made_bytes, reverse=True) if some else ():
             keep.append(Result(each.operator, each.occurrence))
             saved_s += seconds
-            yield Choice(UnitActivations("", tuple(sorted(keep))), kept_bytes(forward, frozenset(keep)), saved_s)
-        every = sum(each.saved_bytes for each in forward.operators)
+            kept = calls * kept_bytes(forward, frozenset(keep))
+            yield Choice(UnitActivations("", tuple(sorted(keep))), kept, saved_s)
+        every = calls * sum(each.saved_bytes for each in forward.operators)
         yield Choice(UnitActivations("", None), every, sum(seconds for seconds, _ in again))
 
 

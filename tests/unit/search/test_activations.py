@@ -45,6 +45,24 @@ def wide(checkpoint: str = "none", layers: int = 4) -> Case:
     return replace(it, inp={"input_ids": ids, "labels": ids})
 
 
+def calling(it: Case, calls: str) -> Case:
+    """The case with a loss that calls the model two or three times."""
+
+    def both(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+        flipped = {name: value.flip(1) for name, value in inp.items()}
+        return it.loss(model, inp) + it.loss(model, flipped)
+
+    def with_references(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad():
+            before = it.loss(model, inp)
+        loss = it.loss(model, inp)
+        with torch.no_grad():
+            after = it.loss(model, inp)
+        return (loss - before + 1).square() + after
+
+    return replace(it, loss={"both": both, "with references": with_references}[calls])
+
+
 def step_of(it: Case) -> Any:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         it.loss(model, inp).backward()
@@ -69,6 +87,37 @@ def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
     assert [info.grad_access for info in mine.parameters] == [info.grad_access for info in traced.parameters]
     peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+@pytest.mark.parametrize("calls", ["both", "with references"])
+def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(calls: str) -> None:
+    it = calling(wide(layers=2), calls)
+    kept = kept_of(cpu_trace(it.model, it.inp, step_of(it)))
+    count = len(kept.changes) // 2
+    mine, traced = kept.filled(count), cpu_trace(it.model, it.inp, step_of(it), activations=kept.activations(count))
+    assert {each.keep == () for each in mine.step.activations} == {False}
+    assert mine.flops == traced.flops
+    assert [(a.phase, a.parameters) for a in mine.accesses] == [(a.phase, a.parameters) for a in traced.accesses]
+    peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+    assert kept.saved_s[-1] == pytest.approx(
+        sum(kept.rates.accesses_s(kept.filled(0))) - sum(kept.rates.accesses_s(kept.trace)), rel=0.05
+    )
+
+
+def test_units_that_run_several_times_give_the_same_bits() -> None:
+    it = calling(wide(layers=2), "with references")
+    plain, trace = copy.deepcopy(it.model), cpu_trace(it.model, it.inp, step_of(it))
+    kept = kept_of(trace).filled(1).activation_peak_bytes
+    options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
+    plan = optimal_search(it.model, 1, device_memory=kept * 2 // 3, host_memory="1GiB", **options).plan
+    assert [each.unit for each in plan.activations] == ["model.layers.0", "model.layers.1"]
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    model.close()
 
 
 def test_each_change_keeps_more_and_takes_less_time() -> None:
@@ -237,6 +286,8 @@ def test_what_is_refused() -> None:
         search(Stack(RunsAPartAgain))
     with pytest.raises(InputError, match="repeats no layer"):
         search(nn.Linear(4, 4), step_fn=lambda model, inp: model(inp["x"]).sum().backward())
+    with pytest.raises(InputError, match="'layers.0', can run again: .* several times in a step with other sizes"):
+        search(Stack(), step_fn=lambda model, inp: (model(inp["x"]).sum() + model(inp["x"][:1]).sum()).backward())
     compiled = Stack()
     for layer in compiled.layers:
         layer.compile(backend="aot_eager")

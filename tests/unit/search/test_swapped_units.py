@@ -16,7 +16,7 @@ from elixir.step_trace import StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case
 from tests.common.tracing import cpu_trace
-from tests.unit.search.test_activations import step_of, wide
+from tests.unit.search.test_activations import calling, step_of, wide
 from tests.unit.wrapper.test_compiled_layers import train
 
 TURNS = {
@@ -32,8 +32,7 @@ def longer() -> Case:
     return replace(it, inp={"input_ids": ids.repeat(1, 2), "labels": ids.repeat(1, 2)})
 
 
-def predicted_and_traced(turns: str) -> tuple[StepTrace, StepTrace]:
-    it = longer()
+def predicted_and_traced(turns: str, it: Case) -> tuple[StepTrace, StepTrace]:
     whole = cpu_trace(it.model, it.inp, step_of(it))
     step, own = SwappableStep(whole), []
     for number, unit in enumerate(whole.units):
@@ -45,7 +44,15 @@ def predicted_and_traced(turns: str) -> tuple[StepTrace, StepTrace]:
 
 @pytest.mark.parametrize("turns", TURNS)
 def test_a_choice_is_predicted_as_it_is_traced(turns: str) -> None:
-    mine, traced = predicted_and_traced(turns)
+    agree(*predicted_and_traced(turns, longer()))
+
+
+@pytest.mark.parametrize("calls", ["both", "with references"])
+def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(calls: str) -> None:
+    agree(*predicted_and_traced("by turns", calling(longer(), calls)))
+
+
+def agree(mine: StepTrace, traced: StepTrace) -> None:
     assert traced.step.swap_bytes > 0
     assert mine.step.swap_bytes == pytest.approx(traced.step.swap_bytes, rel=0.03)
     assert len(mine.accesses) == len(traced.accesses)
