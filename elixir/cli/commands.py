@@ -71,6 +71,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 f"{args.model} was traced for {trace.device}; on {hardware.name} activations may take another size"
             )
     from elixir.search.budgets import host_memory_here, resolve_budgets, warn_if_disk_full
+    from elixir.search.searches import with_passes_of
 
     hardware = with_network(hardware, args.network)
     warn_if_disk_full(hardware, args.disk_memory)
@@ -87,6 +88,8 @@ def run_plan(args: argparse.Namespace) -> int:
     request = from_flags.asked(args, _optimizer(args, trace))
     if model is not None or trace is None:
         request = replace(request, activations=None)  # the trace has chosen them
+    if model is not None:
+        request = with_passes_of(model, request)
     choice = None
     if trace is None:
         choice, model = _search_batch(args, hardware, request)
@@ -118,7 +121,8 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise. None without training."""
     if from_flags.trains_nothing(args) or (trace is not None and trace.step.forward):
         return None
-    name = args.optimizer or ("adamw" if trace is None else trace.optimizer.split(" ")[0])
+    traced = "adamw" if trace is None else trace.optimizer.split(" ")[0]
+    name = traced if args.optimizer is None else args.optimizer
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 

@@ -13,6 +13,7 @@ from elixir.errors import InputError
 from elixir.models.inner_tensors import InnerTensor
 from elixir.models.quantised import PACKED_CLASSES, is_packed, packed_for_cpu
 from elixir.models.shared_memory import find_shared_memory
+from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.step_trace import is_inside
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
@@ -39,6 +40,22 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
             if found:
                 raise InputError(f"{name} is {found}, which cannot be planned: {way}")
     find_shared_memory(model)
+
+
+def refuse_passes(model: nn.Module) -> None:
+    """Refuses models whose micro-batches have to go one by one, with ``pass_size=1``: when planning, and in the run.
+
+    Raises:
+        InputError: there are several models, or a module in training mode tracks statistics.
+    """
+    if isinstance(model, Together):
+        raise InputError("several models under one plan cannot share a pass yet; plan with pass_size=1")
+    for name, module in model.named_modules():
+        if module.training and getattr(module, "track_running_stats", False):
+            raise InputError(
+                f"{name or 'the model'} updates running statistics in forward, which several micro-batches in one pass "
+                "do in another order than a loop; call eval() on that module, or plan with pass_size=1"
+            )
 
 
 def refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool = False) -> None:

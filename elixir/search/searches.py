@@ -105,9 +105,30 @@ def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchReque
     warn_if_doubtful(profile)
     warn_if_disk_full(profile, request.disk_memory)
     request.divisions(1)  # refuses before a trace is made
+    if isinstance(step.model, nn.Module):
+        request = with_passes_of(step.model, request)
     if read_host and not request.gives_host:
         request = dataclasses.replace(request, host_memory=host_memory_here(profile))
     return _checked(_answer(step, profile, request), step)
+
+
+def with_passes_of(model: nn.Module, request: SearchRequest) -> SearchRequest:
+    """The request, which chooses no passes of several micro-batches for a model that cannot take them.
+
+    Raises:
+        InputError: it asks for such passes.
+    """
+    from elixir.models.plannable import refuse_passes
+
+    try:
+        if request.pass_size != 1:
+            refuse_passes(model)
+    except InputError as error:
+        if request.pass_size != "auto":
+            raise
+        logger.info("micro-batches go one by one: %s", error)
+        return dataclasses.replace(request, pass_size=1)
+    return request
 
 
 def with_exact_moves(answer: Answer, step: StepQuestion, built: nn.Module | None = None) -> Answer:

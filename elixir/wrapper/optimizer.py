@@ -20,6 +20,7 @@ from elixir.access.interrupts import run_user_code
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.process_memory import give_back_freed
+from elixir.models.plannable import refuse_passes
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.late_units import refuse_compiled_around
@@ -273,8 +274,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         given, size = run_user_code(list, batches), self.module.plan.pass_size
         if size == 1:
             return [run_user_code(step_fn, self.module, batch) for batch in given]
-        if vars(self.module)["_passes"] is not None:
-            raise InputError("several models under one plan cannot share a pass yet; plan with pass_size=1")
+        refuse_passes(self.module.module)
         results: list[Any] = []
         for first in range(0, len(given), size):
             if self._engine.before_forward is not None:  # which may move chunks, as no pass that has begun could bear

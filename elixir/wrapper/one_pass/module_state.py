@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -33,21 +33,6 @@ class ModuleState:
                 raise InputError(
                     f"{module or 'the model'} keeps {name!r} from one forward to what follows, and micro-batches that "
                     "pass the layers together would read each other's; plan with pass_size=1"
-                )
-
-
-def refuse_statistics(layers: Mapping[str, nn.Module]) -> None:
-    """Refuses layers whose running statistics see each micro-batch twice, in another order than in a loop.
-
-    Raises:
-        InputError: a layer has a batch norm in training mode that tracks statistics.
-    """
-    for name, layer in layers.items():
-        for inner, module in layer.named_modules(prefix=name):
-            if module.training and getattr(module, "track_running_stats", False):
-                raise InputError(
-                    f"{inner} updates running statistics in forward, which several micro-batches in one pass do in "
-                    "another order than a loop; call eval() on that module, or plan with pass_size=1"
                 )
 
 

@@ -31,7 +31,7 @@ from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.asked_gradients import refuse_incomplete
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
 from elixir.wrapper.one_pass.micro_batch import GLUE, TAIL, MicroBatch
-from elixir.wrapper.one_pass.module_state import ModuleState, refuse_statistics
+from elixir.wrapper.one_pass.module_state import ModuleState
 from elixir.wrapper.one_pass.regions import Region, Roots, Trail, beginnings
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 from elixir.wrapper.weight_uses import ignored
@@ -105,7 +105,6 @@ class OnePass:
         Raises:
             InputError: this model cannot take several micro-batches through its layers together.
         """
-        refuse_statistics(dict(zip(self._names, self._layers, strict=True)))
         settings, alone = ThreadSettings(self._device), len(batches) == 1
         for index, batch in enumerate(batches):
             random = None if alone else RandomState.drawn(self._device)

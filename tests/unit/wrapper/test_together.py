@@ -15,9 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import elixir
 from benchmark.observe import observe
 from elixir.errors import InputError, InputTypeError
+from elixir.hardware.profile import preset
 from elixir.models.together import Together
+from elixir.search import plan_from_trace
+from elixir.search.request import SearchRequest
+from elixir.search.searches import with_passes_of
 from elixir.wrapper.engine import engine_of
 from tests.common.tiny_models import tiny
+from tests.common.tracing import cpu_trace
 
 MEMORY: dict[str, dict[str, str]] = {
     "streamed": {"device_memory": "1GiB", "placement": "cpu"},
@@ -254,12 +259,28 @@ def test_models_together_take_no_pass_of_several_micro_batches() -> None:
     def step(models: Any, inp: dict[str, torch.Tensor]) -> None:
         (models.policy(**inp).loss / 2).backward()
 
-    module, optimizer = elixir.wrap(
-        model, optimizer_of(model), inp=batch(0), step_fn=step, hardware="cpu", accumulation=2, pass_size=2,
-        device_memory="1GiB", host_budget="1GiB", placement="cpu", replan=False,
-    )  # fmt: skip
-    with pytest.raises(
-        InputError, match="several models under one plan cannot share a pass yet; plan with pass_size=1"
-    ):
+    options: dict[str, Any] = {
+        "inp": batch(0), "step_fn": step, "hardware": "cpu", "accumulation": 2, "device_memory": "1GiB",
+        "host_budget": "1GiB", "placement": "cpu", "replan": False,
+    }  # fmt: skip
+    said = "several models under one plan cannot share a pass yet; plan with pass_size=1"
+    with pytest.raises(InputError, match=said):
+        elixir.wrap(model, optimizer_of(model), pass_size=2, **options)
+    trace = cpu_trace(model, batch(0), step)
+    plan = plan_from_trace(trace, preset("cpu"), 1, accumulation=2, pass_size=2, placement="cpu").plan
+    module, optimizer = elixir.wrap(model, optimizer_of(model), plan=plan)
+    with pytest.raises(InputError, match=said):
         optimizer.accumulate(step, [batch(0), batch(1)])
     module.close()
+
+
+def test_passes_of_models_together_are_never_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    model = elixir.together(policy=tiny("llama", layers=1, positions=64, checkpoint="non-reentrant"))
+    with caplog.at_level("INFO"):
+        asked = with_passes_of(model, SearchRequest(world_size=1, accumulation=4, pass_size="auto"))
+    assert asked.pass_size == 1
+    assert "one by one: several models under one plan" in caplog.text
+    counting = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InputError, match="1 updates running statistics"):
+        with_passes_of(counting, replace(asked, pass_size=2))
+    assert with_passes_of(counting.eval(), replace(asked, pass_size=2)).pass_size == 2
