@@ -51,7 +51,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             args.world_sizes,
             args.batches,
             step=from_flags.step_asked(args),
-            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
+            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer)),
             network_bytes_per_s=args.network,
             progress=progress,
         )
@@ -62,7 +62,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         plot_sweep(rows, args.plot)
         written.append(Path(args.plot))
     if args.json:
-        output.say_json({"rows": [dataclasses.asdict(row) for row in rows], **_costs(rows, prices)})
+        output.say_json(_rows_record(rows, prices))
         return 0
     _print_rows(rows, "on paper", prices)
     _say_cheapest(rows, prices, args.tokens)
@@ -84,12 +84,12 @@ def run_fit(args: argparse.Namespace) -> int:
             batch=args.batch or 1,
             counts=args.world_sizes,
             step=from_flags.step_asked(args),
-            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
+            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer)),
             network_bytes_per_s=args.network,
             progress=progress,
         )
     if args.json:
-        output.say_json({**dataclasses.asdict(found), **_costs(found.rows, prices)})
+        output.say_json({**dataclasses.asdict(found), **_rows_record(found.rows, prices)})
     elif found.best is None:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
@@ -255,18 +255,15 @@ def _prices(args: argparse.Namespace) -> Prices | None:
     return Prices.read(args.prices)
 
 
-def _costs(rows: Sequence[SweepRow], prices: Prices | None) -> dict[str, Any]:
-    """The cost of each row, in the order of rows, for JSON; nothing without a price file."""
+def _rows_record(rows: Sequence[SweepRow], prices: Prices | None) -> dict[str, Any]:
+    """The rows for JSON, each with its cost if there is a price file."""
+    records = [dataclasses.asdict(row) for row in rows]
     if prices is None:
-        return {}
-    costs = [prices.cost(row) for row in rows]
-    return {
-        "currency": prices.currency,
-        "costs": [
-            None if cost is None else {"per_hour": cost.per_hour, f"per_million_{cost.unit}": cost.per_million}
-            for cost in costs
-        ],
-    }
+        return {"rows": records}
+    for row, record in zip(rows, records, strict=True):
+        cost = prices.cost(row)
+        record["cost"] = cost and {"per_hour": cost.per_hour, f"per_million_{cost.unit}": cost.per_million}
+    return {"currency": prices.currency, "rows": records}
 
 
 def _say_cost(row: SweepRow, prices: Prices | None, amount: float | None) -> None:
@@ -276,7 +273,9 @@ def _say_cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Non
 
     cost = prices.cost(row)
     if cost is None:
-        output.note(f"the price file has no offer of {row.machine}")
+        enough = "" if row.must_be_free_bytes is None else format_bytes(row.must_be_free_bytes)
+        needs = f" with {enough} of host memory, which must be free" if prices.names(row.machine) else ""
+        output.note(f"the price file has no offer of {row.machine}{needs}")
     else:
         output.say(cost_text(row, cost, prices.currency, amount))
 

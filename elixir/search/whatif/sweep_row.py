@@ -90,6 +90,8 @@ class SweepRow:
     """The results that layers keep or move, in words, where that was chosen."""
     must_be_free_bytes: int | None = None
     """Bytes of one machine that all its processes take, libraries and programs included."""
+    ranks_per_host: int | None = None
+    """Ranks on one machine."""
 
 
 @dataclass
@@ -180,6 +182,7 @@ def try_out(
             if problem is None:
                 return row, None
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
+    known["ranks_per_host"] = hardware.ranks_per_host(world_size)
     return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"], hardware)), None
 
 

@@ -102,9 +102,9 @@ def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.Cap
     assert status == 0
     found = json.loads(out)
     assert [row["machine"] for row in found["rows"]] == ["t4", "h200"]
-    assert [cost["per_hour"] for cost in found["costs"]] == [0.5, 80.0]  # an H200 is rented with seven others
+    assert [row["cost"]["per_hour"] for row in found["rows"]] == [0.5, 80.0]  # an H200 is rented with seven others
     speed = found["rows"][0]["tokens_per_s"]
-    assert found["costs"][0]["per_million_tokens"] == pytest.approx(0.5 / 3600 / speed * 1e6)
+    assert found["rows"][0]["cost"]["per_million_tokens"] == pytest.approx(0.5 / 3600 / speed * 1e6)
     status, out, _ = run(capsys, *argv, "--tokens", "3.6e9")
     assert status == 0
     assert "1 x t4: 0.50 EUR an hour (a shop, read on 2026-11-09)" in out
@@ -120,7 +120,23 @@ def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.Capt
     argv = "sweep opt-125m --seq 64 --hardware t4,l4 --world-sizes 2,4 --assume nominal --json".split()
     status, out, _ = run(capsys, *argv, "--prices", str(table))
     assert status == 0
-    assert [cost and cost["per_hour"] for cost in json.loads(out)["costs"]] == [1.0, 1.2, None, None]
+    costs = [row["cost"] for row in json.loads(out)["rows"]]
+    assert [cost and cost["per_hour"] for cost in costs] == [1.0, 1.2, None, None]
+
+
+def test_an_offer_whose_host_memory_is_unknown_is_named_with_what_must_be_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "prices.csv"
+    argv = "fit opt-125m --seq 64 --hardware t4 --assume nominal --brief".split()
+    for host, says in (("", "of host memory are free on each machine"), ("900", ""), ("1", "no offer of t4 with")):
+        table.write_text(
+            f"machine,devices,per_hour,currency,source,read_on,host_memory\nt4,1,0.5,EUR,a,2026-11-09,{host}\n"
+        )
+        status, out, err = run(capsys, *argv, "--prices", str(table))
+        assert status == 0
+        assert says in out + err
+        assert ("must be free" in out + err or "are free" in out + err) == bool(says)
 
 
 def test_a_price_file_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from elixir.errors import InputError
 from elixir.hardware.profile import preset_names
 from elixir.search.whatif.prices import HOUR_S, Offer, Prices
 from elixir.search.whatif.sweep_row import SweepRow
+from elixir.units import GIB
 
 HEAD = "machine,devices,per_hour,currency,source,read_on"
 ROW = SweepRow(
@@ -46,6 +47,20 @@ def test_a_row_costs_what_its_cheapest_whole_offers_do(tmp_path: Path) -> None:
     assert (of_samples.unit, of_samples.per_million) == ("samples", pytest.approx(1.2 / HOUR_S / 5 * 1e6))
 
 
+def test_an_offer_that_lacks_the_host_memory_is_none(tmp_path: Path) -> None:
+    head = f"{HEAD},host_memory"
+    prices = read(
+        tmp_path, f"{head}\nt4,1,0.5,EUR,a,2026-11-09,8\nt4,4,2.5,EUR,b,2026-11-09,\nt4,4,3,EUR,c,2026-11-09,64.5\n"
+    )
+    assert [offer.host_memory_bytes for offer in prices.offers] == [8 * GIB, None, 64 * GIB + GIB // 2]
+    for needed, source in ((24 * GIB, "a"), (24 * GIB + 1, "b")):  # three of the first have 24
+        cost = prices.cost(replace(ROW, ranks_per_host=3, must_be_free_bytes=needed))
+        assert cost is not None
+        assert cost.offer.source == source
+    known = Prices((prices.offers[0], prices.offers[2]), "EUR")
+    assert known.cost(replace(ROW, ranks_per_host=3, must_be_free_bytes=65 * GIB)) is None
+
+
 @pytest.mark.parametrize("changes", [{"machine": "l4"}, {"fits": False}, {"tokens_per_s": 0.0}], ids=str)
 def test_a_row_costs_nothing_known_without_an_offer_or_a_speed(tmp_path: Path, changes: dict[str, object]) -> None:
     prices = read(tmp_path, "HEAD\nt4,1,0.5,EUR,a,2026-11-09\n")
@@ -65,6 +80,8 @@ def test_a_row_costs_nothing_known_without_an_offer_or_a_speed(tmp_path: Path, c
         ("HEAD\n\nt4,one,1,EUR,a,2026-11-09\n", "line 3: devices and per_hour must be numbers"),
         ("HEAD\nt4,1,1,EUR,a,yesterday\n", "line 2: Invalid isoformat"),
         ("HEAD\nt4,1,1,EUR,a\n", "line 2: expected 6 values"),
+        ("HEAD,host_memory\nt4,1,1,EUR,a,2026-11-09,much\n", "line 2: host_memory must be a positive number of GiB"),
+        ("HEAD,host_memory\nt4,1,1,EUR,a,2026-11-09\n", "line 2: expected 7 values"),
         ("HEAD\nt4,1,1,EUR,a,2026-11-09,more\n", "line 2: expected 6 values"),
         ("HEAD\nt4,1,1, ,a,2026-11-09\n", "line 2: currency is empty"),
         ("HEAD\n\xff", "not a text file in UTF-8"),
