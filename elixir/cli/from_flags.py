@@ -59,7 +59,7 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
     """One step of the model the user named, traced for `hardware`, with its optimizer unless `steps` is false; and the
     model."""
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
-    optimizer = None if trains_nothing(args) or not steps else optimizer_class(args.optimizer or "adamw")
+    optimizer = None if trains_nothing(args) or not steps else optimizer_class(args.optimizer)
     try:
         step = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
         model = step.build()
@@ -98,7 +98,7 @@ def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
         quantised=args.quantised,
         batch=batch or 1,
         seq=args.seq,
-        dtype=None if args.dtype == "as-built" else args.dtype or "bf16",
+        dtype={None: "bf16", "as-built": None}.get(args.dtype, args.dtype),
         checkpoint=args.checkpoint or "none",
         use_fused_kernels=bool(args.fused_kernels),
         compile=bool(args.compile),
@@ -114,10 +114,11 @@ def _run(text: str, step: Callable[[Any, Any], Any], model: Any, inp: Any) -> An
         return step(model, inp)
 
 
-def optimizer_class(name: str) -> str:
-    """The class of `torch.optim` that is named, in any case."""
+def optimizer_class(name: str | None) -> str:
+    """The class of `torch.optim` that is named, in any case; AdamW without a name."""
     import torch
 
+    name = "adamw" if name is None else name
     classes = {
         found.lower(): found
         for found, value in vars(torch.optim).items()

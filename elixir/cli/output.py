@@ -11,14 +11,11 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, how much is done, and of how much."""
-_SILENCE_S = 5.0
-"""Seconds after which a command without a terminal says that it is still at work."""
 _NARROWEST_TABLE = 80
 """Characters."""
 _NO_TERMINAL_TABLE = 160
@@ -101,14 +98,14 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(*, lines: bool = False, bar: bool = True) -> Iterator[Progress]:
-    """Tells on standard error what comes next: by a bar on a terminal, elsewhere by lines.
+    """Tells on standard error what comes next, by a bar on a terminal.
 
     Args:
-        lines: without a bar, a line for each; otherwise one only after `_SILENCE_S` without any.
+        lines: a line for each without a bar; otherwise nothing is told then.
         bar: False: no bar on a terminal either.
     """
     if not (bar and sys.stderr.isatty()):
-        yield _line if lines else _seldom()
+        yield _line if lines else lambda text, done, count: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -118,18 +115,6 @@ def progress(*, lines: bool = False, bar: bool = True) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("", total=None)
         yield lambda text, done, count: shown.update(task, description=text, completed=done, total=count)
-
-
-def _seldom() -> Progress:
-    last_s = time.monotonic()
-
-    def tell(text: str, done: int, count: int) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= _SILENCE_S:
-            _line(text, done, count)
-            last_s = time.monotonic()
-
-    return tell
 
 
 def _line(text: str, done: int, count: int) -> None:

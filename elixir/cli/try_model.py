@@ -29,7 +29,7 @@ def run_try(args: argparse.Namespace) -> int:
     from elixir.models.loading import build
 
     default = "bf16" if torch.cuda.is_available() else "fp32"
-    dtype = parse_dtype(args.dtype or default)
+    dtype = parse_dtype(default if args.dtype is None else args.dtype)
     budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory", "host_budget")}
     model = build(args.model, dtype=dtype, checkpoint=args.checkpoint or "none")
     trial = try_model(

@@ -87,7 +87,8 @@ def _adapted(
     model: nn.Module, checkpoint: str, dtype: torch.dtype | None, lora: int | None, quantised: str | None
 ) -> nn.Module:
     """The model with what is asked for; where layers are checkpointed its embeddings require gradients, as peft's."""
-    with _constructing(dtype, str(next(model.parameters()).device)):
+    first = next(model.parameters(), None)
+    with _constructing(dtype, "meta" if first is None else str(first.device)):
         made = adapted(model, lora=lora, quantised=quantised)
     if made is not model and checkpoint != "none" and hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()  # type: ignore[operator]

@@ -554,16 +554,37 @@ def test_a_plan_for_no_machine_says_for_which(stub: Stub, caplog: pytest.LogCapt
     assert "no hardware given, and no GPU found here: planning for h200" in caplog.text
 
 
-def test_a_slow_command_says_without_a_terminal_that_it_works(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("flag", "says"), [("--dtype", "bf16, bfloat16"), ("--optimizer", "adam, adamax, adamw")])
+def test_an_empty_name_is_refused_with_those_that_are_known(
+    flag: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with output.progress() as quick:
-        quick("opt-125m on 1 x h200", 0, 2)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(output, "_SILENCE_S", 0.0)
-    with output.progress() as slow:
-        slow("opt-125m on 2 x h200", 1, 2)
-    assert capsys.readouterr().err == "2/2 opt-125m on 2 x h200\n"
+    said = fails(capsys, "profile", "opt-125m", flag, "")
+    assert "unknown" in said
+    assert says in said
+
+
+def test_a_model_without_parameters_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without_parameters.py").write_text("import torch\ndef model(): return torch.nn.ReLU()\n" + _INP)
+    monkeypatch.chdir(tmp_path)
+    argv = "profile without_parameters:model --inp without_parameters:inp --step without_parameters:step".split()
+    assert "ReLU has no parameters, so there is no step to plan" in fails(capsys, *argv)
+
+
+_INP = """
+def inp(): return {"input": torch.ones(2, 4)}
+def step(model, inp): model(**inp).sum()
+"""
+
+
+def test_progress_is_for_terminals_and_in_lines_where_a_command_asks_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for lines, said in ((False, ""), (True, "1/2 opt-125m on 1 x h200\n")):
+        with output.progress(lines=lines) as progress:
+            progress("opt-125m on 1 x h200", 0, 2)
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
