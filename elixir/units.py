@@ -38,10 +38,10 @@ _ITEM_BYTES = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of ``128GiB``, ``80GB``, ``512M`` (binary) or a plain number of bytes.
+    """Bytes of ``128GiB``, ``80GB``, ``512M`` (binary) or a plain number of bytes; in text that is 1 MiB or more.
 
     Raises:
-        InputError: the text is no size, or the size is negative or above `LARGEST_BYTES`.
+        InputError: the text is no size, or lacks its unit, or the size is negative or above `LARGEST_BYTES`.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise InputError(f"a size is a number of bytes or text such as '128GiB', got {text!r}")
@@ -55,7 +55,13 @@ def parse_bytes(text: str | int) -> int:
             f"{shortened(repr(text))} is no size; write a number and a unit, such as 128GiB, 80GB or 512MiB"
         )
     # Not by way of float, which is exact only up to 2**53.
-    return _bounded(int(Fraction(match[1]) * _SUFFIX_BYTES[match[2].lower()]), text)
+    size = int(Fraction(match[1]) * _SUFFIX_BYTES[match[2].lower()])
+    if not match[2] and 0 < size < MIB:  # nobody has so little: the unit was forgotten
+        number = text.strip()
+        raise InputError(
+            f"a size of {number} without a unit would be {number} bytes; write {number}GiB, or {number}B for bytes"
+        )
+    return _bounded(size, text)
 
 
 def _bounded(size: int, text: str) -> int:

@@ -73,7 +73,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from elixir.search.budgets import host_memory_here, resolve_budgets, warn_if_disk_full
     from elixir.search.searches import with_passes_of
 
-    hardware = with_network(hardware, args.network)
+    hardware = with_network(hardware, args.network, args.devices_per_host)
     warn_if_disk_full(hardware, args.disk_memory)
     if args.host_memory is None and args.host_budget is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)

@@ -34,6 +34,7 @@ STEP_FLAGS = (
     "generate",
     "lora",
     "quantised",
+    "positions",
 )
 """Flags of the step, which a trace has settled; None where they are not given."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
@@ -96,6 +97,7 @@ def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
         generate=getattr(args, "generate", None),
         lora=args.lora,
         quantised=args.quantised,
+        positions=args.positions,
         batch=batch or 1,
         seq=args.seq,
         dtype={None: "bf16", "as-built": None}.get(args.dtype, args.dtype),

@@ -164,6 +164,9 @@ FLAGS: dict[str, Flag] = {
         "numbers of devices to try (default: 1, 2, 4, ... up to a whole machine)", "N,M", _list_of(_count)
     ),
     "--network": _bytes("bytes a second between machines, per machine and direction, such as 50GB for 400 Gbit/s"),
+    "--devices-per-host": _number(
+        "devices of each machine, such as 8 for eight cards in one box (default: what its profile says)"
+    ),
     "--prices": _flag("CSV file of what machines cost an hour, as example/prices.csv: also say costs", "FILE"),
     "--tokens": _flag("with --prices: length of the run, such as 1e9 (or its samples)", "N", _amount),
     # Budgets.
@@ -230,6 +233,10 @@ FLAGS: dict[str, Flag] = {
         _generation,
     ),
     "--lora": _number("train adapters of this rank over all linear layers, as peft's LoRA; the rest is frozen"),
+    "--positions": _number(
+        "build a named model (or config.json) with so many positions, for a --seq beyond its own; learned tables of "
+        "positions grow"
+    ),
     "--quantised": _flag(
         "how frozen weights of linear layers are held: nf4 or nf4-double, the 4 bits of bitsandbytes (default: in "
         "--dtype)",
@@ -351,14 +358,14 @@ FLAGS: dict[str, Flag] = {
 
 _BUDGETS = "--device-memory --host-memory --host-budget --device-reserve --host-reserve --reserve --disk-memory"
 _SEARCH = "--accumulation --pass-size --replicas --moments --early-updates --no-clipping --frozen-weights --assume"
-_ADAPTED = "--lora --quantised"
+_ADAPTED = "--lora --quantised --positions"
 _ASKED = (
     "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile --inp --step " + _ADAPTED
 )
 _TRACED = f"{_ASKED} --optimizer-kernel --forward --generate"
 _AGAIN = {
-    "": "plan trace --hardware --network",
-    RETRACED: "--batch --seq --activation-checkpointing --fused-kernels --compile",
+    "": "plan trace --hardware --network --devices-per-host",
+    RETRACED: "--batch --seq --positions --activation-checkpointing --fused-kernels --compile",
 }
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "try": (
@@ -379,8 +386,9 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "plan": (
         "What goes where, and when, so that the step fits the machine.",
         {
-            "": f"model --hardware --world-size --network {_BUDGETS} --disk-endurance {_SEARCH} --weights "
-            "--placement --no-overlap --activations --search-batch --allow --no-levers --json --brief --plot --out",
+            "": f"model --hardware --world-size --network --devices-per-host {_BUDGETS} --disk-endurance {_SEARCH} "
+            "--weights --placement --no-overlap --activations --search-batch --allow --no-levers --json --brief "
+            "--plot --out",
             STEP: _TRACED,
         },
     ),
@@ -398,8 +406,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "sweep": (
         "Models x machines x world sizes x batches on paper: what fits, how fast, bound by what.",
         {
-            "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --prices --tokens "
-            "--csv --plot --json",
+            "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --devices-per-host --no-overlap "
+            "--prices --tokens --csv --plot --json",
             STEP: "--seq --dtype --activation-checkpointing --optimizer --fused-kernels --compile "
             f"{_ADAPTED} {_SEARCH} --activations",
         },
@@ -407,8 +415,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "fit": (
         "The smallest known machine that can train a model, and how fast.",
         {
-            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --activations --network --no-overlap --prices "
-            "--tokens --json --brief",
+            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --activations --network --devices-per-host "
+            "--no-overlap --prices --tokens --json --brief",
             STEP: _ASKED,
         },
     ),

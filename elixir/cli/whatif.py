@@ -43,7 +43,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         files.refuse_artifact(model)
 
     prices = _prices(args)
-    machines = [files.find_timed_hardware(name) for name in args.hardware]
+    machines = _machines(args.hardware, args.devices_per_host)
     with output.progress() as progress:
         rows = sweep(
             args.models,
@@ -76,7 +76,10 @@ def run_fit(args: argparse.Namespace) -> int:
     files.refuse_artifact(args.model)
 
     prices = _prices(args)
-    machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
+    names = args.hardware
+    if names is None and args.devices_per_host is not None:
+        names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
+    machines = None if names is None else _machines(names, args.devices_per_host)
     with output.progress() as progress:
         found = fit(
             args.model,
@@ -111,16 +114,21 @@ def run_fit(args: argparse.Namespace) -> int:
         _say_host_memory(args, machines)
     if found.best is None:
         last = found.rows[-1]
-        given = zip(args.hardware or (), machines or (), strict=True)
+        given = zip(names or (), machines or (), strict=True)
         name = next((text for text, machine in given if machine.name == last.machine), last.machine)
+        boxes = "" if args.devices_per_host is None else f" --devices-per-host {args.devices_per_host}"
         print(
             f"elixir fit: {found.model} fits no machine that was tried; `elixir plan {args.model} --hardware "
-            f"{name} --world-size {last.world_size}`, with --host-memory and the flags of the step, lists what "
+            f"{name} --world-size {last.world_size}{boxes}`, with --host-memory and the flags of the step, lists what "
             "would help there; or try more --world-sizes with --network",
             file=sys.stderr,
         )
         return UNSOLVED_STATUS
     return 0
+
+
+def _machines(names: Sequence[str], devices_per_host: int | None) -> list[HardwareProfile]:
+    return [with_network(files.find_timed_hardware(name), None, devices_per_host) for name in names]
 
 
 def run_explain(args: argparse.Namespace) -> int:
@@ -186,18 +194,20 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
     if args.trace is None:
         trace = _retrace(plan, args, _planned_hardware(plan) or hardware)
     else:
-        from_flags.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels", "compile"))
+        from_flags.refuse_settled(
+            args, args.trace, ("batch", "seq", "positions", "checkpoint", "fused_kernels", "compile")
+        )
         found = files.load(args.trace)
         if not isinstance(found, StepTrace):
             raise ArtifactError(f"{args.trace}: expected a trace, found a {found.artifact.replace('_', ' ')}")
         trace = found
-    return plan, trace, with_network(hardware, args.network)
+    return plan, trace, hardware
 
 
 def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
     """The machine that was named, or the preset that the plan was made for."""
     if args.hardware is not None:
-        hardware = files.find_timed_hardware(args.hardware)
+        hardware = with_network(files.find_timed_hardware(args.hardware), args.network, args.devices_per_host)
         if hardware.fingerprint != plan.hardware_fingerprint:
             other = "" if hardware.name != plan.hardware_name else " with other numbers"
             output.note(
@@ -209,10 +219,11 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
         raise InputError(
             f"{args.plan} was planned for {plan.hardware_name!r}, which is no preset; give its profile with --hardware"
         )
+    planned = with_network(planned, args.network, args.devices_per_host)
     if planned.fingerprint != plan.hardware_fingerprint:
         raise InputError(
-            f"{args.plan} was planned for a {plan.hardware_name!r} with other numbers than the preset has now; "
-            "give --hardware, or plan again"
+            f"{args.plan} was planned for a {plan.hardware_name!r} with other numbers than the preset has now; give "
+            "--hardware, or --network and --devices-per-host as it was planned with, or plan again"
         )
     return planned
 
@@ -239,7 +250,7 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
             "`elixir profile --out trace.json` saves"
         )
 
-    asked = {name: getattr(args, name) for name in ("batch", "seq", "checkpoint")}
+    asked = {name: getattr(args, name) for name in ("batch", "seq", "positions", "checkpoint")}
     asked |= {"use_fused_kernels": args.fused_kernels, "compile": args.compile}
     given = {name: value for name, value in asked.items() if value is not None}
     return replace(StepQuestion.again(plan), **given).trace(hardware)

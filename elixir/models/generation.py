@@ -37,7 +37,10 @@ def generation_input(model: nn.Module, *, batch: int, prompt: int, new: int) -> 
     inputs = input_to_trace(model, batch=batch, seq=prompt)
     limit = max_positions(model)
     if limit is not None and prompt + new > limit:
-        raise InputError(f"{prompt} + {new} tokens are more than the {limit} positions of {name}; generate fewer")
+        raise InputError(
+            f"{prompt} + {new} tokens are more than the {limit} positions of {name}; generate fewer, or give it as "
+            f"many: --positions {prompt + new} for a model by name, max_position_embeddings in its config otherwise"
+        )
     return {"input_ids": inputs["input_ids"]}
 
 

@@ -76,7 +76,7 @@ def build(
         built = build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
         return _adapted(built, checkpoint, dtype, lora, quantised)
     if max_positions is not None:
-        raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
+        raise InputError(f"max_positions (--positions) cannot be set for {model}; set it inside the function")
     _check_options(dtype, checkpoint, max_positions)
     built = _call_factory(str(model), dtype, device)
     enable_checkpointing(built, checkpoint)
@@ -166,7 +166,9 @@ def _check_options(dtype: torch.dtype | None, checkpoint: str, max_positions: in
 
 
 def _no_positions(name: str) -> InputError:
-    return InputError(f"{name} has no maximum number of positions to change; leave out max_positions")
+    return InputError(
+        f"{name} has no maximum number of positions to change; leave out max_positions (here: --positions)"
+    )
 
 
 @contextmanager

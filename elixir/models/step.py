@@ -196,8 +196,9 @@ def _sequence_length(model: nn.Module, seq: int | None) -> int:
         return DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit)
     if limit is not None and seq > limit:
         raise InputError(
-            f"seq {shortened(str(seq))} is longer than the {limit} positions of {type(model).__name__}: "
-            f"give a seq up to {limit}, or build the model with max_positions={shortened(str(seq))}"
+            f"seq {shortened(str(seq))} is longer than the {limit} positions of {type(model).__name__}: give a seq up "
+            f"to {limit}, or a model with as many: --positions {shortened(str(seq))} for one by name, "
+            f"max_position_embeddings={shortened(str(seq))} in its config otherwise"
         )
     return seq
 

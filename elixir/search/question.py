@@ -60,6 +60,8 @@ class StepQuestion:
     """Rank of adapters over a frozen model by name (`elixir.models.adapters`)."""
     quantised: str | None = None
     """Form of the frozen weights of a model by name, likewise."""
+    positions: int | None = None
+    """Longest sequence of a model by name; None: as its config says."""
     activations: tuple[UnitActivations, ...] = ()
     """The activations of these units; all others keep what the model keeps."""
 
@@ -68,6 +70,10 @@ class StepQuestion:
             parse_dtype(self.dtype)
         if self.quantised and not (self.lora or self.forward or self.generate):
             raise InputError("quantised weights are frozen, so nothing would train; add adapters, lora=16")
+        if self.positions is not None:
+            check_count("positions", self.positions)
+            if not isinstance(self.model, str):
+                raise InputError("positions= is for a model by name; set its config's max_position_embeddings")
         if self.generate is not None:
             if not (isinstance(self.generate, tuple) and len(self.generate) == 2):
                 raise InputTypeError(f"generate is (tokens of the prompt, new tokens), got {self.generate!r}")
@@ -102,6 +108,7 @@ class StepQuestion:
             generate=step.generate,
             lora=step.lora,
             quantised=step.quantised,
+            positions=_more_positions(made),
             activations=step.activations,
             optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
@@ -118,7 +125,7 @@ class StepQuestion:
         )
 
         if isinstance(self.model, str):
-            kind = {"lora": self.lora, "quantised": self.quantised}
+            kind = {"lora": self.lora, "quantised": self.quantised, "max_positions": self.positions}
             return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint, **kind)  # type: ignore[arg-type]
         if isinstance(self.model, StepTrace):
             raise InputTypeError("a trace has no model to build")
@@ -196,6 +203,16 @@ class StepQuestion:
                 activations=self.activations,
                 kinds=kinds,
             )
+
+
+def _more_positions(made: StepTrace | Plan) -> int | None:
+    """As many as the step has, if the model that it names has fewer."""
+    from elixir.models.model_shape import find
+
+    shape, step = find(made.model_name), made.step
+    tokens = sum(step.generate) if step.generate else step.seq or 0
+    own = None if shape is None or "image_size" in shape.config else shape.positions
+    return tokens if own is not None and tokens > own else None
 
 
 class Question(NamedTuple):

@@ -210,16 +210,20 @@ def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProf
     }
 
 
-def with_network(hardware: HardwareProfile, network_bytes_per_s: float | None) -> HardwareProfile:
-    """The machine with this bandwidth between machines, per machine and direction; as it is where None is given."""
-    return hardware if network_bytes_per_s is None else replace(hardware, network_bytes_per_s=network_bytes_per_s)
+def with_network(
+    hardware: HardwareProfile, network_bytes_per_s: float | None, devices_per_host: int | None = None
+) -> HardwareProfile:
+    """The machine with this bandwidth between machines, per machine and direction, and so many devices in each; as it
+    is where None is given."""
+    given = {"network_bytes_per_s": network_bytes_per_s, "devices_per_host": devices_per_host}
+    return replace(hardware, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _check_network(hardware: HardwareProfile, world_size: int) -> None:
     if world_size > hardware.ranks_per_host(world_size) and hardware.network_bytes_per_s is None:
         raise InputError(
             f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
-            "bandwidth between machines"
+            f"bandwidth between machines, or devices_per_host={world_size} (--devices-per-host) if one has as many"
         )
 
 

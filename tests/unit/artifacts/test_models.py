@@ -479,7 +479,9 @@ def test_pixels_follow_the_dtype_of_the_model() -> None:
 
 
 def test_sequence_beyond_the_positions_names_both() -> None:
-    with pytest.raises(InputError, match=r"seq 4096 is longer than the 2048 positions .*max_positions=4096"):
+    with pytest.raises(
+        InputError, match=r"seq 4096 is longer than the 2048 positions .*--positions 4096 for one by name"
+    ):
         default_input(build("opt-125m"), seq=4096)
 
 

@@ -21,7 +21,7 @@ from elixir.units import GIB, dtype_bytes, dtype_name, format_bytes, is_dtype_na
         ("512M", 512 * 2**20),
         ("1.5 TiB", 3 * 2**39),
         (" 7k ", 7168),
-        ("12", 12),
+        ("1048576", 2**20),
         ("12b", 12),
         (12, 12),
         ("0", 0),
@@ -37,6 +37,12 @@ def test_no_sizes(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["56", " 64.5 ", "1048575"])
+def test_a_small_number_lacks_its_unit(text: str) -> None:
+    with pytest.raises(InputError, match=rf"write {text.strip()}GiB, or {text.strip()}B for bytes"):
+        parse_bytes(text)
+
+
 @pytest.mark.parametrize("value", [True, None, 1.5, -1, b"1", float("nan")])
 def test_values_that_are_no_sizes(value: Any) -> None:
     with pytest.raises(InputError, match="size"):
@@ -45,7 +51,7 @@ def test_values_that_are_no_sizes(value: Any) -> None:
 
 @given(st.integers(0, 2**50))
 def test_whole_numbers_are_exact(size: int) -> None:
-    assert parse_bytes(str(size)) == size
+    assert parse_bytes(f"{size}B") == size
     assert parse_bytes(f"{size}KiB") == size * 1024
 
 

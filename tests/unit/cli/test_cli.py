@@ -98,7 +98,7 @@ def test_profile_passes_the_step_on(stub: Stub, capsys: pytest.CaptureFixture[st
 
     argv = "profile --activation-checkpointing opt-13b --batch 8 --seq 2048 --dtype fp16 --optimizer SGD --optimizer-kernel fused"
     assert run(capsys, *argv.split(), "--device", "a100")[0] == 0
-    dense = {"lora": None, "quantised": None}
+    dense = {"lora": None, "quantised": None, "max_positions": None}
     assert stub.calls["build"] == {"args": ("opt-13b",), "dtype": torch.float16, "checkpoint": "non-reentrant", **dense}
     assert stub.calls["input_to_trace"]["batch"] == 8
     assert stub.calls["input_to_trace"]["seq"] == 2048
@@ -112,7 +112,7 @@ def test_profile_defaults(stub: Stub, capsys: pytest.CaptureFixture[str]) -> Non
     import torch
 
     run(capsys, "profile", "opt-125m")
-    dense = {"lora": None, "quantised": None}
+    dense = {"lora": None, "quantised": None, "max_positions": None}
     assert stub.calls["build"] == {"args": ("opt-125m",), "dtype": torch.bfloat16, "checkpoint": "none", **dense}
     assert (stub.calls["input_to_trace"]["batch"], stub.calls["input_to_trace"]["seq"]) == (1, None)
     assert stub.calls["trace_step"]["optimizer"] == "AdamW"
@@ -229,6 +229,21 @@ def test_plan_passes_replicas_and_the_network_on(stub: Stub, capsys: pytest.Capt
         assert (request.replicas, hardware.network_bytes_per_s) == (replicas, 50e9)
     assert "a divisor of 16 from 1 to 8" in fails(capsys, *argv, "--replicas", "16")
     assert "whole number" in fails(capsys, *argv, "--replicas", "some")
+
+
+def test_plan_takes_more_devices_in_a_machine_and_more_positions_of_a_model(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = "plan qwen3-8b --hardware rtx3090 --world-size 8 --host-memory 256GiB --seq 131072".split()
+    assert run(capsys, *argv, "--devices-per-host", "8", "--positions", "131072")[0] == 0
+    _, hardware, _ = stub.calls["plan_from_trace"]["args"]
+    assert (hardware.devices_per_host, hardware.ranks_per_host(8)) == (8, 8)
+    assert stub.calls["build"]["max_positions"] == 131072
+
+
+def test_a_size_without_a_unit_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails(capsys, "plan", "opt-13b", "--hardware", "h100", "--host-memory", "56")
+    assert "--host-memory: a size of 56 without a unit would be 56 bytes; write 56GiB" in said
 
 
 def test_a_host_memory_that_is_missing_is_found_before_the_trace(

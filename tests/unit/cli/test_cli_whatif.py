@@ -6,11 +6,14 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
+from elixir.errors import InputError
+from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
 from elixir.search.whatif.sweep_row import SweepRow
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
@@ -48,6 +51,22 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
         ("t4", "1", "True"), ("t4", "8", "False"), ("h200", "1", "True"), ("h200", "8", "True"),
     ]  # fmt: skip
     assert picture.read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("command", ["sweep --hardware t4", "fit --hardware t4", "fit"])
+def test_machines_have_as_many_devices_as_asked(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def seen(*given: Any, **_: Any) -> None:
+        asked.extend(machine.devices_per_host for machine in given[1])
+        raise InputError("enough")
+
+    name, *words = command.split()
+    monkeypatch.setattr(f"elixir.cli.whatif.{name}", seen)
+    assert "enough" in fails(capsys, name, "opt-125m", *words, "--devices-per-host", "8")
+    assert asked == [8] * (len(preset_names()) - 1 if command == "fit" else 1)
 
 
 @pytest.mark.sampled(every=2)

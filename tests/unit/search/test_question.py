@@ -96,11 +96,11 @@ def test_everything_else_goes_along(traced: Traced) -> None:
         "use_fused_kernels": True, "compile": True, "optimizer": "SGD", "optimizer_kernel": "foreach", "lora": 4,
         "quantised": "nf4", "activations": (UnitActivations("x", ()),),
     }  # fmt: skip
-    found = traced.of(model=NAMED, dtype="bf16", checkpoint="non-reentrant:2", **how)
+    found = traced.of(model=NAMED, dtype="bf16", checkpoint="non-reentrant:2", positions=4096, **how)
     assert {name: found[name] for name in how} == how
     assert (found["dtype"], found["hardware"], found["generated_code"]) == (torch.bfloat16, HARDWARE, True)
     built = {"name": NAMED, "dtype": torch.bfloat16, "checkpoint": "non-reentrant:2", "lora": 4, "quantised": "nf4"}
-    assert found["built"].how == built
+    assert found["built"].how == built | {"max_positions": 4096}
     assert traced.of(model=NAMED)["dtype"] is None
     mine, kinds = nn.Linear(1, 1), dict[Any, Any]()
     StepQuestion(model=NAMED).trace(HARDWARE, mine, kinds, generated_code=False)
@@ -138,6 +138,8 @@ def test_the_question_is_found_again(generate: tuple[int, int] | None) -> None:
     assert StepQuestion.again(replace(trace, optimizer="none")).optimizer is None
     assert StepQuestion.again(replace(trace, dtype="as built")).dtype is None
     assert StepQuestion.again(replace(trace, step=replace(step, samples=None, tokens=None))).batch == 1
+    longer = StepQuestion.again(replace(trace, step=replace(step, tokens=6 * 5000, generate=None)))
+    assert (longer.seq, longer.positions) == (5000, 5000)  # more than the 2048 of OPT
     of_plan = replace(make_plan(4), step=step, model_name="opt-125m", dtype="bfloat16")
     assert StepQuestion.again(of_plan) == replace(expected, optimizer=None)  # a plan has no step of an optimizer
 
@@ -147,6 +149,8 @@ def test_the_question_is_found_again(generate: tuple[int, int] | None) -> None:
     [
         ({"dtype": "bf17"}, InputError, "bf17"),
         ({"quantised": "nf4"}, InputError, "nothing would train"),
+        ({"positions": 0}, InputError, "positions must be 1 or larger"),
+        ({"positions": 8, "model": nn.Linear(1, 1)}, InputError, "set its config's max_position_embeddings"),
         ({"generate": [3, 2]}, InputTypeError, "generate is"),
         ({"generate": (3, 2, 1)}, InputTypeError, "generate is"),
         ({"generate": (3, 0)}, InputError, "generate must be 1 or larger"),
@@ -159,6 +163,6 @@ def test_a_question_that_contradicts_itself_is_refused(
     asked: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        StepQuestion(model=NAMED, **asked)
+        StepQuestion(**{"model": NAMED} | asked)
     for enough in ({"lora": 4}, {"forward": True}, {"generate": (3, 2)}):
         assert StepQuestion(model=NAMED, quantised="nf4", **enough).quantised == "nf4"  # type: ignore[arg-type]
