@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "finetune": ("ranks", "how", "seed"),
+    "gpu_proof_h200": ("part", "case", "contender"),
     "host_peak": ("model", "homes", "world_size"),
     "integration_overhead": ("model", "layers", "hidden"),
     "onednn_scratchpads": ("dtype", "rows", "inner", "columns", "left_transposed"),
@@ -98,7 +99,8 @@ def newest_rows(name: str) -> Any:
     """A results file as a frame, one row for every case: the last that was appended."""
     if name not in CASES:
         raise QuoteError(f"no case columns are declared for {name}; known: {', '.join(CASES)}")
-    rows = pd.read_csv(RESULTS / f"{name}.csv")
+    lines = RESULTS / f"{name}.jsonl"
+    rows = pd.read_json(lines, lines=True) if lines.exists() else pd.read_csv(RESULTS / f"{name}.csv")
     return rows.drop_duplicates(list(CASES[name]), keep="last")
 
 

@@ -104,7 +104,7 @@ def _warn_of_namesake() -> None:
 
                 warnings.warn(
                     f"the unrelated distribution 'elixir' {found['Version']} is installed in {folder}, and its files "
-                    "have our names: pip uninstall elixir torch-elixir, then pip install torch-elixir",
+                    "have our names: pip uninstall elixir torch-elixir, then `pip install .` in a clone of this one",
                     stacklevel=2,
                 )
 

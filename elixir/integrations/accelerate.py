@@ -37,7 +37,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, TorchDynamoPlugin, is_datasets_available
 except ImportError as error:
-    raise ImportError("this needs the package accelerate: pip install 'torch-elixir[hf]'") from error
+    raise ImportError("this needs the package accelerate: pip install 'accelerate>=1.3'") from error
 
 logger = logging.getLogger(__name__)
 

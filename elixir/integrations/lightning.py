@@ -14,7 +14,7 @@ try:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 except ImportError as error:
-    raise ImportError("this needs a package that is not here: pip install 'torch-elixir[lightning]'") from error
+    raise ImportError("this needs a package that is not here: pip install 'lightning>=2.4'") from error
 
 
 class ElixirPrecision(PrecisionMixin, Precision):  # type: ignore[misc]

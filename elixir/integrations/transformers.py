@@ -36,7 +36,7 @@ from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 try:
     from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 except ImportError as error:
-    raise ImportError("this needs the package transformers: pip install 'torch-elixir[hf]'") from error
+    raise ImportError("this needs the package transformers: pip install 'transformers>=5.0'") from error
 
 SETTLED = OF_ACCELERATOR | {
     "accumulation": "gradient_accumulation_steps",

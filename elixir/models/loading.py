@@ -253,9 +253,11 @@ def _transformers(module: str) -> ModuleType:
         return importlib.import_module(f"transformers.{module}") if module else package
     except ModuleNotFoundError as error:
         if error.name == "transformers":
-            raise InputError("named models and config.json need transformers: pip install 'torch-elixir[hf]'") from None
+            raise InputError(
+                "named models and config.json need transformers: pip install 'transformers>=5.0'"
+            ) from None
         if error.name is not None and error.name.startswith("transformers."):
-            message = f"this transformers has no {error.name}: pip install --upgrade 'torch-elixir[hf]'"
+            message = f"this transformers has no {error.name}: pip install --upgrade transformers"
             raise InputError(message) from None
         raise
 

@@ -206,7 +206,7 @@ class StepQuestion:
 
 
 def _more_positions(made: StepTrace | Plan) -> int | None:
-    """As many as the step has, if the model that it names has fewer."""
+    """The positions of a step, if the model that it names has fewer; otherwise None."""
     from elixir.models.model_shape import find
 
     shape, step = find(made.model_name), made.step

@@ -23,6 +23,14 @@ MOST_WORDS = {"README.md": 1000, "docs/*.md": 850, "docs/design/*.md": 900, "doc
 """Pages -> how many words each may have, as ``wc -w`` counts them."""
 
 
+STATE = re.compile(
+    r"(?:has|have|been|was) (?:not |never )?(?:been )?(?:run|measured|checked|tried)[^.;]* on (?:a|one|any|several) "
+    r"(?:GPU|H200)|GPUs?\b[^.;]*\byet\b|no valid run on a GPU|on (?:a|one) it has run",
+    re.IGNORECASE,
+)
+"""A sentence that says or denies that something has run on a GPU."""
+
+
 def name_of(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
@@ -62,6 +70,45 @@ def test_every_page_is_linked_from_the_index() -> None:
     }
     missing = [name_of(page) for page in DOCUMENTS if page.is_relative_to(index.parent) and page != index]
     assert [name for name in missing if (ROOT / name).resolve() not in linked] == []
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCUMENTS if page.is_relative_to(ROOT / "docs")}
+    assert pages - menu == set()
+
+
+@every_document
+def test_the_state_of_the_project_is_in_two_places(document: Path) -> None:
+    """README and the results say which GPUs Elixir has run on; all other pages link there."""
+    if name_of(document) in ("README.md", "CHANGELOG.md", "docs/appendix/gpu_results.md"):
+        return
+    text = re.sub(r"\s+", " ", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose(document)))
+    assert STATE.findall(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "states"),
+    [
+        ("Elixir has not run on a GPU yet.", True),
+        ("DeepSpeed has run on thousands of GPUs. Elixir has run on one H200.", True),
+        ("Memory is measured; no rule for GPUs has been checked on one yet.", True),
+        ("Nothing has been measured on a GPU yet.", True),
+        ("without a GPU, which no valid run on a GPU has confirmed.", True),
+        ("Several GPUs. On one it has run; the emulated device", True),
+        ("DeepSpeed and FSDP2 have run on thousands of GPUs for years.", False),
+        ("On a GPU it runs the kernel.", False),
+    ],
+)
+def test_what_states_or_denies_a_run(text: str, states: bool) -> None:
+    assert bool(STATE.search(text)) == states
+
+
+def test_no_page_and_no_error_installs_from_the_package_index() -> None:
+    """The distribution is not there."""
+    files = [*DOCUMENTS, *(ROOT / "docs" / "src").rglob("*.md"), *(ROOT / "elixir").rglob("*.py")]
+    wrong = re.compile(r"pip install[^`\n]*torch-elixir|`'torch-elixir\[")
+    assert [name_of(file) for file in files if wrong.search(file.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("pattern", MOST_WORDS)

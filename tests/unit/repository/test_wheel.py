@@ -83,4 +83,4 @@ def test_the_unrelated_distribution_is_named_if_it_is_installed(tmp_path: Path, 
         [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     )
     assert ("unrelated distribution 'elixir' 0.7.1 is installed" in done.stderr) is said, done.stderr
-    assert ("pip install torch-elixir" in done.stderr) is said
+    assert ("pip uninstall elixir torch-elixir" in done.stderr) is said
