@@ -10,6 +10,7 @@ from typing import Literal
 
 from elixir.errors import InputError
 from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
+from elixir.plan.packed_weights import Weight
 from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
@@ -204,6 +205,10 @@ class ChunkPlan:
                 f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
                 f"states, found {self.state_home!r}"
             )
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Its parameters, with what the chunk says of them all."""
+        return tuple(Weight(slot.name, self.dtype, slot.numel, self.trainable) for slot in self.parameters)
 
     @cached_property
     def home(self) -> Home:

@@ -38,6 +38,7 @@ from elixir.plan.chunk_plan import (
 )
 from elixir.plan.earlier_plans import renewed
 from elixir.plan.matrices import exchanged_bytes
+from elixir.plan.packed_weights import packed_text
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
@@ -421,7 +422,7 @@ class Plan(Artifact):
             + tokens
             + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
             + (f", LoRA of rank {step.lora}" if step.lora else "")
-            + (f" over {step.quantised} weights" if step.quantised else "")
+            + (f", linear layers in {step.quantised}" if step.quantised else "")
             + (", fused kernels" if step.fused_kernels else "")
             + (f", {len(step.compiled)} compiled layers" if step.compiled else "")
         )
@@ -503,6 +504,9 @@ class Plan(Artifact):
         return {
             "plan": f"{self.fingerprint}: {self._setting()}",
             "training": self._training(),
+            "weights": packed_text(
+                [weight for chunk in self.chunks for weight in chunk.weights()], self.step.quantised
+            ),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device"
             + (f", {in_files} frozen ones in their files" if in_files else ""),
             "states": ""

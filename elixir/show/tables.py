@@ -13,6 +13,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import fit_unit
 from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.packed_weights import Weight, numel_text, packed_text
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.show.style import part_label
@@ -229,6 +230,8 @@ def _show_number(name: str, value: float) -> str:
 
 def trace_summary(trace: StepTrace) -> str:
     """The needs of a step, in a few lines."""
+    weights = [Weight(param.name, param.dtype, param.numel, param.trainable) for param in trace.parameters]
+    packed = packed_text(weights, trace.step.quantised)
     checkpointed = len(trace.checkpointed_modules)
     regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
     planned, as_planned = trace.planned_peak_bytes, tuple[str, ...]()
@@ -246,7 +249,8 @@ def trace_summary(trace: StepTrace) -> str:
     return "\n".join(
         (
             f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
-            f"  parameters       {trace.numel:,}",
+            f"  parameters       {numel_text(weights)}",
+            *([f"  weights          {packed}"] if packed else []),
             f"  activation peak  {format_bytes(trace.activation_peak_bytes)}",
             f"  backward peak    {format_bytes(trace.backward_peak_bytes)} without optimizer states, "
             f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
@@ -385,9 +389,9 @@ def homes_table(plan: Plan) -> Table:
         weights = "device, resident" if chunk.resident else f"{chunk.weight_home}, streamed"
         groups.setdefault((weights, chunk.state_home if chunk.trainable else "none (frozen)"), []).append(chunk)
     for (weights, states), chunks in sorted(groups.items()):
-        numel = sum(chunk.used_numel for chunk in chunks)
+        numel = numel_text(weight for chunk in chunks for weight in chunk.weights())
         size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
-        table.add_row(weights, states, str(len(chunks)), f"{numel:,}", size)
+        table.add_row(weights, states, str(len(chunks)), numel, size)
     return table
 
 

@@ -12,6 +12,7 @@ from elixir.errors import ArtifactError
 from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import BLOCK_NUMEL, moments_size
 from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, alignment_bytes
+from elixir.plan.packed_weights import Weight, numel_text, packed_text
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
 from elixir.plan.weight_file import WeightFile
@@ -331,6 +332,43 @@ def test_the_share_of_the_peak_is_known_where_both_numbers_are() -> None:
     assert dataclasses.replace(predicted, seconds={"total": 0.0}).flops_per_s == 0.0
 
 
+EXPERTS = Weight("layers.0.mlp.experts.gate_up_proj", "bfloat16", 3 << 20, False)
+
+
+@pytest.mark.parametrize(
+    ("weights", "form", "numel", "held"),
+    [
+        ([EXPERTS], None, "3,145,728", ""),
+        (
+            [Weight("q.weight", "uint8", 1 << 20, False), EXPERTS, Weight("q.lora_A.weight", "bfloat16", 7, True)],
+            "nf4",
+            "3,145,735 and 1.00 MiB packed",
+            "frozen: 1.00 MiB in 4 bits (nf4), 6.00 MiB in bfloat16; expert weights are 3-D parameters, which "
+            "bitsandbytes does not quantise",
+        ),
+        (
+            [Weight("q.weight", "int8", 1 << 20, False), Weight("norm", "float32", 1 << 10, False)],
+            None,
+            "1,024 and 1.00 MiB packed",
+            "frozen: 1.00 MiB in int8, 4.00 KiB in float32",
+        ),
+        ([Weight("conv.weight", "float32", 2, False)], "nf4", "2", "frozen: 0 B in 4 bits (nf4), 8 B in float32"),
+    ],
+)
+def test_packed_weights_are_told_from_parameters(
+    weights: list[Weight], form: str | None, numel: str, held: str
+) -> None:
+    assert (numel_text(weights), packed_text(weights, form)) == (numel, held)
+
+
+def test_a_plan_says_which_weights_are_packed() -> None:
+    plan = make_plan(frozen=0.5)
+    assert "\n  weights " not in str(plan)
+    assert "\n  weights       frozen: 0 B in 4 bits (nf4), " in str(
+        dataclasses.replace(plan, step=StepShape(lora=8, quantised="nf4"))
+    )
+
+
 FORMS: tuple[Form, ...] = ("compiled", "plain", "checkpointed", "compiled")
 
 
@@ -341,7 +379,7 @@ FORMS: tuple[Form, ...] = ("compiled", "plain", "checkpointed", "compiled")
         (StepShape(samples=4), ", micro-batches of 4"),
         (StepShape(samples=4, tokens=512, checkpoint="none"), ", micro-batches of 4 x 128 tokens"),
         (StepShape(samples=4, checkpoint="reentrant"), ", micro-batches of 4, activation checkpointing reentrant"),
-        (StepShape(samples=1, lora=8, quantised="nf4"), ", micro-batches of 1, LoRA of rank 8 over nf4 weights"),
+        (StepShape(samples=1, lora=8, quantised="nf4"), ", micro-batches of 1, LoRA of rank 8, linear layers in nf4"),
         (StepShape(samples=1, fused_kernels=True), ", micro-batches of 1, fused kernels"),
         (
             StepShape(samples=1, units=tuple(Unit(str(n), form, "", "one") for n, form in enumerate(FORMS))),
