@@ -190,19 +190,30 @@ class PlanError(ElixirError, RuntimeError):
         needed_bytes: smallest amount of that memory with which a plan would exist.
         available_bytes: the budget given.
         levers: what would help, in any order; kept sorted by what each saves.
+        details: what else is short, and what holds the memory, a line each.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int,
+        available_bytes: int,
+        levers: Sequence[Lever] = (),
+        details: Sequence[str] = (),
+    ) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+        self.details = tuple(details)
         self.levers = tuple(sorted(levers, key=_by_worth))
         self.what = message
         super().__init__(self.in_words(_in_arguments))
 
     def in_words(self, action: Callable[[Lever], str]) -> str:
-        """The whole message: what is short and by how much, then one line for each lever, which `action` puts into
-        words."""
-        lines = [f"{self.what} ({_how_far(self.needed_bytes, self.available_bytes)})"]
+        """The whole message: what is short and by how much, the details, then one line for each lever, which `action`
+        puts into words."""
+        lines = [f"{self.what} ({how_far(self.needed_bytes, self.available_bytes)})"]
+        lines += [f"  {detail}" for detail in self.details]
         for lever in self.levers:
             lines.append(f"  - {action(lever)}{_effect_of(lever)}")
         return "\n".join(lines)
@@ -272,7 +283,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {shortened(name)!r}; {hint}")
 
 
-def _how_far(needed_bytes: int, available_bytes: int) -> str:
+def how_far(needed_bytes: int, available_bytes: int) -> str:
+    """A need and a budget as text, and by how much the budget is short."""
     lacking = needed_bytes - available_bytes
     # A budget of 4.8 MiB should not read 4.79, but what is printed must stay below the need: up adds up to a hundredth.
     available = readable_bytes(available_bytes, up=100 * lacking > available_bytes)

@@ -14,6 +14,7 @@ from elixir.hardware.rate_fit import fit_unit
 from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.packed_weights import Weight, numel_text, packed_text
+from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.show.style import part_label
@@ -338,24 +339,14 @@ def contributors_table(trace: StepTrace) -> Table:
 
     Repeated layers share a line: ``layers.*.fc1`` stands for that module in every layer.
     """
-    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for origin in trace.peak_contributors:
-        key = (origin.kind, _pattern(origin.module), origin.operator)
-        count, size = groups.get(key, (0, 0))
-        groups[key] = (count + origin.count, size + origin.bytes)
-    ranked = sorted(groups.items(), key=lambda group: (-group[1][1], group[0]))
-    rows = [[*key, f"{count:,}", format_bytes(size)] for key, (count, size) in ranked[:_CONTRIBUTORS]]
-    if len(ranked) > _CONTRIBUTORS:
-        count = sum(group[1][0] for group in ranked[_CONTRIBUTORS:])
-        size = sum(group[1][1] for group in ranked[_CONTRIBUTORS:])
-        rows.append(["others", f"{len(ranked) - _CONTRIBUTORS} origins", "", f"{count:,}", format_bytes(size)])
+    ranked = peak_holders(trace)
+    shown, others = ranked[:_CONTRIBUTORS], ranked[_CONTRIBUTORS:]
+    rows = [[each.kind, each.module, each.operator, f"{each.tensors:,}", format_bytes(each.bytes)] for each in shown]
+    if others:
+        count, size = sum(each.tensors for each in others), sum(each.bytes for each in others)
+        rows.append(["others", f"{len(others)} origins", "", f"{count:,}", format_bytes(size)])
     title = "alive at the peak of forward and backward"
     return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)
-
-
-def _pattern(module: str) -> str:
-    """``model.layers.31.fc1`` -> ``model.layers.*.fc1``."""
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def scenarios_table(plan: Plan) -> Table:

@@ -6,19 +6,22 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from elixir.errors import Lever, PlanError, readable_bytes
+from elixir.errors import Lever, PlanError, how_far, readable_bytes
+from elixir.plan.peak_holders import holders_text
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, more_machine
 from elixir.search.budgets import processes_bytes
 from elixir.search.planner import budgets_of, least_host_bytes, planned, setting_for
 from elixir.search.problem.placement import Spill
-from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes
+from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes, room
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import Question
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, format_bytes
 
+MOST_HOLDERS = 3
+"""Origins of memory at the peak that an error names."""
 MOST_PAIRS = 8
 """Pairs of changes that are planned if no change is enough alone."""
 
@@ -59,7 +62,11 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
             levers.append(Lever(action, lacking, "adds", argument=argument, comes_last=True))
     levers += _lora(question.trace, budgets)
     return PlanError(
-        error.what, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, levers=tuple(levers)
+        error.what,
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        levers=tuple(levers),
+        details=tuple(_details(error, question, budgets, short_of_device=short_of_device)),
     )
 
 
@@ -79,6 +86,23 @@ def _enough_of_host(question: Question, host_bytes: int) -> int:
         if plan is not None:
             return must_be_free_bytes(plan, hardware) - plan.predicted.checkpoint_bytes
     return host_bytes + processes_bytes(hardware, request)
+
+
+def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of_device: bool) -> Iterator[str]:
+    """The host's shortage next to the device's, and the largest that the short memory has to hold."""
+    setting = setting_for(*question)
+    if not short_of_device:
+        needed, _ = room(question.trace, setting, budgets)
+        yield f"weights, master weights and optimizer states are {format_bytes(needed)}, wherever they live"
+        return
+    if question.request.placement == "cuda":
+        return
+    least = least_bytes(Unmet(question, setting), error.needed_bytes)
+    if least > budgets.host_bytes:
+        yield f"host memory is short as well ({how_far(least, budgets.host_bytes)})"
+    held = holders_text(question.trace, MOST_HOLDERS)
+    if held:
+        yield f"at the peak: {held}"
 
 
 def _tried(change: Change, question: Question) -> Answer | None:

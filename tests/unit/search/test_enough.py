@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.planner import planned
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
-from elixir.step_trace import StepTrace
+from elixir.step_trace import Contributor, StepTrace
 from elixir.units import GIB, MIB
 from tests.common.situations import situation
 from tests.common.synthetic_trace import StackShape, stack_trace
@@ -54,6 +55,29 @@ def test_as_much_of_the_device_as_there_is_can_be_asked_for(trace: StepTrace) ->
     there = MACHINE.device_memory_bytes - CUDA_CONTEXT_BYTES
     assert offered(there)
     assert not offered(there + 1)
+
+
+def test_a_refusal_names_both_memories_and_what_holds_the_peak(trace: StepTrace) -> None:
+    held = [
+        Contributor("activations", "", "aten.empty.memory_format", 1, 5 * MIB),
+        *(Contributor("activations", f"layers.{at}.fc", "aten.mm.default", 1, 3 * MIB) for at in range(2)),
+        Contributor("parameters", "", "", 9, 90 * MIB),
+        Contributor("workspace", "fc", "aten.mm.default", 1, 2 * MIB),
+        Contributor("inputs", "", "", 1, MIB),
+    ]
+    refused = refusal(replace(trace, peak_contributors=tuple(held)), device_memory=4 * MIB, host_memory=64 * MIB)
+    first, host, peak, *levers = str(refused).splitlines()
+    assert "activations, inputs and buffers alone exceed the device memory" in first
+    assert re.fullmatch(r"  host memory is short as well \(needed .* GiB, available 64.00 MiB, short by .*\)", host)
+    assert peak == (
+        "  at the peak: 6.00 MiB aten.mm.default in layers.*.fc, 5.00 MiB aten.empty.memory_format in no module, "
+        "2.00 MiB of workspace of aten.mm.default"
+    )
+    assert all(line.startswith("  - ") for line in levers)
+    refused = refusal(trace, device_memory=8 * GIB, host_memory=1, placement="cpu")
+    assert re.fullmatch(
+        r"weights, master weights and optimizer states are .* GiB, wherever they live", refused.details[0]
+    )
 
 
 class Headed(nn.Module):
