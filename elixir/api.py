@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     plan: Plan | HasPlan | str | os.PathLike[str] | None = None,
-    inp: Mapping[str, Any] | None = None,
+    inp: Any = None,
     step_fn: Callable[[nn.Module, Any], Any] | None = None,
     group: GivenGroup = None,
     dtype: str | torch.dtype | None = None,
@@ -127,7 +127,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
             family, or `torch.optim.Muon` for matrices and another family for all else.
         plan: one that was made before, alone or in a search's answer, or its file; nothing is traced and searched then,
             and options of a search are refused.
-        inp: one rank's batch, as a dict; None takes a documented default (Hugging Face models only).
+        inp: one rank's batch, of any kind if there is a `step_fn`, otherwise a dict; None takes a documented default
+            (Hugging Face models only).
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes ``model(**inp).loss``.
         group: process group; None means the default one, or a single rank without one.
         dtype: parameters and floating inputs are cast to it; None leaves them.
@@ -350,7 +351,7 @@ class _Question:
                 refusals(
                     self.model,
                     self.optimizers,
-                    cast("Mapping[str, Any] | None", self.step.inp),
+                    self.step.inp,
                     self.step.step_fn,
                     dtype=self.step.torch_dtype,
                     moments=self.asked.get("moments"),

@@ -22,11 +22,10 @@ from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
 from elixir.kernels.muon import matrix_rule
 from elixir.models.samples import generators_untouched
-from elixir.models.step import default_input, default_step
+from elixir.models.step import check_batch, default_input, default_step, with_tensors
 from elixir.optimizer_states import family_of, moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
-from elixir.torch_private import tree_map
 from elixir.tracer.copied_functions import deep_copied
 from elixir.tracer.trace import trace_step
 from elixir.tracer.user_objects import user_objects_restored
@@ -65,7 +64,7 @@ class Refusal:
 def refusals(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    inp: Mapping[str, Any] | None = None,
+    inp: Any = None,
     step_fn: StepFn | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -86,11 +85,11 @@ def refusals(
         InputError, InputTypeError: an argument is of the wrong type, or the optimizer steps another model.
     """
     optimizers = check_given(model, optimizer)
-    if inp is not None and not isinstance(inp, Mapping):
-        raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(inp).__name__}")
+    if inp is not None:
+        check_batch(inp, step_fn)
     if step_fn is not None and not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
-    batch = _on_cpu(default_input(model) if inp is None else dict(inp))
+    batch = _on_cpu(default_input(model) if inp is None else inp)
     run = _Check(model, optimizers, batch, step_fn or default_step)
     with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
@@ -169,9 +168,7 @@ def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 class _Check:
-    def __init__(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: dict[str, Any], step: StepFn
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: Any, step: StepFn) -> None:
         self.model, self.optimizers, self.batch, self.step = model, optimizers, batch, step
         self.found: list[Refusal] = []
 
@@ -285,7 +282,7 @@ class _Check:
             user_objects_restored(self.model, nn.Module(), *reached, writes_unseen=True),
         ):
             for _ in range(STEPS):
-                self.step(model, tree_map(_cloned, self.batch))
+                self.step(model, with_tensors(torch.Tensor.clone, self.batch))
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -330,11 +327,7 @@ def _made_up(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _on_cpu(batch: Any) -> Any:
-    return tree_map(lambda item: item.cpu() if isinstance(item, torch.Tensor) else item, batch)
-
-
-def _cloned(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    return with_tensors(torch.Tensor.cpu, batch)
 
 
 def _same(one: Any, other: Any) -> bool:

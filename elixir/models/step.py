@@ -3,15 +3,19 @@ backward."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened
+from elixir.torch_private import tree_map
 
 DEFAULT_BATCH = 1
 """Samples in the default input."""
@@ -96,6 +100,46 @@ def refused_overflow() -> Iterator[None]:
         raise InputError(
             f"the step's tensors are too large to count their bytes ({error}); give a smaller batch"
         ) from error
+
+
+def with_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """A batch of any kind with each tensor replaced by what `function` makes of it; the batch itself stays as it is.
+
+    Next to what `torch.utils._pytree` knows, that is a dataclass, or another mapping such as a tokenizer's: a copy of
+    the object.
+    """
+
+    def replaced(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return function(item)
+        if isinstance(item, (dict, UserDict)):
+            made = copy.copy(item)
+            for name in list(item):
+                made[name] = with_tensors(function, item[name])
+            return made
+        if isinstance(item, Mapping):
+            return {name: with_tensors(function, value) for name, value in item.items()}
+        if is_dataclass(item) and not isinstance(item, type):
+            copied = copy.copy(item)
+            for field in fields(item):  # also of a frozen one
+                object.__setattr__(copied, field.name, with_tensors(function, getattr(item, field.name)))
+            return copied
+        return item
+
+    return tree_map(replaced, batch)
+
+
+def check_batch(inp: Any, step_fn: object) -> None:
+    """Refuses a batch that only a step of the user's could be given.
+
+    Raises:
+        InputTypeError: `inp` is no dict, and there is no `step_fn`.
+    """
+    if not isinstance(inp, Mapping) and step_fn is None:
+        raise InputTypeError(
+            f"inp must be a dict of the model's inputs, got {type(inp).__name__}; give step_fn(model, inp), which gets "
+            "the batch as it is, or name the model's argument, such as inp={'x': batch}"
+        )
 
 
 def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:

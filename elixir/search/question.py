@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    StepFn = Callable[[nn.Module, dict[str, Any]], Any]
+    StepFn = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,9 @@ class StepQuestion:
     placement."""
     optimizer_kernel: Literal["for-loop", "foreach", "fused"] | None = None
     """How it steps; None: as `torch.optim` would choose."""
-    inp: Mapping[str, Any] | Callable[[], dict[str, Any]] | None = None
-    """One rank's batch, or what gives it; None takes `elixir.models.default_input` (Hugging Face models only)."""
+    inp: Any = None
+    """One rank's batch, or a function that gives it: of any kind if there is a `step_fn`, otherwise a dict of the
+    model's inputs. None takes `elixir.models.default_input` (Hugging Face models only)."""
     step_fn: StepFn | None = None
     """``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`."""
     forward: bool = False
@@ -160,7 +161,7 @@ class StepQuestion:
         from elixir.models import user_code
         from elixir.models.generation import generation_input, generation_step
         from elixir.models.model_shape import find
-        from elixir.models.step import default_step, input_to_trace, refused_overflow
+        from elixir.models.step import check_batch, default_step, input_to_trace, refused_overflow
         from elixir.tracer.trace import trace_step
 
         model, name = self.build() if built is None else built, self.model if isinstance(self.model, str) else None
@@ -173,12 +174,9 @@ class StepQuestion:
             step_fn = generation_step(prompt, new)
         elif self.inp is None:
             inp = input_to_trace(model, batch=self.batch, seq=self.seq)
-        elif isinstance(self.inp, Mapping):
-            inp = dict(self.inp)
-        elif callable(self.inp):
-            inp = self.inp()
         else:
-            raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(self.inp).__name__}")
+            inp = self.inp() if callable(self.inp) else self.inp
+            check_batch(inp, self.step_fn)
         shape = None if name is None else find(name)
         # A model by name may be the user's code as well, which has to leave the process as it was.
         around = nullcontext() if name is None else user_code.contained(f"{name}: the step")

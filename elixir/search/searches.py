@@ -192,7 +192,7 @@ def _own(name: str, default: Any, annotation: str) -> Parameter:
 _HOW = (
     _own("unified_dtype", None, "str | torch.dtype | None"),
     _own("verbose", False, "bool"),
-    _own("inp", None, "Mapping[str, Any] | None"),
+    _own("inp", None, "Any"),
     _own("step_fn", None, "StepFn | None"),
     _own("hardware", None, "HardwareProfile | str | None"),
     _own("use_fused_kernels", False, "bool | Mapping[str, str]"),

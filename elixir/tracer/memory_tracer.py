@@ -19,7 +19,7 @@ from elixir.tracer.values.expert_choice import Routing
 
 def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
-    inp: dict[Any, Any],
+    inp: Any,
     step_fn: StepFn,
     dtype: torch.dtype | None = torch.float,
     device: str | HardwareProfile = "h200",
@@ -33,7 +33,7 @@ def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
 
     Args:
         model: any `nn.Module`, real or on meta; it is not changed.
-        inp: dict that `step_fn` gets with the model.
+        inp: batch, of any kind, that `step_fn` gets with the model.
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward.
         dtype: floating parameters and inputs are cast to it; None leaves them.
         device: name of a known machine (``elixir hardware --list``) or a profile.

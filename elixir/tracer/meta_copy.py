@@ -15,7 +15,7 @@ from elixir.errors import InputError, InputTypeError, TraceError
 from elixir.models.buffer_place import buffer_places
 from elixir.models.casting import cast_dtype, casts_buffers
 from elixir.models.plannable import refuse_unplannable
-from elixir.torch_private import tree_map
+from elixir.models.step import with_tensors
 from elixir.tracer.copied_functions import deep_copied
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -117,19 +117,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces the hook."""
 
 
-def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[dict[Any, Any], Pairs]:
-    """The input with every tensor on meta, and what each stands for; floating ones take `dtype`.
-
-    Raises:
-        InputTypeError: `inp` is no dict.
-    """
-    if not isinstance(inp, dict):
-        raise InputTypeError(f"inp must be a dict of what step_fn needs, got {type(inp).__name__}")
+def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[Any, Pairs]:
+    """The input, of any kind, with every tensor on meta, and what each stands for; floating ones take `dtype`."""
     pairs: Pairs = []
 
-    def on_meta(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
+    def on_meta(item: torch.Tensor) -> torch.Tensor:
         if item.layout is not torch.strided or item.is_nested:
             raise InputError(f"inp holds a {'nested' if item.is_nested else item.layout} tensor; pass dense ones")
         cast = dtype if dtype is not None and item.is_floating_point() else item.dtype
@@ -138,7 +130,7 @@ def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[dict[Any, Any], Pai
         pairs.append((twin, item))
         return twin
 
-    return tree_map(on_meta, inp), pairs
+    return with_tensors(on_meta, inp), pairs
 
 
 def _walk(model: nn.Module, buffers: Pairs) -> MetaCopy:

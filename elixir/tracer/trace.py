@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
-from elixir.torch_private import tree_leaves
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
@@ -50,7 +49,7 @@ from elixir.tracer.values.expert_choice import BalancedRouting, Routing
 from elixir.tracer.values.shadows import Shadows
 from elixir.tracer.values.unknown_number import is_user_code, user_location
 
-StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
+StepFn = Callable[[nn.Module, Any], Any]
 
 
 _TRACING = threading.RLock()
@@ -69,7 +68,7 @@ def _one_at_a_time() -> Iterator[None]:
 @garbage_collection_paused()  # collections in the middle of a step cost as much as the step
 def trace_step(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
-    inp: dict[Any, Any],
+    inp: Any,
     step_fn: StepFn,
     *,
     dtype: torch.dtype | None = None,
@@ -96,7 +95,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
     Args:
         model: any `nn.Module`, real or on meta.
-        inp: what `step_fn` gets next to the model. Its tensors keep their values for control flow.
+        inp: what `step_fn` gets next to the model, of any kind. Its tensors keep their values for control flow.
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; forward alone where nothing is trained.
         dtype: cast floating parameters, buffers (see `casts_buffers`) and inputs to this; None leaves them.
         hardware: whose kernels and allocator to assume.
@@ -199,6 +198,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 hears_gradients=target.kind != "cpu" and not compiled,
                 step=_shape_of(
                     inp,
+                    [real for _, real in inputs if real.dim()],
                     generate,
                     fused_kernels=bool(fused.counts),
                     checkpoint=checkpoint,
@@ -228,7 +228,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
 def _run_step(
     twin: MetaCopy,
-    inp: dict[Any, Any],
+    inp: Any,
     step_fn: StepFn,
     recorder: Recorder,
     order: UseOrder,
@@ -315,18 +315,13 @@ def _generated_units(
     return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
-def _shape_of(inp: dict[Any, Any], generate: tuple[int, int] | None, **asked: Any) -> StepShape:
-    """The size of the input, next to how the step was asked for."""
+def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, int] | None, **asked: Any) -> StepShape:
+    """The size of the input by its `tensors` that have a first dimension, next to how the step was asked for."""
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
-    first = ids if tokens is not None else next(iter(_tensors(inp)), None)
+    first = ids if tokens is not None else next(iter(tensors), None)
     samples = None if first is None else len(first)
     return StepShape(samples=samples, tokens=tokens if generate is None else samples, generate=generate, **asked)
-
-
-def _tensors(inp: Any) -> list[torch.Tensor]:
-    """Tensors of an input that have a first dimension, in order."""
-    return [leaf for leaf in tree_leaves(inp) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
 def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:

@@ -67,11 +67,15 @@ def test_inputs_are_those_given_or_the_default_ones(traced: Traced) -> None:
     given = {"x": 1}
     assert traced.of(model=NAMED, batch=3, seq=7)["inp"] == {"batch": 3, "seq": 7}
     assert traced.of(model=NAMED, batch=3)["inp"] == {"batch": 3, "seq": None}
-    found = traced.of(model=NAMED, inp=given)["inp"]
-    assert (found, found is given) == (given, False)
+    assert traced.of(model=NAMED, inp=given)["inp"] == given
     assert traced.of(model=NAMED, inp=lambda: given)["inp"] == given
     with pytest.raises(InputTypeError, match="inp must be a dict of the model's inputs, got int"):
         traced.of(model=NAMED, inp=3)
+    with pytest.raises(InputTypeError, match=r"give step_fn\(model, inp\), which gets the batch as it is"):
+        traced.of(model=NAMED, inp=lambda: [3])
+    batch = object()
+    for inp in (batch, lambda: batch):
+        assert traced.of(model=NAMED, inp=inp, step_fn=print)["inp"] is batch
 
 
 def test_a_model_by_name_that_is_evaluated_draws_no_random_numbers(traced: Traced) -> None:
