@@ -258,7 +258,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         per step, gradients have the bits of the loop, if each micro-batch has one forward and one backward; several
         passes or backwards, and those of shared weights over several forwards, are summed in another order. Each
         micro-batch has a thread, of which one runs at a time, and its own random numbers; for those of a loop, set a
-        seed in `step_fn`.
+        seed in `step_fn`. Their seeds follow from the state of PyTorch's CPU generator, which moves on only if a
+        micro-batch has drawn: without dropout, batches that are drawn from it are those of the loop.
 
         Args:
             step_fn: runs forward and backward (`backward` of this optimizer), and may return anything, such as the

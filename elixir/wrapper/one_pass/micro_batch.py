@@ -54,7 +54,8 @@ class MicroBatch:
         """Whether micro-batches before this one have layers before them that this one has skipped."""
         self.at_backward: Callable[[], None] = lambda: None
         """Called before its backward begins."""
-        self._function, self._settings, self._random, self._device = function, settings, random, device
+        self._function, self._settings, self._device = function, settings, device
+        self._random = self._random_at_first = random
         self._error: BaseException | None = None
         self._cancelled = self._runs = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -66,6 +67,12 @@ class MicroBatch:
         """The micro-batch whose thread this is."""
         found: MicroBatch | None = getattr(_here, "micro_batch", None)
         return found
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether it has used random numbers of its state."""
+        first, now = self._random_at_first, self._random
+        return first is not None and now is not None and not now.is_same(first)
 
     def resume(self) -> None:
         """Lets it run until it parks or is over; raises what it raises. The caller waits meanwhile."""

@@ -106,8 +106,10 @@ class OnePass:
             InputError: this model cannot take several micro-batches through its layers together.
         """
         settings, alone = ThreadSettings(self._device), len(batches) == 1
+        # A copy: the user may draw batches from the process's generator, which a loop moves only if something draws.
+        seeds = torch.Generator("cpu").set_state(torch.get_rng_state())
         for index, batch in enumerate(batches):
-            random = None if alone else RandomState.drawn(self._device)
+            random = None if alone else RandomState.drawn(self._device, seeds)
             course = _Course(index, partial(step_fn, batch), settings, random, self._device)
             course.call.is_early = partial(self._waits_for_earlier, index)
             self._courses.append(course)
@@ -128,6 +130,8 @@ class OnePass:
             self._engine.pass_over(failed=True)
             raise
         self._engine.pass_over()
+        if any(course.call.has_drawn for course in self._courses):
+            torch.set_rng_state(seeds.get_state())  # the next pass has other numbers
         return [course.call.result for course in self._courses]
 
     @contextmanager

@@ -107,9 +107,14 @@ class RandomState:
             self._other = torch.Generator(device).manual_seed(seed).get_state() if cuda else None
 
     @classmethod
-    def drawn(cls, device: torch.device) -> RandomState:
-        """States of a seed that is drawn from the CPU's generator."""
-        return cls(device, int(torch.randint(_SEEDS, (), device="cpu")))
+    def drawn(cls, device: torch.device, seeds: torch.Generator) -> RandomState:
+        """States of a seed that is drawn from `seeds`."""
+        return cls(device, int(torch.randint(_SEEDS, (), device="cpu", generator=seeds)))
+
+    def is_same(self, other: RandomState) -> bool:
+        """Whether the states of all generators are those of `other`."""
+        pairs = ((self._cpu, other._cpu), (self._other, other._other))
+        return all(one is two or (one is not None and two is not None and one.equal(two)) for one, two in pairs)
 
     def restore(self) -> None:
         """Makes these the present states."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -110,6 +111,28 @@ def test_7_those_that_skip_the_last_layers_first_are_summed_first(home: str) -> 
             batch["x"][0, 0] = 1.0 if number < 2 else -1.0
     plan = plan_for(make(), steps[0][-1], square_loss, accumulation=5, home=home)
     assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_6_the_random_numbers_of_the_process_go_on_only_if_a_micro_batch_has_drawn(*, draws: bool) -> None:
+    steps, stayed, drawn = vectors(2), [], []
+    make = seeded(lambda: Stack(three()))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        if draws:
+            drawn.append(float(torch.rand(())))
+        return square_loss(model, batch)
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        before = torch.get_rng_state()
+        yield
+        stayed.append(torch.equal(before, torch.get_rng_state()))
+
+    in_passes(make, steps, plan, loss, around=watched)
+    assert stayed == [not draws] * len(steps)
+    assert len({*drawn}) == len(drawn) == draws * sum(map(len, steps))
 
 
 def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
