@@ -49,7 +49,7 @@ from elixir.access.functions import (
 )
 from elixir.access.interrupts import runs
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
-from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
+from elixir.access.placeholders import is_absent, marks_are_off, remarked, storage_of, unmarked, watch
 from elixir.access.whole import Whole
 from elixir.errors import InputError
 from elixir.torch_private import (
@@ -105,8 +105,7 @@ class CountedParameter(nn.Parameter):
     elixir_gradient_is_scaled = False
     """Whether gradients carry a loss scale until the step."""
 
-    @property
-    def grad(self) -> torch.Tensor | None:
+    def _read_gradient(self) -> torch.Tensor | None:
         """The gradient. Functions of torch that clip gradients would compare their limit with scaled ones."""
         gradient: torch.Tensor | None = _GRADIENT.__get__(self)
         scaled = self.elixir_gradient_is_scaled and gradient is not None
@@ -118,13 +117,7 @@ class CountedParameter(nn.Parameter):
             )
         return gradient
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        _GRADIENT.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRADIENT.__delete__(self)
+    grad = property(_read_gradient, _GRADIENT.__set__, _GRADIENT.__delete__)
 
     @property
     def data(self) -> torch.Tensor:
@@ -464,8 +457,16 @@ def _announced_script(function: torch.jit.ScriptFunction[Any, Any], *args: Any, 
         return _read(seen, args, kwargs, str(function.name), found, [])
 
 
+def _announced_script_module(module: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
+    # In a unit, weights of other units have no memory, and nothing but this notices a module without our hooks.
+    away = [each for each in module.parameters() if type(each) in TRACKED_PARAMETERS] if marks_are_off() else []
+    if away:
+        away[0].elixir_listener.used(away, "TorchScript")  # type: ignore[attr-defined]
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
 def _script_functions_announce() -> Callable[[], None]:
-    """Makes calls of TorchScript functions announce uses; returns the function that ends it.
+    """Makes calls of TorchScript functions and modules announce uses; returns the function that ends it.
 
     TorchScript's methods look for `__torch_function__` in their arguments, its functions do not. Marks are not enough,
     since a fused kernel takes the addresses of its arguments without an operator.
@@ -474,6 +475,7 @@ def _script_functions_announce() -> Callable[[], None]:
     with _attaching:
         _attached += 1
         torch.jit.ScriptFunction.__call__ = _announced_script  # type: ignore[method-assign, assignment]
+        torch.jit.ScriptModule.__call__ = _announced_script_module  # type: ignore[method-assign]
 
     def back() -> None:
         global _attached
@@ -481,6 +483,7 @@ def _script_functions_announce() -> Callable[[], None]:
             _attached -= 1
             if not _attached:
                 torch.jit.ScriptFunction.__call__ = _call_script  # type: ignore[method-assign]
+                del torch.jit.ScriptModule.__call__
 
     return back
 

@@ -205,6 +205,30 @@ def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: p
     model.close()
 
 
+def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module that the trace has not seen; without an announcement it would read an address that is none."""
+    it = Case(Stack(), {"x": torch.randn(2, 4)}, square_loss)
+    plain, rows = copy.deepcopy(it.model), 0
+    scripted: Any = {model.layers[0]: torch.jit.trace(model.layers[2].up, it.inp["x"]) for model in (it.model, plain)}
+    model = ElixirModule(it.model, plan_of(it, "units", allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
+    assert len(model.plan.step.joined) == 3
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
+    optimizer, seen, forward = ElixirOptimizer(model, optimizers[1]), [], Layer.forward
+    uses, used = engine_of(model).uses, engine_of(model).uses.used
+    uses.used = lambda parameters, function: (seen.append(function), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
+
+    def reads(self: Layer, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) + (scripted[self](x[:rows]).sum() if self in scripted else 0)
+
+    monkeypatch.setattr(Layer, "forward", reads)
+    model(**it.inp)
+    assert seen.count("TorchScript") == 1
+    rows = 2
+    assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
+    model.close()
+    assert "__call__" not in vars(torch.jit.ScriptModule)
+
+
 def test_the_joined_step_has_the_same_costs() -> None:
     trace: StepTrace = cpu_trace(Stack(), INP, sum_step)
     joined = trace.fetching_as_one(["layers.0", "layers.2"])
