@@ -54,7 +54,7 @@ class Interrupting:
 
 
 def moments(step: Callable[[], object], count: int) -> list[int]:
-    """So many lines of Elixir's code in `step`, evenly spread."""
+    """Numbers of lines of Elixir's code in `step`, evenly spread."""
     with Interrupting() as counted:
         step()
     return [1 + place * (counted.lines - 1) // count for place in range(count)]

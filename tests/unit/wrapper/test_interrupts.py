@@ -157,7 +157,9 @@ def test_a_model_trains_on_after_any_of_many_interrupts(kind: str, tmp_path: Pat
         pair.optimizer.zero_grad()
         elixir.load_checkpoint(saved, dict(state))
 
-    followed_by = (lambda: None, pair.optimizer.step, pair.module.state_dict, save, load)
+    # Some weights have no gradient yet in a pass that was interrupted, and are not stepped then.
+    step = pair.module.settle if kind == "pass" else pair.optimizer.step
+    followed_by = (lambda: None, step, pair.module.state_dict, save, load)
     with pair:
         for number, line in enumerate(moments(it.step, 300)):
             it.at(line, followed_by[number % len(followed_by)])
