@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,10 @@ from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
 """Everything on the host; weights on the device and states on the host; chunks of every kind in turn."""
+needs_kernel = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="the host's Adam has no kernel here: no C++ compiler, or torch uses no vectors of this processor",
+)
 
 
 class Chain(nn.Module):

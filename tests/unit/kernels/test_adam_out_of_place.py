@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from elixir.kernels.adam.moments import MasterStates, make_moments
 from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
 from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
+from tests.common.early import needs_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = (
@@ -28,7 +28,6 @@ OPTIONS = (
     AdamOptions(lr=1e-2, beta1=0.3, decoupled=False, weight_decay=0.01, maximize=True),
 )
 run = functools.partial(subprocess.run, check=True)
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 _ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
 _QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
 DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) for pair in _ALL]
@@ -89,7 +88,7 @@ def gradient_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("gradient", "weight"), DTYPES)
 def test_the_kernel_has_the_bits_of_the_step_in_place(
@@ -101,7 +100,7 @@ def test_the_kernel_has_the_bits_of_the_step_in_place(
     assert background.step is not None  # it was the kernel, and no copy
 
 
-@needs_compiler
+@needs_kernel
 def test_the_kernel_takes_any_place_and_any_number_of_threads(compiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "THREAD_NUMEL", 1)
     threads = torch.get_num_threads()
@@ -114,7 +113,7 @@ def test_the_kernel_takes_any_place_and_any_number_of_threads(compiles: None, mo
         torch.set_num_threads(threads)
 
 
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e-40, 3e38])
 def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_number(
     value: float, compiles: None
@@ -149,7 +148,7 @@ def form_of_step(numel: int = 1000) -> str:
     return adam_step_out_of_place(gradient_of(numel, torch.float32), old, new, None, OPTIONS[0], 3)
 
 
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("mode", ["0", "1", "now"])
 def test_the_kernel_depends_on_no_switch_of_torch_compile(
     mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -161,7 +160,7 @@ def test_the_kernel_depends_on_no_switch_of_torch_compile(
     assert form_of_step() == ONE_PASS
 
 
-@needs_compiler
+@needs_kernel
 def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
     begin_kernel(torch.float32, None, "float32")
     begin_kernel(torch.float32, None, "8bit")  # for which there is none
@@ -169,7 +168,7 @@ def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
     assert form_of_step() == ONE_PASS
 
 
-@needs_compiler
+@needs_kernel
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +184,7 @@ def test_a_kernel_with_other_bits_is_not_used(
     assert "does not give the bits of the eager step" in caplog.text
 
 
-@needs_compiler
+@needs_kernel
 def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiles: None) -> None:
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
     combination = Combination("cpu", torch.float32, None, "float32")
@@ -196,7 +195,7 @@ def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 
 @pytest.mark.sampled
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("what", ["folder", "library"])
 def test_a_library_that_others_could_have_written_is_never_loaded(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -217,7 +216,7 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
     assert (made.read_bytes() == b"planted") == (what == "folder")
 
 
-@needs_compiler
+@needs_kernel
 def test_a_form_without_a_kernel_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no kernel"):
         native._library(Combination("cpu", torch.float64, None, "float32"), ("CONTRACTED", "1"), run)
@@ -243,7 +242,7 @@ def _of_class(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Opt
 
 
 @pytest.mark.sampled(every=2)
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "lr in a tensor", "HybridAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [ONE_PASS, COPIED])

@@ -28,6 +28,7 @@ from elixir.kernels.adam.eager import eager_step
 from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.optimizer_states import moments_size
+from tests.common.early import needs_kernel
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("float32", "bfloat16", "8bit")
@@ -289,9 +290,8 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(started) is begun
 
 
+@needs_kernel
 def test_small_shards_run_a_kernel_that_others_have_had_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiling.missing_compiler("cpu"):
-        pytest.skip("no C++ compiler")
     values = torch.ones(512)
     for kind, form in (("bfloat16", "compiled"), ("8bit", "compiled"), ("float32", "in pieces")):
         found = []
@@ -432,10 +432,9 @@ COMBINATIONS = [
 ]
 
 
+@needs_kernel
 def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever gradients are: sparse, absent for a while, no numbers; and however many threads step."""
-    if compiling.missing_compiler("cpu"):
-        pytest.skip("no C++ compiler")
     monkeypatch.setattr(when_compiled, "SMALL_NUMEL", dict.fromkeys(when_compiled.SMALL_NUMEL, 2))
     for kind, gradient_dtype, weight_dtype in COMBINATIONS:
         for numel, at in ((3, None), (1000, 300), (5000, None), (5003, 256)):

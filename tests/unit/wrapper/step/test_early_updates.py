@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +31,7 @@ from tests.common.early import (
     backward_watched,
     chain,
     early_fails,
+    needs_kernel,
     rehomed,
     updating_early,
 )
@@ -429,7 +429,7 @@ def _hybrid(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@needs_kernel
 @every_home
 @pytest.mark.parametrize("make", [_fused, _hybrid])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -504,7 +504,7 @@ def test_same_bits_as_without(name: str, homes: str, kernel: bool, monkeypatch: 
         assert not [kind for kind in state if not torch.equal(mine_states[number][kind], state[kind])]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@needs_kernel
 @pytest.mark.parametrize("mode", ["0", "1"])
 @pytest.mark.parametrize("options", [{}, {"use_fused_kernels": True}])
 def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(

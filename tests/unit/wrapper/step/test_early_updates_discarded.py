@@ -4,7 +4,6 @@ for which they are made again from the old ones, rather than accepted."""
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, attempts, chain, rehomed, updating_early
+from tests.common.early import HOMES, attempts, chain, needs_kernel, rehomed, updating_early
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
 from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, settled, spec, steps
 
@@ -238,7 +237,7 @@ def test_closing_between_backward_and_step_leaves_the_old_weights(homes: str, ea
         assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@needs_kernel
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu
-from tests.common.early import chain, updating_early
+from tests.common.early import chain, needs_kernel, updating_early
 from tests.common.parity import NEVER, Pair, case, make_plan, mixed
 from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, steps
 
@@ -52,7 +51,7 @@ def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
     return seen
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@needs_kernel
 def test_rounded_weights_of_an_early_update_are_those_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     plan = chain_plan(chain(1), unified_dtype="bfloat16")
