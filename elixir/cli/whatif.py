@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elixir.artifact import write_atomically
-from elixir.cli import files, from_flags, output
+from elixir.cli import INTERRUPTED_STATUS, files, from_flags, output
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models.model_shape import find
@@ -21,7 +21,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.sweep import fit, sweep
+from elixir.search.whatif.sweep import FitInterrupted, fit, sweep
 from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
 from elixir.show.explanation_tables import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
 from elixir.show.perfetto import save_chrome_trace
@@ -80,17 +80,21 @@ def run_fit(args: argparse.Namespace) -> int:
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
     machines = None if names is None else _machines(names, args.devices_per_host)
-    with output.progress() as progress:
-        found = fit(
-            args.model,
-            machines,
-            batch=args.batch or 1,
-            counts=args.world_sizes,
-            step=from_flags.step_asked(args),
-            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer)),
-            network_bytes_per_s=args.network,
-            progress=progress,
-        )
+    interrupted: FitInterrupted | None = None
+    try:
+        with output.progress() as progress:
+            found = fit(
+                args.model,
+                machines,
+                batch=args.batch or 1,
+                counts=args.world_sizes,
+                step=from_flags.step_asked(args),
+                asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer)),
+                network_bytes_per_s=args.network,
+                progress=progress,
+            )
+    except FitInterrupted as stop:
+        interrupted, found = stop, stop.found
     if args.json:
         output.say_json({**dataclasses.asdict(found), **_rows_record(found.rows, prices)})
     elif found.best is None:
@@ -112,6 +116,9 @@ def run_fit(args: argparse.Namespace) -> int:
             _print_rows(found.rows, "the fewest devices of each machine, smallest first", prices)
         _say_cheapest(found.rows, prices, args.tokens)
         _say_host_memory(args, machines)
+    if interrupted is not None:
+        print(f"elixir fit: {interrupted}; all rows so far are printed", file=sys.stderr)
+        return INTERRUPTED_STATUS
     if found.best is None:
         last = found.rows[-1]
         given = zip(names or (), machines or (), strict=True)

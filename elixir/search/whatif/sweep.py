@@ -7,7 +7,7 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,14 @@ class Fit:
     """The smallest machine that can train the model; None where none of them can."""
     rows: tuple[SweepRow, ...]
     """Per machine: its fewest devices that can, in order of size; then those that cannot, with their most devices."""
+
+
+class FitInterrupted(KeyboardInterrupt):
+    """An interrupt (Ctrl-C) of `fit`, with the machines that were tried before it: at least one."""
+
+    def __init__(self, found: Fit, tried: int, count: int) -> None:
+        super().__init__(f"interrupted after {tried} of {count} machines and numbers of devices")
+        self.found = found
 
 
 def sweep(
@@ -128,6 +136,9 @@ def fit(
         counts: numbers of devices; by default 1, 2, 4, ... up to what one machine holds.
 
     The other arguments and the errors are those of `sweep`.
+
+    Raises:
+        FitInterrupted: Ctrl-C; it has the rows so far.
     """
     request = SearchRequest.of(asked or ON_PAPER, **options)
     profiles = [
@@ -155,11 +166,20 @@ def fit(
             continue
         if progress is not None:
             progress(f"{model} on {count} x {hardware.name}", done, len(candidates))
-        row, error = try_out(traces, replace(request, world_size=count), model, batch, hardware)
+        try:
+            row, error = try_out(traces, replace(request, world_size=count), model, batch, hardware)
+        except KeyboardInterrupt:
+            if not (found or failed):
+                raise
+            raise FitInterrupted(_fit_of(found, failed), done, len(candidates)) from None
         (found if row.fits else failed)[place] = row
         errors.append(error)
     if all(error is not None and not isinstance(error, PlanError) for error in errors):
         raise next(error for error in errors if error is not None)
+    return _fit_of(found, failed)
+
+
+def _fit_of(found: Mapping[int, SweepRow], failed: Mapping[int, SweepRow]) -> Fit:
     rows = [*found.values(), *(row for place, row in failed.items() if place not in found)]
     return Fit(rows[0].model, next(iter(found.values()), None), tuple(rows))
 

@@ -13,8 +13,9 @@ import pytest
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.errors import InputError
-from elixir.hardware.profile import preset_names
+from elixir.hardware.profile import HardwareProfile, preset_names
 from elixir.plan.plan import Plan
+from elixir.search.request import SearchRequest
 from elixir.search.whatif.sweep_row import SweepRow
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 from tests.common.command_line import fails, run
@@ -108,6 +109,30 @@ def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixtu
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 0
     assert json.loads(out)["best"]["machine"] == "t4"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_an_interrupted_fit_prints_the_rows_that_it_has(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = iter((True, False))
+
+    def try_out(_: object, request: SearchRequest, model: str, batch: int, hardware: HardwareProfile) -> Any:
+        if next(tried, None) is None:
+            raise KeyboardInterrupt
+        row = SweepRow(model, hardware.name, request.world_size, batch, 8, "bfloat16", True, "", 1, 1, step_s=2.5)
+        return row, None
+
+    monkeypatch.setattr("elixir.search.whatif.sweep.try_out", try_out)
+    argv = ("fit", "opt-125m", "--hardware", "t4,rtx3090,h200", "--world-sizes", "1", "--host-memory", "8GiB", *more)
+    status, out, err = run(capsys, *argv)
+    assert status == 130
+    assert err.endswith("interrupted after 2 of 3 machines and numbers of devices; all rows so far are printed\n")
+    assert all(machine in out for machine in ("t4", "rtx3090"))
+    assert "h200" not in out
+    assert not more or len(json.loads(out)["rows"]) == 2
+    status, out, err = run(capsys, *argv)
+    assert (status, out, err) == (130, "", "elixir: interrupted\n")  # nothing had been tried
 
 
 def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
