@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ Options = Mapping[str, Any] | str | os.PathLike[str] | None
 """Arguments of `elixir.wrap`: as a dict, as JSON, or as the path of a JSON file."""
 
 
-def read_options(given: Options, settled: Mapping[str, str]) -> dict[str, Any]:
+def read_options(given: Options, settled: Mapping[str, str], own: Collection[str] = ()) -> dict[str, Any]:
     """Arguments of `elixir.wrap` that a user has given to an integration.
 
     Args:
         given: see `Options`.
         settled: arguments that the framework settles, with the setting that does.
+        own: options of the integration itself, which may stand next to them.
 
     Raises:
         InputTypeError: an option is unknown; the error names the nearest.
@@ -43,7 +44,7 @@ def read_options(given: Options, settled: Mapping[str, str]) -> dict[str, Any]:
     for name in found:
         if name in settled:
             raise InputError(f"elixir must not say {name}, which comes from {settled[name]}; leave it out")
-    check_options("option of elixir", found, option_names())
+    check_options("option of elixir", found, (*option_names(), *own))
     return dict(found)
 
 

@@ -49,6 +49,12 @@ SETTLED = OF_ACCELERATOR | {
 """Arguments of `elixir.wrap` that a Trainer settles -> the training argument that does."""
 
 
+OWN = ("log",)
+"""Options next to those of `elixir.wrap`: ``log="all"`` logs the whole report of a step, not `LOGGED` alone."""
+LOGGED = ("elixir/step_s", "elixir/tokens_per_s", "elixir/device_peak_bytes")
+"""Numbers of the last step in each line of the log. The last is measured on CUDA only."""
+
+
 @dataclass
 class ElixirTrainingArguments(TrainingArguments):  # type: ignore[misc]
     """`transformers.TrainingArguments` with `elixir`, so that a script takes ``--elixir options.json``."""
@@ -60,7 +66,7 @@ class ElixirTrainingArguments(TrainingArguments):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        self.elixir = read_options(self.elixir, SETTLED)
+        self.elixir = read_options(self.elixir, SETTLED, OWN)
         super().__post_init__()
 
 
@@ -73,8 +79,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     Args:
         args, kwargs: of the Trainer. ``optimizers=([muon, adamw], scheduler)`` may have several optimizers in a list,
             and so may what a factory in ``optimizer_cls_and_kwargs`` returns.
-        elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`. ``inp`` is the batch to plan
-            for; otherwise it is made of the longest samples of the training data.
+        elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`, and `OWN`. ``inp`` is the batch
+            to plan for; otherwise it is made of the longest samples of the training data.
 
     Raises:
         InputError: an option repeats a training argument, or something is configured that cannot run under a plan.
@@ -85,7 +91,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     optimizer: Any
 
     def __init__(self, *args: Any, elixir: Options = None, **kwargs: Any) -> None:
-        self._elixir_options = read_options(elixir, SETTLED)
+        self._elixir_options = read_options(elixir, SETTLED, OWN)
         self._elixir_loader: Any = None
         self._elixir_weights: Path | None = None
         self._elixir_only_plan = False
@@ -119,6 +125,9 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         """Makes the Accelerator as Trainer does, then turns it into an `ElixirAccelerator`."""
         super().create_accelerator_and_postprocess()
         options = {**(getattr(self.args, "elixir", None) or {}), **self._elixir_options}
+        self._elixir_log = options.pop("log", "brief")
+        if self._elixir_log not in ("brief", "all"):
+            raise InputError(f"elixir={{'log': {self._elixir_log!r}}}: log is 'brief', or 'all' for the whole report")
         self._elixir_refuse(options)
         ElixirAccelerator.adopt(self.accelerator, options)
         if self.args.n_gpu > 1:
@@ -320,9 +329,11 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     # --- The log ------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs as Trainer does; the log of training also gets the report of the last step, under ``elixir/``."""
+        """Logs as Trainer does; the log of training also gets numbers of the last step's report, under ``elixir/``."""
         if self.elixir is not None and "loss" in logs:
-            logs |= self.elixir.numbers()
+            numbers = self.elixir.numbers()
+            brief = {name: numbers[name] for name in LOGGED if name in numbers}
+            logs |= numbers if self._elixir_log == "all" else brief
         super().log(logs, *args, **kwargs)
 
 
