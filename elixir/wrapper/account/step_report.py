@@ -31,6 +31,14 @@ SHORT_S = 0.02
 """In shorter steps Python's work is noticeable: about 20 us for each of some hundred operators."""
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
 """The remark on a step whose plan has early updates, but which began none."""
+_FORMS = {
+    "compiled": "by the C++ kernel",
+    "one pass": "by the C++ kernel, early",
+    "copied": "in place on a copy, early",
+    "in pieces": "by torch's fused Adam",
+    "plain": "by PyTorch's operators",
+}
+"""Form of a step on the host (`StepReport.host_forms`) -> words."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "process_peak", "disk_peak")
 _COME_LATER = ("device_peak", "host_peak", "process_peak", "disk_peak", *DISK_LINKS)
 """Figures that may be lower than predicted: states come with the first step."""
@@ -224,6 +232,9 @@ class StepReport:
                 lines.append(PAUSED)
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items() if seconds >= SHOWN_S)
         lines.append(f"compute waited for {waits or 'no lane'}")
+        if self.host_forms:
+            forms = (f"{count} {_FORMS.get(form, form)}" for form, count in self.host_forms.items())
+            lines.append(f"shards stepped on the host: {', '.join(forms)}")
         if self.times_slowest is not None:
             lines.append(self.slow_text())
         if self.not_compared:

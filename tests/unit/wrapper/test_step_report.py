@@ -103,6 +103,7 @@ def test_the_text_of_a_step_of_which_much_can_be_said() -> None:
         early=early,
         early_so_far=early + EarlyCounts(5, 5, 5),
         not_compared="it was evaluated",
+        host_forms={"compiled": 3, "in pieces": 2, "plain": 1, "by its class": 4, "one pass": 5},
     )
     lines = str(full).splitlines()
     assert lines[0].endswith("predicted  per optimizer step of 3 micro-batches")
@@ -111,6 +112,8 @@ def test_the_text_of_a_step_of_which_much_can_be_said() -> None:
         "demand loads 2, deviations from the recorded order 1",
         "early updates: 1 of 5 chunks kept, 3 discarded; in all steps so far 6 of 10 chunks kept, 3 discarded",
         "compute waited for fetch 0.001 s, offload 0.250 s",
+        "shards stepped on the host: 3 by the C++ kernel, 2 by torch's fused Adam, 1 by PyTorch's operators, "
+        "4 by its class, 5 by the C++ kernel, early",
         "loads and bytes cannot be compared with the plan: it was evaluated",
     ]
     paused = replace(full, early=EarlyCounts(5, 0, 0))
