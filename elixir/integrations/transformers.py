@@ -79,8 +79,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     Args:
         args, kwargs: of the Trainer. ``optimizers=([muon, adamw], scheduler)`` may have several optimizers in a list,
             and so may what a factory in ``optimizer_cls_and_kwargs`` returns.
-        elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`, and `OWN`. ``inp`` is the batch
-            to plan for; otherwise it is made of the longest samples of the training data.
+        elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`, and `OWN`. ``inp`` is the
+            batch to plan for; otherwise it is made of the longest samples of the training data.
 
     Raises:
         InputError: an option repeats a training argument, or something is configured that cannot run under a plan.

@@ -1,4 +1,4 @@
-"""What holds memory at the peak of forward and backward: the origins of a trace, those of repeated layers as one."""
+"""The holders of memory at the peak of forward and backward: origins of a trace, those of repeated layers as one."""
 
 from __future__ import annotations
 
