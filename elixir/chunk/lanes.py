@@ -191,6 +191,10 @@ class Lane(Protocol):
     def take_busy_s(self) -> float:
         """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
 
+    def take_stream_waited_s(self) -> float:
+        """How long streams of compute stood still for its work, between the waits that are known to be over by now and
+        those of the last call; 0.0 for work of the host, which `waited_s` tells of."""
+
     def close(self) -> None:
         """Finishes what was submitted, then stops."""
 
@@ -280,6 +284,10 @@ class ThreadLane:
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
+    def take_stream_waited_s(self) -> float:
+        """See `Lane.take_stream_waited_s`."""
+        return 0.0
+
     def close(self) -> None:
         """Finishes and joins the thread."""
         self._closed = True
@@ -346,8 +354,13 @@ class _CudaTicket:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
 
     def wait(self) -> None:
-        # Compute that reads what the work wrote comes after it; the host goes on once it is issued.
-        self.order(torch.cuda.current_stream(self._lane.device))
+        stream, event = torch.cuda.current_stream(self._lane.device), self.until_issued()
+        # Times nothing that is over by now, and no lane that waits for another.
+        times = not (_THREAD.is_lane or event.query())
+        reached = _recorded(stream, timed=True) if times else None
+        stream.wait_event(event)  # compute that reads what the work wrote comes after it
+        if reached is not None:
+            self._lane.waits.append((reached, _recorded(stream, timed=True)))
 
     def synchronize(self) -> None:
         self.until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
@@ -377,10 +390,27 @@ def _own_modes() -> contextlib.AbstractContextManager[Any]:
     return without_dispatch_modes() if dispatch_mode_count() else contextlib.nullcontext()
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
+def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
+
+
+_Spans = deque[tuple[torch.cuda.Event, torch.cuda.Event]]
+"""Events at the beginning and the end of work, or of a wait."""
+
+
+def _taken_s(spans: _Spans) -> float:
+    """Takes out the spans that are over, and returns their sum."""
+    taken_s = 0.0
+    while spans:
+        # Taken out first: a thread that appends to a full deque drops what is at its left between two looks.
+        span = started, ended = spans.popleft()
+        if not ended.query():
+            spans.appendleft(span)
+            break
+        taken_s += started.elapsed_time(ended) / 1e3
+    return taken_s
 
 
 class StreamLane:
@@ -401,7 +431,9 @@ class StreamLane:
         self._issuer: ThreadLane | None = None
         self._last: _CudaTicket | None = None
         self._closed = False
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_SPANS_KEPT)
+        self._spans: _Spans = deque(maxlen=_SPANS_KEPT)
+        self.waits: _Spans = deque(maxlen=_SPANS_KEPT)
+        """Waits of streams of compute for this one."""
         self.waited_s = 0.0
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
@@ -435,15 +467,11 @@ class StreamLane:
 
     def take_busy_s(self) -> float:
         """See `Lane.take_busy_s`."""
-        busy_s = 0.0
-        while self._spans:
-            # Taken out first: an issuer that appends to a full deque drops what is at its left between two looks.
-            span = started, ended = self._spans.popleft()
-            if not ended.query():
-                self._spans.appendleft(span)
-                break
-            busy_s += started.elapsed_time(ended) / 1e3
-        return busy_s
+        return _taken_s(self._spans)
+
+    def take_stream_waited_s(self) -> float:
+        """See `Lane.take_stream_waited_s`."""
+        return _taken_s(self.waits)
 
     def close(self) -> None:
         """Finishes what was submitted."""
@@ -463,8 +491,7 @@ class StreamLane:
                     # Work of the host, such as its Adam: the stream would copy weights that are half new.
                     earlier.synchronize()
             # The pair times the work for `take_busy_s`. Others wait for `event` before they use its buffers.
-            started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            started.record(self._stream)
+            started, event = _recorded(self._stream, timed=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
                 work()
             event.record(self._stream)

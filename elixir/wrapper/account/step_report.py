@@ -144,6 +144,9 @@ class StepReport:
     host_forms: dict[str, int] = field(default_factory=dict)
     """The number of shards by form of CPU Adam's step since the last report. Steps in place are ``compiled``, ``in
     pieces``, ``plain`` or ``by its class``; early updates are ``one pass`` or ``copied``."""
+    stream_waited_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that compute on CUDA stood still for each lane, by events around its waits; `waited_s` are waits of the host.
+    Of waits that were over when the step was reported, so that some are told with the step after."""
     process_parts: dict[str, int] = field(default_factory=dict)
     """The predicted ``process_peak`` by what holds it; less than that if the process once held more."""
     not_compared: str = ""
@@ -183,6 +186,7 @@ class StepReport:
         numbers |= self.early.to_dict() | self.early_so_far.to_dict("run_")
         numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
         numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}
+        numbers |= {f"stream_waited_for_{lane}_s": seconds for lane, seconds in self.stream_waited_s.items()}
         known = {
             "step_s": self.step_s,
             "predicted_step_s": self.predicted_step_s,
@@ -380,6 +384,7 @@ def make_report(
         deviations=counts.deviations,
         waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
         busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
+        stream_waited_s={name: lane.take_stream_waited_s() for name, lane in lanes.by_name().items()},
         refreshed_bytes=engine.refreshed_bytes,
         span=span,
         predicted_step_s=predicted.step_s if as_planned else None,

@@ -319,6 +319,20 @@ def test_a_stream_lane_is_busy_while_its_work_runs(cuda: FakeStream) -> None:
     lane.close()
 
 
+def test_waits_of_streams_are_timed_while_they_last(cuda: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events around the wait of compute; work that is over keeps nobody waiting, and needs none."""
+    lane = StreamLane(torch.device("cuda", 0))
+    lane.submit(lambda: None).wait()
+    assert lane.take_stream_waited_s() == 0.0
+    monkeypatch.setattr(FakeEvent, "is_over", False)
+    lane.submit(lambda: None).wait()
+    assert lane.take_stream_waited_s() == 0.0, "nobody knows yet how long"
+    monkeypatch.setattr(FakeEvent, "is_over", True)
+    assert lane.take_stream_waited_s() == 1.0
+    assert lane.take_stream_waited_s() == 0.0
+    lane.close()
+
+
 def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
     """The lane's events have nothing that the host could wait for."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))

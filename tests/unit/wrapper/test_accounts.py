@@ -284,6 +284,9 @@ def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.Mo
         def take_busy_s(self) -> float:
             return working.take_busy_s()
 
+        def take_stream_waited_s(self) -> float:
+            return working.take_stream_waited_s()
+
     monkeypatch.setitem(vars(engine_of(module).lanes), lane, Broken())
 
     def two_steps() -> None:

@@ -29,6 +29,7 @@ def report(**changes: Any) -> StepReport:
         "deviations": 0,
         "waited_s": {"fetch": 0.0, "host_adam": 0.0},
         "busy_s": {"fetch": 0.25},
+        "stream_waited_s": {"fetch": 0.125},
         "refreshed_bytes": 0,
         "span": None,
         "predicted_step_s": None,
@@ -169,6 +170,7 @@ def test_flat_numbers() -> None:
         **{"demand_loads": 0, "deviations": 0, "micro_batches": 1, "refreshed_bytes": 5, "world_size": 2},
         **{f"{of}early_{name}_chunks": 0 for of in ("", "run_") for name in ("planned", "made", "kept")},
         **{"waited_for_fetch_s": 0.0, "waited_for_host_adam_s": 0.0, "busy_fetch_s": 0.25},
+        "stream_waited_for_fetch_s": 0.125,
         **{"step_s": 0.5, "predicted_step_s": 0.25, "tokens": 100, "tokens_per_s": 400.0, "grad_norm": 3.0},
     }
     unknown = report().to_dict()
