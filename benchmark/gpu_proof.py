@@ -2,10 +2,10 @@
 
     python benchmark/gpu_proof.py [--minutes 9] [--only memory,resident,offload,capacity,links] [--out DIR] [--again]
     python benchmark/gpu_proof.py --rehearse        # every path, toys on the CPU
-    python benchmark/gpu_proof.py --probe 96GiB     # what this machine is, how fast it pins and copies; builds the kernel
     python benchmark/gpu_proof.py --compare --out DIR    # simulated against measured steps of a folder, without a GPU
 
-``benchmark/gpu_hour.sh`` runs the parts in an order and within limits that suit a machine which is lent for an hour.
+``benchmark/gpu_quarter.sh`` runs what decides most, for a machine that is lent for a quarter of an hour; the options
+``--quarter``, ``--card``, ``--carried`` and ``--prepare`` are its own.
 
 Each case runs in a separate process, so one that runs out of memory ends no other. After each a row is appended to
 ``DIR/rows.jsonl`` and ``DIR/results.md`` is written anew; at the end come the plots. A case is begun only where it is
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,19 +76,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
     parser.add_argument("--only", type=parts_of, default=list(PARTS), help="parts, with commas between them")
-    parser.add_argument("--hour", type=int, choices=(1, 2, 3), help="the jobs of one run of gpu_hour.sh, in its order")
+    parser.add_argument(
+        "--quarter", type=int, choices=(1, 2), help="the jobs of one run of gpu_quarter.sh, in its order"
+    )
+    parser.add_argument("--card", choices=("h200", "h100"), default="h200", help="the GPU that --quarter runs on")
+    parser.add_argument("--carried", type=Path, metavar="DIR", help="plans that --prepare has made")
+    parser.add_argument(
+        "--prepare", type=Path, metavar="DIR", help="plan all runs of Elixir in a quarter, without a GPU"
+    )
     parser.add_argument("--match", metavar="PATTERN", help="only jobs whose id, part/case/contender, it finds")
     parser.add_argument("--out", type=Path, help="folder of rows, report and plots; out/gpu_proof by default")
     parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
     parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
     parser.add_argument(
         "--host-memory", type=size, help="what jobs may plan with, such as 106GiB; free memory less 8 GiB"
-    )
-    parser.add_argument(
-        "--probe",
-        type=size,
-        metavar="SIZE",
-        help="build the kernel; touch, pin and copy so much host memory, and say how",
     )
     parser.add_argument(
         "--compare", action="store_true", help="compare what there is in the folder, and write its report"
@@ -127,29 +129,31 @@ def main(given: list[str] | None = None) -> int:
     deadline_s = time.monotonic() + 60 * args.minutes
     if args.compare:
         return compare(args.out or Path("out/gpu_proof"))
+    if args.prepare:
+        return prepare(args)
     if not args.rehearse:
         problem = why_not_here()
         if problem is not None:
             print(problem, file=sys.stderr)
             return 2
-        return _probed(args) if args.probe else prove(args, args.out or Path("out/gpu_proof"), deadline_s)
+        return prove(args, args.out or Path("out/gpu_proof"), deadline_s)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("ELIXIR_COMPILE", "0")  # compiling takes longer than all toys
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores cost seconds a step
-    if args.probe:
-        return _probed(args)
     if args.out is not None:
         return prove(args, args.out, deadline_s)
     with tempfile.TemporaryDirectory(prefix="elixir-rehearsal-") as folder:
         return prove(args, Path(folder), deadline_s)
 
 
-def _probed(args: argparse.Namespace) -> int:
-    from benchmark.proof.probe import probe
+def prepare(args: argparse.Namespace) -> int:
+    """Makes the plans of a quarter of an hour beforehand, for either card; those that are up to date stay."""
+    from benchmark.proof import carried, quarter
 
-    found = probe(args.probe, "cpu" if args.rehearse else "cuda")
-    return int(found["kernels"] != "built")
+    count = carried.prepare(args.prepare, quarter.every_job(), args.host_memory)
+    print(f"{count} plans are in {args.prepare}")
+    return 0
 
 
 def compare(folder: Path) -> int:
@@ -184,13 +188,17 @@ def compare(folder: Path) -> int:
 def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
     """Runs the jobs, writes the report, says what was missed."""
     from benchmark.proof import figures, report
-    from benchmark.proof.cases import closing_jobs, jobs_of, jobs_of_hour
+    from benchmark.proof.carried import hardware_file
+    from benchmark.proof.cases import closing_jobs, jobs_of
     from benchmark.proof.links import read_rows
-    from benchmark.proof.place import Place
+    from benchmark.proof.place import HARDWARE_FILE, Place
+    from benchmark.proof.quarter import jobs_of_quarter
     from benchmark.proof.runner import REPORT_S, run_jobs
 
     folder.mkdir(parents=True, exist_ok=True)
-    place = Place(folder, args.rehearse, args.host_memory)
+    place = Place(folder, args.rehearse, args.host_memory, args.carried)
+    if args.carried and hardware_file(args.carried, args.card).exists() and not (folder / HARDWARE_FILE).exists():
+        shutil.copy(hardware_file(args.carried, args.card), folder / HARDWARE_FILE)
     other = [row for row in read_rows(place) if row.get("rehearsal", args.rehearse) != args.rehearse]
     if other:
         found = "a rehearsal" if args.rehearse is False else "a real run"
@@ -203,19 +211,20 @@ def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
         (folder / "results.md").write_text(report.markdown(read_rows(place), left_out, every), encoding="utf-8")
 
     wanted = {part: every[part] for part in args.only}
-    if args.hour is not None:
-        wanted = jobs_of_hour(args.hour, rehearse=args.rehearse)
+    closing = closing_jobs(rehearse=args.rehearse)
+    if args.quarter is not None:  # its steps are compared at home, with --compare
+        wanted, closing = jobs_of_quarter(args.quarter, args.card), []
     if args.match:
         wanted = {part: [job for job in jobs if re.search(args.match, job.id)] for part, jobs in wanted.items()}
     try:
         left_out += run_jobs(
             wanted,
-            closing_jobs(rehearse=args.rehearse),
+            closing,
             place,
             deadline_s - REPORT_S,
             again=args.again,
             report=write,
-            in_order=args.hour is not None,
+            in_order=args.quarter is not None,
         )
     finally:
         write()

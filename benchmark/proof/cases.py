@@ -36,11 +36,9 @@ What is out of the question on the machine at hand, such as 160 GB of GPT-2 10B 
 see `impossible`. """
 _OTHER_NORMS = ("gpt2-4b", 20)
 """Model and budget in GB of the pairs with other norms than `MAX_NORM`."""
-_CLIPPED, _UNCLIPPED = ", clipped in every step", ", no clipping"
+CLIPPED, UNCLIPPED = ", clipped in every step", ", no clipping"
 """The endings of their cases. With the first, new states that the host has made before the norm are made again; with
 the second, the host may update while backward runs."""
-_HOUR_CASES = ("gpt2-4b 16x1024 in 20 GB", "gpt2-4b 16x1024 in 80 GB")
-"""The pairs that an hour is for, and of the first the one that is clipped."""
 
 _START_S = 30.0
 """Time of a timed job: libraries, tracing, planning, a few steps."""
@@ -88,26 +86,6 @@ def _paced(jobs: list[Job], rehearse: bool) -> list[Job]:
     return [dataclasses.replace(job, expected_s=1.0, limit_s=300.0) for job in jobs] if rehearse else jobs
 
 
-def jobs_of_hour(number: int, *, rehearse: bool) -> dict[str, list[Job]]:
-    """The jobs of one of the three runs of `benchmark/gpu_hour.sh`, by part; all are run in this order.
-
-    Args:
-        number: 1 to 3.
-        rehearse: toys for the CPU instead.
-    """
-    if number == 1:
-        return {"memory": jobs_of("memory", rehearse=rehearse)}
-    if number == 2:
-        return {part: jobs_of(part, rehearse=rehearse) for part in ("links", "resident")}
-    if number != 3:
-        raise ValueError(f"an hour has runs 1 to 3, found {number}")
-    first, *others = _offload_rounds(rehearse)
-    wanted = [job for job in first if rehearse or job.case.removesuffix(_CLIPPED) in _HOUR_CASES]
-    rest = [job for job in (*first, *(job for jobs in others for job in jobs)) if job not in wanted]
-    capacity = jobs_of("capacity", rehearse=rehearse)
-    return {"offload": _paced(wanted, rehearse), "capacity": capacity, "offload, what is left": _paced(rest, rehearse)}
-
-
 def closing_jobs(*, rehearse: bool) -> list[Job]:
     """Jobs that are done last, whatever time is left: they need little."""
     return [
@@ -144,7 +122,8 @@ def _memory(rehearse: bool) -> list[Job]:
     ]
 
 
-def _speed(part: str, case: str, contender: str, kind: str, shared: dict[str, Any], **more: Any) -> Job:
+def speed_job(part: str, case: str, contender: str, kind: str, shared: dict[str, Any], **more: Any) -> Job:
+    """A contender that is timed; `more` are options of this one, and times of `Job`."""
     timing = {key: more.pop(key) for key in ("expected_s", "limit_s", "unless") if key in more}
     options = {**shared, "part": part, "case": case, "contender": contender, "kind": kind, **more}
     return Job(part=part, case=case, contender=contender, work="speed", options=options, **timing)
@@ -170,11 +149,11 @@ def _resident(rehearse: bool) -> list[Job]:
         # With room for all logits, making them twice would only cost time; the peers keep them, too.
         ours = {key: value for key, value in shared.items() if key != "micro"}
         ours |= {"micros": [batch], "fused_kernels": PLAIN_LOSS}
-        jobs.append(_speed("resident", case, "elixir", "elixir", ours, expected_s=20.0))
+        jobs.append(speed_job("resident", case, "elixir", "elixir", ours, expected_s=20.0))
         for kind in ("plain", "ddp", *(("plain-bf16",) if precision == "bf16" else ())):
-            jobs.append(_speed("resident", case, kind, kind, shared, expected_s=20.0))
+            jobs.append(speed_job("resident", case, kind, kind, shared, expected_s=20.0))
         # The automatic plan may have the host step some chunks next to the device, where that is faster by its rates.
-        jobs.append(_speed("resident", case, ON_DEVICE, "elixir", {**ours, "host_bytes": 1}, expected_s=20.0))
+        jobs.append(speed_job("resident", case, ON_DEVICE, "elixir", {**ours, "host_bytes": 1}, expected_s=20.0))
     return sorted(jobs, key=lambda job: _SHOWN.index(job.contender) if job.contender in _SHOWN else -1)
 
 
@@ -208,11 +187,11 @@ def _offload_rounds(rehearse: bool) -> list[list[Job]]:
                 rounds[number] += jobs
             if rehearse or (model, budget) == (_OTHER_NORMS[0], _OTHER_NORMS[1] * GB):
                 other = {**shared, "budget_bytes": budget}
-                rounds[0] += _short_pair(f"{case}{_CLIPPED}", {**other, "max_norm": CLIPPED_NORM}, rehearse)
-                rounds[1] += _short_pair(f"{case}{_UNCLIPPED}", {**other, "max_norm": None}, rehearse)
+                rounds[0] += _short_pair(f"{case}{CLIPPED}", {**other, "max_norm": CLIPPED_NORM}, rehearse)
+                rounds[1] += _short_pair(f"{case}{UNCLIPPED}", {**other, "max_norm": None}, rehearse)
         free = {**shared, "micros": [batch, max(batch // 2, 1)], **({"budget_bytes": 10**9} if rehearse else {})}
         times = _times(_states_bytes(shared) - max(budgets))
-        rounds[0].append(_speed("offload", name, "elixir, no budget", "elixir", free, **times))
+        rounds[0].append(speed_job("offload", name, "elixir, no budget", "elixir", free, **times))
     return rounds
 
 
@@ -249,7 +228,7 @@ class _Pair:
         """A run of ours."""
         times = _times(self._states_bytes - self._shared["budget_bytes"])
         options = {**self._shared, "micros": self._micros}
-        return _speed("offload", self._case, contender, "elixir", options, **times, **more)
+        return speed_job("offload", self._case, contender, "elixir", options, **times, **more)
 
     def resident(self, name: str, kind: str, **options: Any) -> list[Job]:
         """A peer that keeps everything, with the largest micro-batch that fits; once more with the chunked loss."""
@@ -296,7 +275,7 @@ class _Pair:
         elsewhere = [f"offload/{other}/{name}" for other in self._smaller for name in whole] if wholes else []
         unless = () if self._rehearse else (*elsewhere, *(job.id for job in before))
         more = {**_times(0), **options}
-        return _speed("offload", self._case, contender, kind, self._shared, micro=micro, unless=unless, **more)
+        return speed_job("offload", self._case, contender, kind, self._shared, micro=micro, unless=unless, **more)
 
 
 def _pair(

@@ -1,4 +1,4 @@
-"""The peers of the timed parts: plain PyTorch, DDP of one, FSDP2 with and without offload, DeepSpeed.
+"""The peers of the timed parts: plain PyTorch, DDP of one, FSDP2 with and without offload, DeepSpeed, torchao.
 
 All train the same model on the same batch with the same clipping. float32 master weights are kept by all but
 ``plain-bf16``, which says so in its name.
@@ -64,17 +64,22 @@ def max_norm(options: dict[str, Any]) -> float | None:
 
 
 def _stepper(
-    model: nn.Module, batches: list[dict[str, torch.Tensor]], cast: Callable[[], Any], options: dict[str, Any]
+    model: nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    cast: Callable[[], Any],
+    options: dict[str, Any],
+    optimizer: Any = None,
 ) -> Running:
     """
     Args:
         model: built, on its device.
         batches: the parts of an optimizer step.
         cast: autocast around forward, or nothing.
+        optimizer: `adamw` unless it is given.
         options: ``loss`` may be ``chunked``; ``sync_last`` has FSDP2 keep whole gradients on the device until the last
     part.
     """
-    optimizer = adamw(model.parameters())
+    optimizer = optimizer or adamw(model.parameters())
     limit = max_norm(options)
     if options.get("loss", PLAIN) == "chunked":
         chunk_the_loss(model, batches[0]["input_ids"].device.type)
@@ -145,10 +150,14 @@ def _needs_host(model: nn.Module, place: Place, *, pins_each: bool) -> None:
         )
 
 
-def _plain_model(options: dict[str, Any], place: Place, dtype: torch.dtype) -> nn.Module:
+def _plain_model(
+    options: dict[str, Any], place: Place, dtype: torch.dtype, bytes_per_numel: int = BYTES_PER_NUMEL
+) -> nn.Module:
     model = on_meta(options)
-    _needs_device(model, options, BYTES_PER_NUMEL if dtype == torch.float32 else 8)
+    _needs_device(model, options, bytes_per_numel)
     Filling(model, place.device, dtype).fill(model, place.device)
+    if options.get("compile"):
+        model.compile()
     return model
 
 
@@ -159,7 +168,7 @@ def _autocast(options: dict[str, Any], place: Place) -> Callable[[], Any]:
 
 
 def plain(options: dict[str, Any], place: Place) -> Running:
-    """float32 weights; in bf16 under autocast."""
+    """float32 weights; in bf16 under autocast; with option ``compile`` as one graph of `torch.compile`."""
     model = _plain_model(options, place, torch.float32)
     return _stepper(
         model, micro_batches(model, options, options["micro"], place.device), _autocast(options, place), options
@@ -168,7 +177,7 @@ def plain(options: dict[str, Any], place: Place) -> Running:
 
 def plain_bf16(options: dict[str, Any], place: Place) -> Running:
     """Weights, gradients and moments in bf16, no masters: half the memory, and other numbers."""
-    model = _plain_model(options, place, torch.bfloat16)
+    model = _plain_model(options, place, torch.bfloat16, BYTES_PER_NUMEL // 2)
     batches = micro_batches(model, options, options["micro"], place.device)
     return _stepper(model, batches, contextlib.nullcontext, options)
 
@@ -221,7 +230,11 @@ def fsdp2(options: dict[str, Any], place: Place) -> Running:
 
 
 def deepspeed(options: dict[str, Any], place: Place) -> Running:
-    """ZeRO of ``stage`` 2 or 3 with the optimizer on the host, and with stage 3 the weights as well."""
+    """ZeRO of ``stage`` 2 or 3 with the optimizer on the host, and with stage 3 the weights as well.
+
+    Options ``ratio`` (of the states that are on the host), ``super_offload`` and ``sub_group_size`` go to its
+    configuration; with ``all_threads`` its Adam has a thread for each core.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         raise NotRun("DeepSpeed is not installed")
     if place.rehearse:
@@ -236,14 +249,19 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
     Filling(model, "cpu", torch.bfloat16).fill(model, "cpu")
     if options.get("loss", PLAIN) == "chunked":
         chunk_the_loss(model, place.device.type)
+    if options.get("all_threads"):
+        torch.set_num_threads(os.cpu_count() or 1)
+    on_host = {name: options[name] for name in ("ratio", "super_offload") if name in options}
     zero: dict[str, Any] = {
         "stage": options["stage"],
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, **on_host},
         "overlap_comm": True,
         "contiguous_gradients": True,
     }
     if options["stage"] == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if "sub_group_size" in options:
+        zero["sub_group_size"] = options["sub_group_size"]
     config = {
         "train_micro_batch_size_per_gpu": options["micro"],
         "gradient_accumulation_steps": len(batches),
@@ -252,6 +270,7 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
     }
+    # All parameters in one group: its super_offload fails with several (deepspeedai/DeepSpeed#7905).
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> torch.Tensor:
@@ -262,6 +281,18 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
         return loss.detach()
 
     return Running(step, facts={"deepspeed": ds.__version__})
+
+
+def torchao(options: dict[str, Any], place: Place) -> Running:
+    """float32 weights and gradients on the device under autocast, moments and their step on the host."""
+    if importlib.util.find_spec("torchao") is None:
+        raise NotRun("torchao is not installed")
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = _plain_model(options, place, torch.float32, BYTES_PER_NUMEL // 2)
+    batches = micro_batches(model, options, options["micro"], place.device)
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    return _stepper(model, batches, _autocast(options, place), options, optimizer)
 
 
 def _join_group(place: Place) -> None:
@@ -279,4 +310,5 @@ PEERS: dict[str, Callable[[dict[str, Any], Place], Running]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
+    "torchao": torchao,
 }

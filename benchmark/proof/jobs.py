@@ -12,9 +12,10 @@ SHARES = {"links": 3.0, "memory": 2.5, "resident": 2.0, "offload": 4.5, "capacit
 """Shares of the time that is left when a part begins, among it and those after it: so that each gives an answer within
 nine minutes if jobs take as long as they are expected to."""
 
-AT_ONCE = {"memory": 4}
+AT_ONCE = {"memory": 4, "side by side": 3}
 """Jobs of a part that run side by side. What one of them allocates does not depend on the others as long as all find
-memory; one that did not is run again alone. What is timed has the machine to itself."""
+memory; one that did not is run again alone. What is timed has the machine to itself. ``side by side`` are the probes of
+`benchmark.proof.quarter` that need no core for long."""
 
 PRELOAD = (
     "torch.distributed.fsdp",

@@ -99,9 +99,11 @@ def _traced_again(row: Row, plan: Plan, hardware: HardwareProfile) -> StepTrace:
     """The step of a row that ran under this plan."""
     from benchmark.proof.cases import jobs_of
     from benchmark.proof.ours import step_of
+    from benchmark.proof.quarter import every_job
 
     name = f"{row['part']}/{row['case']}/{row['contender']}"
-    job = next(job for job in jobs_of(row["part"], rehearse=bool(row.get("rehearsal"))) if job.id == name)
+    jobs = [*jobs_of(row["part"], rehearse=bool(row.get("rehearsal"))), *every_job()]
+    job = next(job for job in jobs if job.id == name)
     return step_of(job.options, row["micro"], row["fused_kernels"], plan.activations).trace(hardware)
 
 

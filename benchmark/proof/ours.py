@@ -56,6 +56,8 @@ class Choice(NamedTuple):
     kernels: Kernels
     tried: dict[str, str]
     """Micro-batch and loss -> predicted seconds of an optimizer step, or that nothing fits."""
+    made: str = "here"
+    """``before``, if the plan was carried here."""
 
 
 def budgets(options: dict[str, Any], place: Place) -> tuple[int, int]:
@@ -242,6 +244,7 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
     facts = {
         "micro": choice.micro,
         "tried_micros": choice.tried,
+        "planned": choice.made,
         "fused_kernels": choice.kernels,
         "planned_device_bytes": device_bytes,
         "planned_host_bytes": host_bytes,
@@ -257,8 +260,8 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
 
 
 def account(reports: Sequence[StepReport], limit: float | None) -> dict[str, Any]:
-    """The timed steps as the run itself saw them: states made early and kept, steps clipped, seconds by lane, forms of
-    CPU Adam.
+    """The timed steps as the run itself saw them: states made early and kept, steps clipped, seconds by lane that the host
+    and the compute stream waited and that the lane worked, forms of CPU Adam.
 
     Args:
         reports: of the timed steps.
@@ -267,10 +270,11 @@ def account(reports: Sequence[StepReport], limit: float | None) -> dict[str, Any
     Raises:
         RuntimeError: old states were copied before early steps, which no plan expects.
     """
-    forms, waited, busy = Counter[str](), Counter[str](), Counter[str]()
+    forms, waited, streams, busy = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
         forms.update(report.host_forms)
         waited.update(report.waited_s)
+        streams.update(report.stream_waited_s)
         busy.update(report.busy_s)
     if forms[COPIED]:
         _refuse_copies([f"{forms[COPIED]} of {sum(forms.values())} steps of shards"])
@@ -281,6 +285,7 @@ def account(reports: Sequence[StepReport], limit: float | None) -> dict[str, Any
         "clipped_steps": sum(limit is not None and norm > limit for norm in norms),
         "grad_norm_range": [min(norms), max(norms)] if norms else None,
         "waited_s_per_step": {lane: seconds / len(reports) for lane, seconds in waited.items()},
+        "stream_waited_s_per_step": {lane: seconds / len(reports) for lane, seconds in streams.items()},
         "busy_s_per_step": {lane: seconds / len(reports) for lane, seconds in busy.items()},
         "host_adam_forms": dict(forms),
     }
@@ -291,6 +296,6 @@ def _refuse_copies(lacking: Sequence[str]) -> None:
         raise RuntimeError(
             f"there is no one-pass kernel for {'; '.join(lacking)}: CPU Adam would copy the states before each early "
             "step, "
-            "which takes 2.5 times as long as plans expect. The first run of the hour builds it; is there a C++ compiler "
+            "which takes 2.5 times as long as plans expect. Is there a C++ compiler "
             "(CXX), and what does log.txt say?"
         )

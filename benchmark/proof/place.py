@@ -45,19 +45,24 @@ class Place:
     rehearse: bool = False
     host_bytes: int | None = None
     """Host memory that jobs may plan with, where the user says; None for what the system says is free."""
+    carried: Path | None = None
+    """The folder of plans that were made beforehand, see `benchmark.proof.carried`."""
     next_ready: Path | None = None
     """Exists once the worker of the next job has loaded its libraries; None if none is being started."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
-        ready = None if self.next_ready is None else str(self.next_ready)
-        return {**dataclasses.asdict(self), "folder": str(self.folder.resolve()), "next_ready": ready}
+        paths = {name: None if path is None else str(path.resolve()) for name, path in self._paths().items()}
+        return {**dataclasses.asdict(self), **paths}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Place:
         """The inverse of `to_dict`."""
-        ready = values["next_ready"]
-        return cls(**{**values, "folder": Path(values["folder"]), "next_ready": None if ready is None else Path(ready)})
+        paths = {name: None if values[name] is None else Path(values[name]) for name in ("carried", "next_ready")}
+        return cls(**{**values, "folder": Path(values["folder"]), **paths})
+
+    def _paths(self) -> dict[str, Path | None]:
+        return {"folder": self.folder, "carried": self.carried, "next_ready": self.next_ready}
 
     @property
     def cuda(self) -> bool:

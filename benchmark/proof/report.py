@@ -18,8 +18,10 @@ LINKS_PERCENT = 10.0
 HOST_SHARE = 0.8
 """Least share of a machine's host memory that is left to a process. A machine of 128 GiB may give 106."""
 SHOWN = "shown, not judged"
+SHOWN_WAIT_S = 0.0005
+"""Shorter waits are not shown."""
 
-_OFFLOADING = ("fsdp2 offload", "zero")
+_OFFLOADING = ("fsdp2 offload", "zero", "torchao")
 _FITTING = ("fsdp2, ", "fsdp2 chunked", "fsdp2 keep", "plain, ", "plain chunked")
 
 
@@ -359,10 +361,21 @@ def _outcome(row: Row) -> str:
         reserved, short = row.get("max_reserved_bytes"), row.get("num_alloc_retries")
         text += f", reserved {_gib(reserved)}" if reserved else ""
         text += f", the allocator was short {short} times" if short else ""
-        return text + _early(row)
+        return text + _waits(row) + _early(row)
+    if "outcome" in row:
+        return str(row["outcome"])
     if row.get("kind") == "compare":
         return f"mean {row['mean_percent']:.1f} %, worst {row['worst_percent']:.1f} %"
     return f"{row['hardware']}"
+
+
+def _waits(row: Row) -> str:
+    """Where steps of ours stood still: the host until work was issued, and compute on the device for it."""
+    found = []
+    for who, key in (("the host", "waited_s_per_step"), ("the device", "stream_waited_s_per_step")):
+        waits = [f"{lane} {seconds:.3f} s" for lane, seconds in row.get(key, {}).items() if seconds >= SHOWN_WAIT_S]
+        found += [f", {who} waited for {' and '.join(waits)} a step"] if waits else []
+    return "".join(found)
 
 
 def _early(row: Row) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import percentiles
-from benchmark.proof import ours
+from benchmark.proof import carried, ours
 from benchmark.proof.contenders import PEERS, Running, max_norm
 from benchmark.proof.jobs import Row
 from benchmark.proof.models import numel_of, shape_of
@@ -21,6 +21,10 @@ CORRECTION_STEPS = 6
 """Further steps of a contender that corrects its plan: `elixir.api.WARM_UP_STEPS` and `MEASURED_STEPS`, and the
 move."""
 LEAST_STEPS, MOST_STEPS = 3, 20
+SETTINGS = (
+    "micro", "keep", "stage", "sync_last", "ratio", "super_offload", "sub_group_size", "all_threads", "compile",
+)  # fmt: skip
+"""Options of contenders that a row repeats."""
 
 
 def saved_at(place: Place, part: str, case: str, contender: str) -> Path:
@@ -68,7 +72,10 @@ def work(options: dict[str, Any], place: Place) -> Row:
     place.limit_reserved(options.get("budget_bytes"))
     saved = saved_at(place, options["part"], options["case"], options["contender"])
     kind = options["kind"]
-    running = ours.run(options, place, saved) if kind == "elixir" else PEERS[kind](options, place)
+    if kind == "elixir":
+        running = ours.run(options, place, saved, carried.choice_for(options, place))
+    else:
+        running = PEERS[kind](options, place)
     warm_up = WARM_UP_STEPS + (CORRECTION_STEPS if options.get("wrap") else 0)
     found = timed(running, place, warm_up=warm_up, measure_s=options["measure_s"])
     running.keep()
@@ -85,7 +92,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
         "tokens_per_s": tokens / found["mean_s"],
         "tokens_per_step": tokens,
         "max_norm": max_norm(options),
-        **{key: options[key] for key in ("micro", "keep", "stage", "sync_last") if key in options},
+        **{key: options[key] for key in SETTINGS if key in options},
         **({"loss_form": options["loss"]} if "loss" in options else {}),  # "loss" is what was measured
         **found,
         **running.facts,

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from benchmark.common import conditions
-from benchmark.proof import capacity, links, memory, speed
+from benchmark.proof import capacity, links, memory, probes, speed
 from benchmark.proof.jobs import PRELOAD, Job, NotRun, Row
 from benchmark.proof.place import Place
 from elixir.errors import PlanError
@@ -32,6 +32,10 @@ WORK: dict[str, Callable[[dict[str, Any], Place], Row]] = {
     "capacity": capacity.work,
     "measure": links.measure,
     "compare": links.compare,
+    "cores and link": probes.cores_and_link,
+    "adam bits": probes.adam_bits,
+    "storages": probes.storages,
+    "tests": probes.tests,
 }
 
 LAST_WORDS_S = 5.0
@@ -99,7 +103,7 @@ def run(job: Job, place: Place) -> Row:
     try:
         # Peaks are predicted for the allocator as it comes; who has to fit into a budget takes the one that wastes
         # least.
-        place.prepare(expandable_segments=job.part != "memory")
+        place.prepare(expandable_segments=job.part != "memory" and job.options.get("expandable", True))
         row |= {**conditions(), **place.facts()}
         row |= {"status": "ok", **WORK[job.work](job.options, place)}
         row |= place.grown()

@@ -37,5 +37,5 @@ def assert_early_states_are_kept_unless_clipped(rows: list[dict[str, Any]]) -> N
         assert set(row["host_adam_forms"]) == {"one pass"}
         assert row["grad_norm_range"][1] < 1e3
     for row in ours:
-        assert {"host_adam", "fetch"} <= set(row["waited_s_per_step"])
+        assert {"host_adam", "fetch"} <= set(row["waited_s_per_step"]) == set(row["stream_waited_s_per_step"])
         assert row["busy_s_per_step"]["host_adam"] > 0

@@ -2,7 +2,7 @@
 
 The jobs are those of a real run with small models, few tokens and budgets to match.
 `python tests/common/toy_proof.py` takes the arguments of `benchmark/gpu_proof.py`, and its workers are separate
-processes of it. `benchmark/gpu_hour.sh --emulated` runs it.
+processes of it. `benchmark/gpu_quarter.sh --emulated` runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from benchmark.proof import memory, runner, worker
 from benchmark.proof.contenders import MAX_NORM
-from benchmark.proof.jobs import PARTS, Job
+from benchmark.proof.jobs import Job
 from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import numel_of, shape_of
 from elixir.microbench import bench as bench_module
@@ -45,7 +45,7 @@ def toy(job: Job) -> Job:
         budgets = {"budget_bytes": _CAPACITY_BYTES, "host_bytes": _CAPACITY_BYTES}
         options = {**options, "seq": _SEQ, "ladder": ladder, **budgets}
     elif job.work == "speed":
-        changed = {**options, "changes": _TOY, "seq": _SEQ, "measure_s": 0.05}
+        changed = {**options, "changes": _TOY, "seq": _SEQ, "measure_s": 0.05, "compile": False}
         if "budget_bytes" in options:
             # As large compared with weights, gradients and states as it is for the real model.
             share = numel_of(shape_of(changed)) / numel_of(shape_of(options))
@@ -55,6 +55,10 @@ def toy(job: Job) -> Job:
             if job.part == "offload" and options.get("max_norm", MAX_NORM):
                 changed["early_states"] = True
         options = changed
+    elif job.work == "tests":
+        options = {**options, "seconds": 300, "tests": ["tests/gpu/test_pinning.py"]}
+    elif job.work in ("cores and link", "adam bits"):
+        options = {"numel": 10**4, "copied_bytes": MIB, "steps": 2}
     return dataclasses.replace(job, options=options, expected_s=1.0, limit_s=600.0)
 
 
@@ -107,7 +111,8 @@ def prepare() -> None:
     from tests.cuda_emulator import install_nccl
 
     install_nccl()
-    cuda_target.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy
+    cuda_target.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and they would be more than a toy
+    cuda_target.CUBLASLT_WORKSPACE_BYTES = 0
     # What a GPU does in a moment takes the CPU minutes.
     bench_module._EFFORTS["cuda", True] = bench_module.Effort(2, 2, 0.01, 4, 8 * MIB, 10**5, 0.002)
     compute._SMALLEST["cuda"] = 32
@@ -115,28 +120,22 @@ def prepare() -> None:
 
 
 def main(given: list[str]) -> int:
-    """A proof, a part of an hour of it, or a worker."""
+    """A proof, a part of a quarter of an hour of it, its plans beforehand, or a worker."""
     prepare()
     from benchmark import gpu_proof
-    from benchmark.proof import cases
+    from benchmark.proof import cases, quarter
 
-    jobs_of, jobs_of_hour = cases.jobs_of, cases.jobs_of_hour
+    jobs_of, jobs_of_quarter = cases.jobs_of, quarter.jobs_of_quarter
 
     def toys(part: str, **options: Any) -> list[Job]:
         jobs = [toy(job) for job in jobs_of(part, **options)]
         return jobs[:_MEMORY_JOBS] if part == "memory" else jobs
 
-    def toys_of_hour(number: int, **options: Any) -> dict[str, list[Job]]:
-        parts = {part: [toy(job) for job in jobs] for part, jobs in jobs_of_hour(number, **options).items()}
-        # Of what is many of a kind, enough to see that it goes on.
-        return {
-            part: jobs[:_MEMORY_JOBS] if part not in PARTS or part == "memory" else jobs for part, jobs in parts.items()
-        }
+    def toys_of_quarter(number: int, card: str) -> dict[str, list[Job]]:
+        return {how: [toy(job) for job in jobs] for how, jobs in jobs_of_quarter(number, card).items()}
 
-    cases.jobs_of, cases.jobs_of_hour = toys, toys_of_hour
+    cases.jobs_of, quarter.jobs_of_quarter = toys, toys_of_quarter
     runner.ENTRY, runner.Workers = Path(__file__), ToyWorkers  # type: ignore[misc]
-    if "--probe" in given:
-        given = ["--probe", "64MiB"]
     return gpu_proof.main(given)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,37 @@ def test_a_peer_without_clipping_steps_without_a_norm(tmp_path: Path, monkeypatc
     for options in ({}, {"max_norm": None}, {"max_norm": contenders.CLIPPED_NORM}):
         contenders.PEERS["plain"]({**TOY, "micro": 4, **options}, Place(tmp_path, rehearse=True)).step()
     assert limits == [contenders.MAX_NORM, contenders.CLIPPED_NORM]
+
+
+def test_deepspeed_is_configured_as_its_row_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed itself is pretended: it wants a CUDA device."""
+    configured: list[dict[str, Any]] = []
+
+    def initialize(*, config: dict[str, Any], model_parameters: Any, **_: Any) -> tuple[Any]:
+        assert all(isinstance(each, torch.nn.Parameter) for each in model_parameters), "one group"
+        configured.append(config["zero_optimization"])
+        return (None,)
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize, __version__="0"))
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(contenders, "_join_group", lambda place: None)
+    monkeypatch.setattr(Place, "device", torch.device("cpu"))
+    knobs = {"ratio": 0.65, "super_offload": True, "sub_group_size": 10**8}
+    for stage, more in ((2, {}), (3, knobs)):
+        options = {**TOY, "micro": 4, "precision": "bf16", "stage": stage, **more}
+        contenders.PEERS["deepspeed"](options, Place(tmp_path, host_bytes=10**9))
+    plain, tuned = configured
+    assert plain["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert tuned["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.65, "super_offload": True}
+    assert ("sub_group_size" in plain, tuned["sub_group_size"]) == (False, 10**8)
+
+
+def test_plain_is_compiled_where_its_pair_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
+    for asked in (False, True):
+        contenders.PEERS["plain"]({**TOY, "micro": 4, "compile": asked}, Place(tmp_path, rehearse=True))
+        assert len(compiled) == asked
 
 
 @pytest.mark.parametrize("asked", [True, False, ours.PLAIN_LOSS, None])

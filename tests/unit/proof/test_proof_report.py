@@ -134,6 +134,17 @@ def test_the_report_says_part_by_part_what_is_missing() -> None:
     assert f"    * {lines[0]}" in text
 
 
+def test_a_row_says_where_its_time_went_and_what_a_probe_found() -> None:
+    waits = {
+        "waited_s_per_step": {"fetch": 0.2, "disk": 0.0},
+        "stream_waited_s_per_step": {"offload": 0.3, "fetch": 0.1},
+    }
+    probe = {"part": "probes", "case": "a", "contender": "torch", "status": "ok", "outcome": "2.0 GB/s"}
+    text = markdown([speed_row("elixir", 150.0, **waits), probe])
+    assert "the host waited for fetch 0.200 s a step, the device waited for offload 0.300 s and fetch 0.100 s" in text
+    assert "| ok | 2.0 GB/s |" in text
+
+
 def test_a_pair_without_clipping_is_shown_and_not_judged() -> None:
     """It suits us: it must not be what makes the best ratio."""
     slow = {"case": "free", "max_norm": None}
