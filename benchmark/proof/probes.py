@@ -47,13 +47,13 @@ class _Copies(threading.Thread):
         self._hosts = [pinned_zeros(nbytes) for _ in range(2)]
         self._devices = [torch.ones(nbytes, dtype=torch.uint8, device=place.device) for _ in range(2)]
         self._streams = [_cuda.Stream(place.device) for _ in range(2)]
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.bytes_per_s = 0.0
         """In each direction, while both were busy."""
 
     def run(self) -> None:
         began, count = time.perf_counter(), 0
-        while not self._stop.is_set() or not count:
+        while not self._ended.is_set() or not count:
             for stream, up in zip(self._streams, (True, False), strict=True):
                 with _cuda.stream(stream):
                     host, device = self._hosts[up], self._devices[up]
@@ -64,7 +64,7 @@ class _Copies(threading.Thread):
         self.bytes_per_s = count * self._hosts[0].nbytes / (time.perf_counter() - began)
 
     def end(self) -> float:
-        self._stop.set()
+        self._ended.set()
         self.join()
         return self.bytes_per_s
 

@@ -145,8 +145,8 @@ class StepReport:
     """The number of shards by form of CPU Adam's step since the last report. Steps in place are ``compiled``, ``in
     pieces``, ``plain`` or ``by its class``; early updates are ``one pass`` or ``copied``."""
     stream_waited_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that compute on CUDA stood still for each lane, by events around its waits; `waited_s` are waits of the host.
-    Of waits that were over when the step was reported, so that some are told with the step after."""
+    """Seconds that compute on CUDA stood still for each lane, by events around its waits; `waited_s` are waits of the
+    host. Waits that are not over when a step is reported count for the next."""
     process_parts: dict[str, int] = field(default_factory=dict)
     """The predicted ``process_peak`` by what holds it; less than that if the process once held more."""
     not_compared: str = ""
