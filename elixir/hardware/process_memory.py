@@ -32,12 +32,12 @@ Source: measured with torch 2.13.0+cpu and glibc 2.36 on x86-64. 2 to 63 MiB wit
 HEAP_LEFT_BYTES = 12 * MIB
 """The part of them that stays where memory is given back before a full state dict is made, with new gaps.
 
-Source: runs of `benchmark/contract.py` with one rank that save one: 6, 7, 9, 11, 20 and 37 MB above a prediction
+Source: `benchmark/results/contract.csv`, runs with one rank that save one: 6, 7, 9, 11, 20 and 37 MB above a prediction
 without it."""
 HEAP_LOOK_SHARE = 0.015
 """Memory is given back at this share below the expected peak, since gradients come in large pieces.
 
-Source: with 0.02 the peaks of 41 runs of `benchmark/contract.py` lay 0.95 % below what was expected."""
+Source: with 0.02 the peaks of 41 runs in `benchmark/results/contract.csv` lay 0.95 % below what was expected."""
 
 
 @dataclass(frozen=True)

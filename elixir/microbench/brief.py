@@ -52,8 +52,8 @@ CALL_TURNS = 4
 TURN_S = 0.05
 """How long one rate is measured before it is the next one's turn."""
 STEP_RANGE = (0.85, 1.25)
-"""Seconds of a step over those predicted: 0.93 to 1.17 in six runs on an idle machine, by
-`benchmark/quickstart_seconds.py`; other work on it may take more."""
+"""Seconds of a step over those predicted: 0.93 to 1.17 in six runs on an idle machine
+(`benchmark/results/quickstart_seconds.csv`); other work on it may take more."""
 
 
 @dataclass

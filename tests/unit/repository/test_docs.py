@@ -211,7 +211,7 @@ def test_seconds_shown_were_predicted() -> None:
 def test_sources_name_pages_that_are_there() -> None:
     missing = [
         f"{source.relative_to(ROOT)}: {page}"
-        for folder in ("elixir", "tests", "benchmark", "example", "profile")
+        for folder in ("elixir", "tests", "benchmark", "tools", "example", "profile")
         for source in sorted((ROOT / folder).rglob("*.py"))
         for page in re.findall(r"docs/[\w/]+\.md", source.read_text(encoding="utf-8"))
         if not (ROOT / page).exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("elixir", "tests", "benchmark", "example", "profile")
+FOLDERS = ("elixir", "tests", "benchmark", "tools", "example", "profile")
 
 PHRASES: dict[str, str] = {
     r"\bbesides?\b": "next to, while, compared with, apart from",

@@ -1,8 +1,8 @@
 """Hashes of tiny runs, compared between two commits on one machine: a change of the runtime's shape changes no bit.
 
-    python benchmark/golden_runs.py COMMIT          this tree against COMMIT; status 1 if any run differs
-    python benchmark/golden_runs.py COMMIT --only disk
-    python benchmark/golden_runs.py --print         one JSON object of hashes of this tree
+    python tools/golden_runs.py COMMIT          this tree against COMMIT; status 1 if any run differs
+    python tools/golden_runs.py COMMIT --only disk
+    python tools/golden_runs.py --print         one JSON object of hashes of this tree
 
 Each run makes `STEPS` steps and gives three hashes: of its losses, of its weights, and of its optimizer states. They
 depend on the processor, so nothing is recorded: the other commit is checked out into a temporary folder and runs the
@@ -336,8 +336,11 @@ def compare(commit: str, only: str) -> int:
         there = Path(folder, "tree")
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", "-q", there, commit], check=True)
         try:
-            theirs = there / "benchmark" / Path(__file__).name
-            before = run_by(theirs if theirs.exists() else Path(__file__).resolve(), there, only)
+            name = Path(__file__).name
+            theirs = next(
+                (path for path in (there / "tools" / name, there / "benchmark" / name) if path.exists()), None
+            )
+            before = run_by(theirs or Path(__file__).resolve(), there, only)
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", there], check=True)
     now = run_by(Path(__file__).resolve(), ROOT, only)

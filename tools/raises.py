@@ -1,7 +1,7 @@
 """Says which quick test reaches each error of the package, in any process, and lists the errors that none reaches.
 
-python benchmark/raises.py                             all quick tests; benchmark/results/raises.csv has the tests
-python benchmark/raises.py tests/unit/cli -k plan      arguments of pytest
+python tools/raises.py                             all quick tests; benchmark/results/raises.csv has the tests
+python tools/raises.py tests/unit/cli -k plan      arguments of pytest
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark.common import RESULTS
 from elixir.errors import shortened

@@ -1,8 +1,11 @@
 """Changes one place of the package at a time and says whether the tests of its room notice.
 
-python benchmark/mutants.py --seed 1 --count 40           40 changes, drawn evenly over rooms
-python benchmark/mutants.py --seed 1 --count 40 --cuda    lines that no test reaches on the CPU run on the emulated device
-python benchmark/mutants.py --paths elixir/plan/plan.py   changes of files, from the top; without rows in results
+python tools/mutants.py --seed 1 --count 40           40 changes, drawn evenly over rooms
+python tools/mutants.py --seed 1 --count 40 --cuda    lines that no test reaches on the CPU run on the emulated device
+python tools/mutants.py --paths elixir/plan/plan.py   changes of files, from the top; without rows in results
+python tools/mutants.py --again 40 --stage 1          40 recorded changes by the tests of `make test`; without rows
+
+A row of benchmark/results/mutants.csv has the function and the text of a change, which outlive its line.
 
 A change turns a comparison, exchanges `and` and `or`, `+` and `-`, or `*` and `//`, or leaves out a `not` or a call. It
 is made in a copy of the repository, and in the functions of a fork of a process that has collected all tests; a line
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import csv
 import gc
 import os
 import random
@@ -31,22 +35,28 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import pytest
 from coverage import Coverage
 
-from benchmark.common import append_rows, conditions
-from benchmark.raises import ROOT, in_package, repository_copy
+from benchmark.common import RESULTS
+from tools.raises import ROOT, in_package, repository_copy
 
 WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint", "unit/artifacts")
 ROOMS = {
     "wrapper": WRAPPER, "chunk": ("unit/chunk", *WRAPPER), "tracer": ("unit/tracer", "unit/access"),
     "search": ("unit/search", "unit/artifacts"), "plan": ("unit/artifacts", "unit/search"),
     "checkpoint": ("unit/checkpoint",), "checkpoint_format": ("unit/checkpoint",),
+    "cli": ("unit/cli", "unit/search"), "show": ("unit/cli", "unit/search"), "kernels": ("unit/kernels", *WRAPPER),
+    "hardware": ("unit/artifacts", "unit/microbench", "unit/search"), "access": WRAPPER,
+    "models": ("unit/artifacts", "unit/tracer", "unit/wrapper"),
 }  # fmt: skip
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
@@ -71,17 +81,54 @@ LINES = (
 )
 GIVEN = re.compile(r"^@given\(.*?^def (test_\w+)", re.DOTALL | re.MULTILINE)
 """Tests whose examples hypothesis draws: it is hypothesis that runs the lines."""
-PYTEST = ("pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "-m", "not slow")
+STAGES = {1: "not slow and not more", 2: "not slow"}
+"""What pytest's -m says for the tests of ``make test``, and of CI."""
+PYTEST = ("pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "-m")
+NOT_NOTICED = ("no", "not reached")
+COLUMNS = ("place", "change", "by", "seconds")
+"""`by` is the first test that noticed a change, or why none did."""
 
 Reached = dict[str, list[tuple[str, int]]]
 """The tests that reach a file of the package, by file, such as ``tests/unit/x/test_y.py::test_z``, with a bit for each
 line. In fixtures of several tests, a file of tests reaches it."""
 
 
-def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:
-    """All changes of a file: its name, a line, what changes, the whole file with that."""
+@dataclass(frozen=True)
+class Change:
+    """A change of a file at one place."""
+
+    path: str
+    function: str
+    """Where it is, such as ``Lane.submit``; empty outside of all functions and classes."""
+    line: int
+    what: str
+    source: bytes
+    """The whole file with it."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.function}"
+
+
+def functions(tree: ast.Module) -> dict[ast.AST, str]:
+    """The name of the innermost function or class around each node."""
+    names: dict[ast.AST, str] = {}
+
+    def name_all(node: ast.AST, name: str) -> None:
+        names[node] = name
+        for inner in ast.iter_child_nodes(node):
+            is_named = isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            name_all(inner, f"{name}.{inner.name}".strip(".") if is_named else name)
+
+    name_all(tree, "")
+    return names
+
+
+def changes_of(path: str, text: bytes) -> Iterator[Change]:
+    """All changes of a file."""
     starts = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
     tree = ast.parse(text)
+    names = functions(tree)
     texts = {inner for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         match node:
@@ -99,7 +146,7 @@ def places(path: str, text: bytes) -> Iterator[tuple[str, int, str, bytes]]:
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             lines = b"\n" * text.count(b"\n", start, end)  # what comes later stays on its line
             source = text[:start] + f"({new}".encode() + lines + b")" + text[end:]
-            yield path, node.lineno, f"{ast.unparse(node)} -> {new}", source
+            yield Change(path, names[node], node.lineno, f"{ast.unparse(node)} -> {new}", source)
 
 
 def differing(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
@@ -137,8 +184,8 @@ def run_anew(limit_s: int, *arguments: str) -> None:
 class Tests:
     """The plugin of pytest: tries changes after the collection, instead of a run of all tests."""
 
-    def __init__(self, try_changes: Callable[[Tests], None]) -> None:
-        self._try_changes, self._import = try_changes, Coverage(data_file=None)
+    def __init__(self, try_changes: Callable[[Tests], None], stage: str) -> None:
+        self._try_changes, self._import, self._stage = try_changes, Coverage(data_file=None), stage
         self._import.start()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -200,7 +247,7 @@ class Tests:
         changes = [(each, new) for old, new in differing(*codes) for each in self._functions[name, old]]
         anew = "--cuda" in tests or line in (self._import.get_data().lines(path) or ())
         anew |= any(each.__code__.co_freevars != new.co_freevars for each, new in changes)
-        status = forked((lambda: run_anew(limit_s, *PYTEST, *tests)) if anew else run)
+        status = forked((lambda: run_anew(limit_s, *PYTEST, self._stage, *tests)) if anew else run)
         if status in (LATE, -signal.SIGKILL):
             return f"not in {limit_s} s", ""
         found = {0: "", FAILED: self._failed.read_text() or "import"}
@@ -209,7 +256,7 @@ class Tests:
 
 
 def record_cuda(file: str, data: Path) -> None:
-    forked(lambda: run_anew(1000, "coverage", "run", f"--data-file={data}", "-m", *PYTEST, "--cuda", file))
+    forked(lambda: run_anew(1000, "coverage", "run", f"--data-file={data}", "-m", *PYTEST, STAGES[2], "--cuda", file))
 
 
 def reached(folders: Iterable[str], record: Callable[[str, Path], None]) -> Reached:
@@ -240,6 +287,47 @@ def at(tests: Reached, path: str, line: int) -> list[str]:
     return [test for test, bits in tests.get(path, ()) if bits >> line & 1]
 
 
+def drawn(rooms: list[str], seed: int, skip: int, count: int) -> list[tuple[str, Change]]:
+    """Changes and their rooms, drawn evenly over rooms; the first `skip` are left out."""
+    by_room = {room: [each for file in in_package(room) for each in changes_of(*file)] for room in rooms}
+    for room, changes in by_room.items():
+        random.Random(f"{seed} {room}").shuffle(changes)
+    numbers = [(rooms[number % len(rooms)], number // len(rooms)) for number in range(skip, count)]
+    return [(room, by_room[room][number]) for room, number in numbers if number < len(by_room[room])]
+
+
+def recorded(rooms: list[str], seed: int, count: int) -> list[tuple[str, Change]]:
+    """Some of the changes that a test was recorded to notice, of those that can still be made."""
+    with (RESULTS / "mutants.csv").open(newline="", encoding="utf-8") as file:
+        known = {(row["place"], row["change"]) for row in csv.DictReader(file) if "::" in row["by"]}
+    every = [(room, each) for room in rooms for file in in_package(room) for each in changes_of(*file)]
+    found = [(room, each) for room, each in every if (each.place, each.what) in known]
+    random.Random(seed).shuffle(found)
+    return found[:count]
+
+
+def first_to_notice(tests_here: Tests, change: Change, on_cpu: Reached, on_cuda: Reached, limit_s: int) -> str:
+    """The first test that notices a change, or why none does."""
+    tests = at(on_cpu, change.path, change.line)
+    cuda = [] if tests else at(on_cuda, change.path, change.line)
+    if not tests:  # what reaches a line in a case that was not recorded reaches the file in one that was
+        tests = [test for test, _ in on_cpu.get(change.path, ()) if "::" in test]
+    whole = [test for test, _ in on_cpu.get(change.path, ()) if WHOLE in test]
+    rest = [test for test in tests if WHOLE not in test]
+    parts = ((rest[:FIRST_TESTS], 1), (whole, 2), (rest[FIRST_TESTS:], 1))
+    answer, before = "not reached", Path(change.path).read_bytes()
+    Path(change.path).write_bytes(change.source)
+    try:
+        for part, times in ((["--cuda", *cuda], 4),) if cuda else parts:
+            if part:
+                answer, by = tests_here.notice(part, times * limit_s, change.path, change.line, before)
+                if answer == "yes":
+                    return by
+    finally:
+        Path(change.path).write_bytes(before)
+    return answer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -247,42 +335,35 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="leave out the first changes")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
     parser.add_argument("--paths", nargs="+", help="changes of these files, from the top, instead of drawn ones")
+    parser.add_argument("--again", type=int, metavar="COUNT", help="changes that were recorded, instead of drawn ones")
+    parser.add_argument("--stage", type=int, default=2, choices=STAGES, help="1: the tests of `make test` alone")
     parser.add_argument("--limit", type=int, default=40, help="processor seconds, then it counts as not noticed")
     parser.add_argument("--cuda", action="store_true", help="run lines that no test reaches on the emulated device")
     args = parser.parse_args()
     rooms = list(dict.fromkeys(path.split("/")[1] for path in args.paths)) if args.paths else args.rooms
-    drawn = {room: [each for file in in_package(room) for each in places(*file)] for room in rooms}
-    for room, changes in drawn.items():
-        random.Random(f"{args.seed} {room}").shuffle(changes)
-        if args.paths:
-            drawn[room] = sorted(each for each in changes if each[0] in args.paths)
-    numbers = [(rooms[number % len(rooms)], number // len(rooms)) for number in range(args.skip, args.count)]
-    todo = [(room, *drawn[room][number]) for room, number in numbers if number < len(drawn[room])]
+    if args.paths:
+        files = [(room, *file) for room in rooms for file in in_package(room) if file[0] in args.paths]
+        todo = [(room, each) for room, path, text in files for each in changes_of(path, text)][args.skip : args.count]
+    elif args.again:
+        todo = recorded(rooms, args.seed, args.again)
+    else:
+        todo = drawn(rooms, args.seed, args.skip, args.count)
+    noticed = 0
 
     def try_changes(tests_here: Tests) -> None:
+        nonlocal noticed
         on_cpu = {room: reached(ROOMS[room], tests_here.record) for room in rooms}
         on_cuda = reached(["gpu"], record_cuda) if args.cuda else {}
-        for room, path, line, change, source in todo:
-            tests = at(on_cpu[room], path, line)
-            cuda = [] if tests else at(on_cuda, path, line)
-            if not tests:  # what reaches a line in a case that was not recorded reaches the file in one that was
-                tests = [test for test, _ in on_cpu[room].get(path, ()) if "::" in test]
-            found, by, begin = "not reached", "", time.perf_counter()
-            before = Path(path).read_bytes()
-            Path(path).write_bytes(source)
-            whole = [test for test, _ in on_cpu[room].get(path, ()) if WHOLE in test]
-            rest = [test for test in tests if WHOLE not in test]
-            parts = ((rest[:FIRST_TESTS], 1), (whole, 2), (rest[FIRST_TESTS:], 1))
-            for part, times in ((["--cuda", *cuda], 4),) if cuda else parts:
-                if part and found != "yes":
-                    found, by = tests_here.notice(part, times * args.limit, path, line, before)
-            Path(path).write_bytes(before)
-            row = {"seed": args.seed, "room": room, "place": f"{path}:{line}", "change": change, "noticed": found}
-            row |= {"by": by, "same": "", "cuda": bool(cuda), "tests": len(cuda or tests)}
-            row |= {"seconds": round(time.perf_counter() - begin, 1)} | conditions()
-            print(row, flush=True)
-            if not args.paths:
-                append_rows("mutants", [row])
+        for room, change in todo:
+            begin = time.perf_counter()
+            by = first_to_notice(tests_here, change, on_cpu[room], on_cuda, args.limit)
+            noticed += by not in NOT_NOTICED and not by.startswith("not in")
+            seconds = round(time.perf_counter() - begin, 1)
+            row = {"place": change.place, "change": change.what, "by": by, "seconds": seconds}
+            print(row, f"line {change.line}", flush=True)
+            if not (args.paths or args.again):
+                with (RESULTS / "mutants.csv").open("a", newline="", encoding="utf-8") as file:
+                    csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
 
     with repository_copy() as copy:
         os.chdir(copy)
@@ -291,7 +372,9 @@ def main() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("elixir", "benchmark", "tests")]:
             del sys.modules[name]  # tests import those of the copy
         folders = sorted({f"tests/{each}" for room in rooms for each in ROOMS[room]})
-        pytest.main([*PYTEST[1:], *folders], plugins=[Tests(try_changes)])
+        stage = STAGES[args.stage]
+        pytest.main([*PYTEST[1:], stage, *folders], plugins=[Tests(try_changes, stage)])
+    print(f"{noticed} of {len(todo)} noticed, seed {args.seed}, stage {args.stage}")
 
 
 if __name__ == "__main__":

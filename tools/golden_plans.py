@@ -1,7 +1,7 @@
 """Hashes of 40 plans and traces, so that a change of the code's shape shows that it changed no outcome.
 
-    python benchmark/golden_plans.py            compares with benchmark/results/golden_plans.json; status 1 if any differs
-    python benchmark/golden_plans.py --write    records them anew; a commit that does so says why
+    python tools/golden_plans.py            compares with benchmark/results/golden_plans.json; status 1 if any differs
+    python tools/golden_plans.py --write    records them anew; a commit that does so says why
 
 A case is a command line of `elixir` with its JSON output. Before hashing, fingerprints, versions, dates and the time a trace took are left out,
 fields are mapped to those of `FORMER`, and floats are rounded to ten digits, since libraries may sum in another order.
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from elixir.cli import main as elixir
 from elixir.tracer.device.cpu import kernel_memory
 
-GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
+GOLDEN = Path(__file__).parent.parent / "benchmark" / "results" / "golden_plans.json"
 
 LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s", "read_budgets", "units")
 """A field whose name contains one of these says who made the file, when, from what and how quickly, not what was

@@ -1,7 +1,7 @@
 """Counts lines of code: what is left of a file without blank lines, comments and docstrings.
 
-python benchmark/code_lines.py                 elixir/, a line per room
-python benchmark/code_lines.py FOLDER ...      other folders
+python tools/code_lines.py                 elixir/, a line per room
+python tools/code_lines.py FOLDER ...      other folders
 """
 
 from __future__ import annotations
