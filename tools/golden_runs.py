@@ -31,6 +31,7 @@ sys.path.insert(0, os.environ.get("ELIXIR_TREE", str(ROOT)))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 STEPS = 6
@@ -43,6 +44,7 @@ HOMES: dict[str, tuple[tuple[bool, str, str], ...]] = {
     "streamed": ((False, "host", "host"),),
     "states": ((True, "device", "host"),),
     "disk": ((False, "host", "disk"), (True, "device", "disk"), (False, "device", "disk"), (False, "host", "host")),
+    "files": ((False, "files", "files"), (True, "device", "device")),
     "mixed": (
         (True, "device", "device"),
         (False, "host", "host"),
@@ -69,6 +71,8 @@ class Run:
     optimizers: int = 1
     kind: str = "AdamW"
     ranks: int = 1
+    way: str = ""
+    """One more thing that the run does, of `WAYS`."""
     loaded: str = ""
     """Homes of the plan under which the run goes on from its checkpoint, after half of its steps."""
 
@@ -121,7 +125,29 @@ RUNS = (
     Run("opt", "streamed", "bfloat16", loaded="disk", early=True, max_norm=SOMETIMES),
     Run("opt", "disk", "float16", loaded="mixed", moments="8bit"),
     Run("gpt2", "mixed", loaded="mixed", ranks=2, max_norm=NEVER),
+    Run("llama", "streamed", way="units", max_norm=SOMETIMES),
+    Run("llama", "mixed", way="compiled"),
+    Run("gpt2", "streamed", batches=4, way="one pass", max_norm=SOMETIMES),
+    Run("bert", "mixed", ranks=4, batches=2, way="replicas", max_norm=SOMETIMES),
+    Run("opt", "files", way="frozen in files"),
+    Run("llama", "streamed", way="moved activations"),
+    Run("llama", "mixed", kind="Muon", max_norm=SOMETIMES),
+    Run("llama", "mixed", way="together", early=True, max_norm=NEVER),
 )
+
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "units": {"fetch": "units", "split_number": 4, "allocate_factor": 0.7},
+    "compiled": {"split_number": 4, "allocate_factor": 0.7},
+    "one pass": {"accumulation": 4, "pass_size": 4},
+    "replicas": {"replicas": 2},
+    "frozen in files": {"frozen_weights": "files"},
+    "moved activations": {},
+    "together": {},
+}
+"""What else a plan is asked for: layers fetched as one, compiled layers, micro-batches that go through each layer
+together, replicas, frozen weights that stay in their files, activations that wait on the host, a model with its frozen
+reference."""
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -162,7 +188,30 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return makers[family]().train(), {"input_ids": ids, "labels": ids.clone()}
 
 
-def loss_of(model: nn.Module, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+def model_in(run: Run) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model and the batch of a run."""
+    import elixir
+
+    model, inp = model_of(run.family)
+    if run.way == "together":
+        reference = model_of(run.family)[0].requires_grad_(False)
+        return elixir.together(policy=model, reference=reference), inp
+    if run.way == "compiled":
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    elif run.way == "one pass":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif run.way == "frozen in files":
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+    return model, inp
+
+
+def loss_of(model: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+    if hasattr(model, "reference"):
+        with torch.no_grad():
+            reference = model.reference(**inp).loss
+        return (model.policy(**inp).loss - reference + 0.1) ** 2
     out = model(**inp)
     loss: torch.Tensor = out.square().mean() if isinstance(out, torch.Tensor) else out.loss
     return loss
@@ -173,27 +222,35 @@ def loss_of(model: nn.Module, inp: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def plan_of(run: Run, homes: str) -> Any:
     """The packing of a simple search, with homes by hand."""
-    from elixir.search import simple_search
+    from elixir.search import optimal_search, simple_search
 
-    model, inp = model_of(run.family)
-    found: Any = simple_search(
-        model,
+    def step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        loss_of(model, inp).backward()
+
+    model, inp = model_in(run)
+    if run.way == "one pass":
+        search, options = optimal_search, {"device_memory": "1GiB", "host_memory": "8GiB", "placement": "cpu"}
+    else:
+        search, options = simple_search, {"shard_device": "cpu", "split_number": 8, "allocate_factor": 0.01}
+    hardware = hardware_with_disk() if run.way == "frozen in files" else "cpu"
+    found: Any = search(
+        with_moved_activations(model, inp, step) if run.way == "moved activations" else model,
         run.ranks,
-        split_number=8,
-        allocate_factor=0.01,
         unified_dtype=getattr(torch, run.dtype),
-        shard_device="cpu",
-        optimizer_type=run.kind.split()[-1].replace("HybridAdam", "AdamW"),
         inp=inp,
-        step_fn=lambda model, inp: loss_of(model, inp).backward(),
-        hardware="cpu",
+        step_fn=step,
+        hardware=hardware,
+        optimizer_type=run.kind.split()[-1].replace("HybridAdam", "AdamW"),
         moments=run.moments,
         clipping=run.max_norm is not None,
+        **options | WAYS[run.way],
     )
     plan = getattr(found, "plan", found)  # older trees give the plan alone
     chunks = []
     for index, chunk in enumerate(plan.chunks):
         resident, weights, states = HOMES[homes][index % len(HOMES[homes])]
+        if weights == "files" and chunk.weight_home != "files":
+            weights = states = "host"  # it has weights that are trained
         states = states if chunk.trainable else weights
         early: Any = run.early and chunk.trainable and states == "host"
         # Older trees have another field for it.
@@ -201,6 +258,27 @@ def plan_of(run: Run, homes: str) -> Any:
         chunks.append(dataclasses.replace(chunk, resident=resident, weight_home=weights, state_home=states, **update))
     wish = "may_update_early" if hasattr(plan, "may_update_early") else "may_speculate"
     return dataclasses.replace(plan, chunks=tuple(chunks), accumulation=run.batches, **{wish: run.early})
+
+
+def hardware_with_disk() -> Any:
+    """A CPU whose disk is known."""
+    from elixir.hardware import preset
+
+    return dataclasses.replace(preset("cpu"), disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9)
+
+
+def with_moved_activations(model: nn.Module, inp: dict[str, torch.Tensor], step: Callable[..., None]) -> Any:
+    """The trace of a step whose layers keep on the host, in turns, all that they saved and what they were called with."""
+    from elixir.access import swapping
+    from elixir.hardware import preset
+    from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
+    from elixir.tracer.trace import trace_step
+
+    swapping.SMALLEST_BYTES = 16
+    turns = ((None, (Result(SAVED, 0),)), ((), (Result(INPUT, 0),)), (None, ()))
+    units = trace_step(model, inp, step, hardware=preset("cpu")).units
+    choice = tuple(UnitActivations(unit.name, *turns[number % len(turns)]) for number, unit in enumerate(units))
+    return trace_step(model, inp, step, hardware=preset("cpu"), activations=choice)
 
 
 def wrapped(run: Run, homes: str, folder: Path) -> tuple[Any, list[Any]]:
@@ -214,11 +292,23 @@ def wrapped(run: Run, homes: str, folder: Path) -> tuple[Any, list[Any]]:
         "Adagrad": torch.optim.Adagrad,
         "HybridAdam": HybridAdam,
     }
+    model, plan, options = model_in(run)[0], plan_of(run, homes), {"device": "cpu", "disk_folder": str(folder)}
+    if run.way == "frozen in files":
+        frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+        save_file(frozen, folder / "frozen.safetensors")
+        options["weights"] = folder / "frozen.safetensors"
     torch.manual_seed(1)
-    module = ElixirModule(model_of(run.family)[0], plan_of(run, homes), device="cpu", disk_folder=str(folder))
-    parameters = list(module.parameters())
-    parts = [parameters[index :: run.optimizers] for index in range(run.optimizers)]
-    made = [kinds[run.kind](part, lr=1e-2, weight_decay=0.01) for part in parts]
+    module = ElixirModule(model, plan, **options)
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if run.kind == "Muon":
+        named, matrices = dict(module.named_parameters()), set(plan.matrices)
+        made = [
+            torch.optim.Muon([each for name, each in named.items() if name in matrices], lr=1e-2),
+            torch.optim.AdamW([each for name, each in named.items() if name not in matrices], lr=1e-2),
+        ]
+    else:
+        parts = [parameters[index :: run.optimizers] for index in range(run.optimizers)]
+        made = [kinds[run.kind](part, lr=1e-2, weight_decay=0.01) for part in parts]
     return module, [ElixirOptimizer(module, each, max_norm=run.max_norm, initial_scale=2.0**18) for each in made]
 
 
@@ -230,12 +320,19 @@ def stepped(run: Run, module: Any, optimizers: list[Any], steps: range, rank: in
     """
     losses, early, clipped = [], 0, set()
     inp = model_of(run.family)[1]
+
+    def micro_batch(step: int, model: Any, number: int) -> torch.Tensor:
+        torch.manual_seed(1000 * step + 10 * number + rank)  # of dropout
+        loss = loss_of(model, inp) / (LESS if step % 2 else 1.0)
+        optimizers[0].backward(loss)
+        return loss.detach()
+
     for step in steps:
-        for batch in range(run.batches):
-            torch.manual_seed(1000 * step + 10 * batch + rank)  # of dropout
-            loss = loss_of(module, inp) / (LESS if step % 2 else 1.0)
-            losses.append(loss.item().hex())
-            optimizers[0].backward(loss)
+        if run.way == "one pass":
+            found = optimizers[0].accumulate(partial(micro_batch, step), range(run.batches))
+        else:
+            found = [micro_batch(step, module, number) for number in range(run.batches)]
+        losses += [loss.item().hex() for loss in found]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
