@@ -236,7 +236,7 @@ def plan_of(run: Run, homes: str) -> Any:
     found: Any = search(
         with_moved_activations(model, inp, step) if run.way == "moved activations" else model,
         run.ranks,
-        unified_dtype=getattr(torch, run.dtype),
+        unified_dtype=None if run.way == "moved activations" else getattr(torch, run.dtype),
         inp=inp,
         step_fn=step,
         hardware=hardware,
@@ -296,12 +296,12 @@ def wrapped(run: Run, homes: str, folder: Path) -> tuple[Any, list[Any]]:
     if run.way == "frozen in files":
         frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
         save_file(frozen, folder / "frozen.safetensors")
-        options["weights"] = folder / "frozen.safetensors"
+        options |= {"weights": folder / "frozen.safetensors", "strict": False}
     torch.manual_seed(1)
     module = ElixirModule(model, plan, **options)
     parameters = [each for each in module.parameters() if each.requires_grad]
     if run.kind == "Muon":
-        named, matrices = dict(module.named_parameters()), set(plan.matrices)
+        named, matrices = dict(module.module.named_parameters()), set(plan.matrices)
         made = [
             torch.optim.Muon([each for name, each in named.items() if name in matrices], lr=1e-2),
             torch.optim.AdamW([each for name, each in named.items() if name not in matrices], lr=1e-2),
