@@ -17,6 +17,8 @@ from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lane, Ticket
 from elixir.chunk.rcache import RCache
+from elixir.chunk.state_window import StateWindow
+from elixir.hardware.host_share import HostShare
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.engine import Engine, engine_of
@@ -160,6 +162,11 @@ def loss_scale(module: ElixirModule) -> LossScale:
     return engine_of(module).loss_scale
 
 
+def window(module: ElixirModule) -> StateWindow:
+    """The way of states between a disk and the host."""
+    return engine_of(module).window
+
+
 # --- plans and machines ----------------------------------------------------------------------------------------------
 
 
@@ -177,6 +184,11 @@ def promise(module: ElixirModule) -> PlanPromise:
 def other_promise(module: ElixirModule, **options: Any) -> PlanPromise:
     """A second promise for the same module, as another model of the process makes it."""
     return PlanPromise(module.module, engine_of(module), **options)
+
+
+def host_share(module: ElixirModule) -> HostShare:
+    """The rank's share of its machine's cores."""
+    return engine_of(module).host_share
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch, module: ElixirModule, device: torch.device) -> None:
