@@ -1,6 +1,8 @@
 # make quickstart   a fresh clone to a first plan and a first training under one, without a GPU
-# make test         lint, types and all CPU tests that are quick; in parts: make lint, make test-on-cpu, make test-on-cuda
+# make test         five minutes: lint, types, and of each room the tests that are quick; in parts: make lint, make test-first
+# make test-more    what else is not slow: ranks, frameworks, pretended GPU, recorded outcomes, documentation
 # make test-all     the slow ones as well
+# make golden       what recorded outcomes say: tests, plans, and runs compared with COMMIT (HEAD unless given)
 # make pictures     the pictures of README and docs, made anew
 # make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
 # make figures      README and pages of docs from their sources in docs/src, with the newest rows in benchmark/results
@@ -27,8 +29,8 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures finetune figures test test-on-cpu test-on-cuda test-all test-machines test-oldest test-newest \
-        lint docs wheel wheel-check release-check clean
+.PHONY: help quickstart pictures finetune figures test test-on-cuda test-all test-machines test-oldest test-newest \
+        lint docs wheel wheel-check release-check clean golden test-first test-more test-later costs
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -99,12 +101,30 @@ all_of = failed=0; for arguments in $(1); do \
            echo "pytest $$arguments"; eval "$(PYTEST) $$arguments" || failed=1; \
          done; exit $$failed
 
-# Types and the device that is pretended take what the other tests leave of the cores, which wait for files and ranks.
+# The stages are marked by tests/common/stages.py. Types take what the tests leave of the cores.
 test: $(VENV)/.installed-test
-	@$(MAKE) --no-print-directory --keep-going -j3 lint test-on-cpu test-on-cuda
+	@$(MAKE) --no-print-directory --keep-going -j2 lint test-first
 
-test-on-cpu: $(VENV)/.installed-test
-	$(PYTEST) -m 'not slow'
+test-first: $(VENV)/.installed-test
+	$(PYTEST) -m 'not slow and not more'
+
+# The device that is pretended takes what the other tests leave of the cores, which wait for files and ranks.
+test-more: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory --keep-going -j2 test-later test-on-cuda
+
+test-later: $(VENV)/.installed-test
+	$(PYTEST) -m 'more and not slow'
+
+# tests/costs.json anew: what each test costs and finds.
+costs: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' --write-costs tests/unit
+
+COMMIT ?= HEAD
+
+golden: $(VENV)/.installed-test
+	$(PYTEST) -m 'not slow' $$(git ls-files 'tests/**/test_recorded_*.py')
+	$(BIN)/python tools/golden_plans.py
+	$(BIN)/python tools/golden_runs.py $(COMMIT)
 
 test-on-cuda: $(VENV)/.installed-test
 	@mkdir -p $(OUT)

@@ -8,11 +8,14 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.common import stages
 
 # Examples are drawn the same way on every run, and no example fails for being slow on a busy machine.
 settings.register_profile(
@@ -31,9 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run parity tests and tests/gpu on CUDA; without a GPU, but with g++, on a device that is pretended",
     )
+    parser.addoption("--write-costs", action="store_true", help="measure each test for tests/costs.json; without -n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-costs"):
+        config.pluginmanager.register(stages.Costs())
     if not config.getoption("--cuda"):
         return
     if not torch.cuda.is_available() and shutil.which("g++"):
@@ -68,8 +74,8 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that ``make test`` leaves out: of tests that start ranks or carry the marker `sampled` all
-    but the first, with ``sampled(every=n)`` all but one in n."""
+    """Marks as slow most cases of tests that start ranks or carry the marker `sampled`: all but the first, with
+    ``sampled(every=n)`` all but one in n. Then marks what ``make test`` leaves to ``make test-more``."""
     items.sort(key=lambda item: item.path)  # within a file they stay in order
     counts, turns = Counter[str](), dict[str, int]()
     for item in items:
@@ -89,6 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if left_out:
             item.add_marker(pytest.mark.slow)
         counts[test] += 1
+    stages.mark_later_stages(items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``make test`` does not import files of which no test is in the first stage."""
+    asked = config.getoption("markexpr") == stages.FIRST_STAGE and not config.getoption("file_or_dir")
+    return True if asked and collection_path in stages.later_files() else None
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,14 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -72,8 +74,7 @@ def run_to_end(
     wait_s: float = WAIT_S,
 ) -> list[Outcome]:
     """Runs ranks that are expected to fail: waits for all of them, and raises nothing; otherwise as `run_ranks`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _forkserver()
     with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _safe_to_fork():
         processes: list[BaseProcess] = []
         answers: list[multiprocessing.connection.Connection] = []
@@ -99,14 +100,21 @@ def run_to_end(
                 process.close()
 
 
+def _forkserver() -> ForkServerContext:
+    """The server that forks ranks. Its use raises an audit event, by which `tests.common.stages` knows such tests."""
+    sys.audit("multiprocessing.Process")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 @contextlib.contextmanager
 def child(
     function: Callable[..., Any], *args: Any
 ) -> Iterator[tuple[BaseProcess, multiprocessing.connection.Connection]]:
     """A process that runs ``function(say, *args)``, to be killed; and what it says by ``say.send``. It is gone
     afterwards."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _forkserver()
     with _safe_to_fork():
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_child_main, args=(theirs, function, args), daemon=True)
