@@ -7,7 +7,7 @@ from collections import Counter
 from elixir.chunk.chunk import ChunkState
 from elixir.chunk.host_buffers import SUMMANDS
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 
 
 def audit(module: ElixirModule) -> None:
@@ -15,7 +15,7 @@ def audit(module: ElixirModule) -> None:
 
     States of a chunk are counted once all of its segments have some.
     """
-    engine = engine_of(module)
+    engine = inside.engine(module)
     for ticket in [each for chunk in engine.chunks for each in chunk.home_uses.to_write()]:
         ticket.synchronize()  # updates, in which states are made and then counted
     found: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}

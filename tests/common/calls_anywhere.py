@@ -16,8 +16,8 @@ from torch import nn
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import ElixirError
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_errors import ErrorKind, changed_in_part
+from tests.common import inside
 from tests.common.made_up_runs import Program, ids_of, loss_of, norm_of
 from tests.common.recording import plain
 
@@ -107,7 +107,7 @@ class CallsAnywhere:
         return found
 
     def lanes(self) -> Iterable[Any]:
-        return engine_of(self.module).lanes.all()
+        return inside.lanes(self.module)
 
     def gathered(self, write: bool) -> float:
         with self.module.gathered(self.net.head, write=write):
@@ -216,7 +216,7 @@ class CallsAnywhere:
         hook.remove()
         yield "on another thread"
 
-        engine = engine_of(module)
+        engine = inside.engine(module)
         engine.errors.record(ErrorKind.CHANGE, changed_in_part("made by a test"))
         self.tried("after a load in part", more={"step": first.step})
         engine.errors.end(ErrorKind.CHANGE)

@@ -21,7 +21,6 @@ from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import Engine, engine_of
 from tests.common.debug import debugged
 from tests.common.parity import hf_loss, mixed
 from tests.common.tiny_models import tiny
@@ -112,11 +111,6 @@ class Twins:
         self.module = ElixirModule(model, self.plan, device="cpu", **debugged(wrap or {}, poison=True))
         self.optimizer = ElixirOptimizer(self.module, make(self.module.parameters()), max_norm=max_norm)
         self.losses: list[tuple[float, float]] = []
-
-    @property
-    def engine(self) -> Engine:
-        """The engine under the wrapped model."""
-        return engine_of(self.module)
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> None:
         """Forward and backward of both."""

@@ -13,10 +13,10 @@ from torch import nn
 
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import ShardState
+from tests.common import inside
 from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
@@ -87,7 +87,7 @@ def all_early(plan: Plan) -> Plan:
 
 def attempts(module: ElixirModule) -> list[int]:
     """Chunks with new states that no `step` has looked at."""
-    (stepper,) = engine_of(module).steppers
+    stepper = inside.stepper(module)
     return sorted(shard.chunk.index for shard in stepper.shards if shard.state is ShardState.EARLY)  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ from elixir.files import Files
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.on_disk import with_states
 
 NEVER = 10**9
@@ -288,7 +288,7 @@ def rehoming(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
         run = Run(fault, folder, world_size, homes[0], dtype)
         run.train(2)
         before, states = run.module.state_dict(), run.optimizer.state_dict()
-        taken = {home: engine_of(run.module).arena.live_bytes(home) for home in ("device", "host", "disk")}
+        taken = {home: inside.live_bytes(run.module, home) for home in ("device", "host", "disk")}
         with fault.armed(at if rank == 0 else NEVER):
             try:
                 run.module.rehome(target)
@@ -297,7 +297,7 @@ def rehoming(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
         if _alike(fault.struck):
             assert run.module.plan == source or kind == "close"
         if run.module.plan == source:
-            now = {home: engine_of(run.module).arena.live_bytes(home) for home in taken}
+            now = {home: inside.live_bytes(run.module, home) for home in taken}
             assert now == taken
         assert same(run.module.state_dict(), before)
         assert same_states(run.optimizer.state_dict(), states)

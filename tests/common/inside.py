@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lane, Ticket
+from elixir.chunk.lanes import Lane, Lanes, Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
 from elixir.hardware.host_share import HostShare
@@ -28,6 +29,11 @@ from elixir.wrapper.phase import Phase
 from elixir.wrapper.step.shard import Shard
 
 # --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def arena(module: ElixirModule) -> Arena:
+    """The account of all memory, where a test reads it again and again."""
+    return engine_of(module).arena
 
 
 def bytes_by_kind(module: ElixirModule, home: str) -> dict[str, int]:
@@ -140,6 +146,11 @@ def lane(module: ElixirModule, name: str) -> Lane:
 def lanes(module: ElixirModule) -> list[Lane]:
     """All lanes."""
     return list(engine_of(module).lanes.all())
+
+
+def lane_set(module: ElixirModule) -> Lanes:
+    """All lanes, by name."""
+    return engine_of(module).lanes
 
 
 def replace_lane(monkeypatch: pytest.MonkeyPatch, module: ElixirModule, name: str, other: Any) -> None:

@@ -30,7 +30,7 @@ from elixir.search import simple_search
 from elixir.units import GIB, MIB
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import plan_promise, step_clock
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.in_files import HARDWARE
 from tests.common.one_pass import plan_for
 from tests.common.recording import Recorder, plain
@@ -257,7 +257,7 @@ class Program:
             for each in run.optimizers_of(self.module)
         ]
 
-        engine_of(self.module).host_forms = Noted(self.forms)
+        inside.engine(self.module).host_forms = Noted(self.forms)
 
     def step(self, actions: tuple[str, ...]) -> None:
         """One step, with what happens before its micro-batches, between them and after it."""
@@ -344,7 +344,7 @@ class Program:
         load_checkpoint(folder, state)
 
     def ask(self) -> None:
-        self.found.append(engine_of(self.module).spare_host_bytes())
+        self.found.append(inside.spare_host_bytes(self.module))
 
     def clip_in_vain(self) -> None:
         self.optimizers[0].backward(loss_of(self.module, ids_of(0, self.rank)))
@@ -401,7 +401,7 @@ class Program:
         found["numbers"] = [name for name in found["numbers"] if not name.startswith("waited")]
         if report.grad_norm is not None:
             self.found.append(float(report.grad_norm))
-        arena = engine_of(self.module).arena
+        arena = inside.arena(self.module)
         found["memory"] = [arena.parts("device"), arena.parts("host"), arena.parts("disk")]
         for each in (found["observed"], found["surprises"]):
             each.pop("host_peak", None)  # what else was there when states were made

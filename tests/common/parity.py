@@ -24,9 +24,8 @@ from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import Engine, engine_of
 from elixir.wrapper.step.stepper import Stepper
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.audit import audit
 from tests.common.debug import debugged
 from tests.common.tiny_models import FAMILIES, tiny
@@ -192,11 +191,6 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.module.close()
 
-    @property
-    def engine(self) -> Engine:
-        """The engine under the wrapped model."""
-        return engine_of(self.module)
-
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""
         inp = self.case.inp if inp is None else gpu.there(inp, self.module.device)
@@ -211,7 +205,7 @@ class Pair:
         """The optimizers' steps."""
         if self.max_norm:
             torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.max_norm)
-        limits = [stepper.norm.limit for stepper in self.engine.steppers if isinstance(stepper, Stepper)]
+        limits = [stepper.norm.limit for stepper in inside.engine(self.module).steppers if isinstance(stepper, Stepper)]
         clips = any(limit is not None and limit < NEVER for limit in limits)
         self.exact = self.exact and not (clips and self._sums_apart)
         self.optimizer.step()

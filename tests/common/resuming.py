@@ -15,11 +15,9 @@ from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.states import small_states
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.file_faults import Crash, Operation
 from tests.common.parity import Case
 
@@ -109,7 +107,7 @@ class Run:
         """All that a checkpoint should bring back, of this rank."""
         self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
-        for part in stepper_of(self.optimizer).shards:
+        for part in inside.shards(self.optimizer):
             for each in part.states.tensors():
                 found[f"{each.kind}.{each.name}.{each.first}"] = (
                     each.values(0, each.tensor.numel()).detach().cpu().clone()
@@ -118,7 +116,7 @@ class Run:
         found["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
-        scale = engine_of(self.module).loss_scale
+        scale = inside.loss_scale(self.module)
         found["loss scale"] = scale.state() if scale.used else None
         found["scheduler"] = self.scheduler.state_dict()
         return found

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 
 Numbers = list[dict[str, Any]]
 
@@ -23,7 +22,7 @@ def on_host(module: ElixirModule) -> set[str]:
     """Names of the weights that the host steps next to a CUDA device."""
     if module.device.type == "cpu":
         return set()
-    chunks = engine_of(module).chunks
+    chunks = inside.chunks(module)
     return {slot.name for chunk in chunks if chunk.plan.update_home == "host" for slot in chunk.slots}
 
 

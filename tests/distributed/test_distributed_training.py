@@ -13,6 +13,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from tests.common import inside
 from tests.common.ddp import LR, Twins, batch_of, parity, plan_for
 from tests.common.parity import hf_loss, square_loss
 from tests.common.spawn import run_ranks
@@ -78,7 +79,7 @@ def _without_sync(rank: int, world_size: int, kind: str) -> None:
         with twins.module.no_sync(), twins.plain.no_sync():
             twins.backward(parts[0], scale=1 / 3)
             twins.backward(parts[1], scale=1 / 3)
-            assert twins.engine.gradients.moved.network == 0
+            assert inside.gradients(twins.module).moved.network == 0
         if step == 5:  # nothing is reduced before the step, which has to see to it
             twins.optimizer.step()
             averaged = [p.grad for p in twins.plain.parameters()]
@@ -88,7 +89,7 @@ def _without_sync(rank: int, world_size: int, kind: str) -> None:
             twins.plain_optimizer.step()
             break
         twins.backward(parts[2], scale=1 / 3)
-        assert twins.engine.gradients.moved.network > 0
+        assert inside.gradients(twins.module).moved.network > 0
         twins.step()
     twins.check()
     twins.optimizer.zero_grad()
@@ -229,10 +230,10 @@ def _counts(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
         assert report.observed["loads"] == predicted.loads, f"step {step}"
         for link in ("host_to_device", "device_to_host", "network"):
             assert report.observed[link] == predicted.moved_bytes[link], f"step {step}: {link}"
-        assert twins.engine.gradients.extra_blocks == 0
+        assert inside.gradients(twins.module).extra_blocks == 0
         # Arenas count all but activations, buffers and single gradients in flight.
-        device = twins.engine.arena.peak_bytes["device"]
-        assert device <= predicted.device_peak_bytes, f"step {step}: {twins.engine.arena.parts('device')}"
+        device = inside.peak_bytes(twins.module, "device")
+        assert device <= predicted.device_peak_bytes, f"step {step}: {inside.bytes_by_kind(twins.module, 'device')}"
     twins.close()
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.spawn import run_ranks
 
 
@@ -43,7 +43,7 @@ def steps(rank: int, world_size: int, overlap: bool) -> tuple[int, int, int]:
         optimizer.zero_grad()
     report = module.last_report
     assert report is not None
-    found = engine_of(module).gradients.extra_blocks, report.observed["device_buffers"], report.predicted["device_peak"]
+    found = inside.gradients(module).extra_blocks, report.observed["device_buffers"], report.predicted["device_peak"]
     module.close()
     return found
 

@@ -15,7 +15,7 @@ from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged
 from tests.common.early import HOMES, all_early, attempts, rehomed
@@ -50,7 +50,7 @@ def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple
         optimizer.backward(hf_loss(module, inp))
         assert bool(attempts(module)) == plan.has_early_updates
         optimizer.step()
-        kept.append(engine_of(module).steppers[0].early.kept)  # type: ignore[attr-defined]
+        kept.append(inside.stepper(module).early.kept)  # type: ignore[attr-defined]
         optimizer.zero_grad()
     state = module.state_dict()
     module.close()
@@ -107,7 +107,7 @@ def _one_refuses(rank: int, world_size: int) -> None:
         for each, steps in ((module, optimizer), (other, its)):
             steps.backward(hf_loss(each, inp))
             if rank == 0:
-                for chunk in engine_of(each).chunks:
+                for chunk in inside.chunks(each):
                     chunk.writes += 1  # as if somebody had written to its states
             steps.step()
             steps.zero_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import InputError
+from tests.common import inside
 from tests.common.ddp import Twins, batch_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -67,13 +68,13 @@ def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
         else:
             twins.backward()
         _drop(twins, step % 2)
-        assert twins.engine.holds_gradients()
+        assert inside.holds_gradients(twins.module)
         for _ in range(max(int(alone), step % 3)):
             twins.backward()
         twins.optimizer.step()
         twins.plain_optimizer.step()
         _drop(twins, 0, by=1)  # as good as zero_grad
-        assert not twins.engine.holds_gradients()
+        assert not inside.holds_gradients(twins.module)
     twins.check()
     twins.close()
 
@@ -184,7 +185,7 @@ def _asked(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
             found.append(torch.autograd.grad(twins.loss(side, twins.inp), asked))
         # This rank's own, as in the model that DDP wraps.
         assert all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-7) for mine, theirs in zip(*found, strict=True))
-        assert not twins.engine.holds_gradients()
+        assert not inside.holds_gradients(twins.module)
         loss = twins.loss(twins.module, twins.inp)
         loss.backward(inputs=[twins.module.module.get_parameter(name) for name in names])
         twins.loss(plain, twins.inp).backward(inputs=[plain.get_parameter(name) for name in names])
@@ -226,7 +227,7 @@ def _from_the_middle(rank: int, world_size: int, kind: str) -> None:
         mine = _between_layers(twins.module, twins.module.module, twins.inp)
         plain = _between_layers(twins.plain.module, twins.plain.module, twins.inp)
         assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
-        assert not any(chunk.pins for chunk in twins.engine.chunks)
+        assert not any(chunk.pins for chunk in inside.chunks(twins.module))
         twins.train(1)
     twins.check()
     twins.close()
@@ -288,7 +289,7 @@ def _norms(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
     """Batches alone, together, and with gradients dropped in between; the norm is asked for each time."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw, wrap=wrap)
-    shards = twins.engine.gradients.by_chunk
+    shards = inside.gradients(twins.module).by_chunk
     twins.optimizer.max_norm = 0.3  # the twin is clipped below
     for alone, together, dropped in ((0, 1, False), (2, 1, False), (0, 2, False), (0, 2, True), (0, 1, True)):
         for _ in range(alone):
@@ -298,7 +299,9 @@ def _norms(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
             if dropped and batch == together - 1:
                 _drop(twins, batch)
             twins.backward()
-        hosted = [shards[c.index] for c in twins.engine.chunks if c.plan.trainable and c.plan.state_home == "host"]
+        hosted = [
+            shards[c.index] for c in inside.chunks(twins.module) if c.plan.trainable and c.plan.state_home == "host"
+        ]
         assert all(shard.norms is not None for shard in hosted), "summed on the way"
         mine = twins.optimizer.clip_grad_norm_(0.3)
         plain = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.3)

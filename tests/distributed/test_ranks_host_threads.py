@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from tests.common import inside
 from tests.common.ddp import Twins, batch_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -19,7 +20,7 @@ def _cores(rank: int, world_size: int, bind: str) -> tuple[set[int], set[int], s
     twins = Twins(model, batch_of(model, rank, world_size), "host")
     twins.train(1)
     found: list[tuple[set[int], int]] = []
-    lane = twins.engine.lanes.host_adam
+    lane = inside.lane(twins.module, "host_adam")
     lane.submit(lambda: found.append((os.sched_getaffinity(0), torch.get_num_threads()))).wait()
     twins.close()
     return before, os.sched_getaffinity(0), found[0][0], found[0][1], torch.get_num_threads()

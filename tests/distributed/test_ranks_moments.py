@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.common import inside
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import mixed
 from tests.common.spawn import run_ranks
@@ -19,7 +20,7 @@ def training(rank: int, world_size: int, kind: str) -> None:
         predicted = twins.plan.predicted.host_parts["optimizer_states"]
         twins.train(2)
         twins.module.settle()
-        accounted = twins.engine.arena.parts("host")["optimizer_states"]
+        accounted = inside.bytes_by_kind(twins.module, "host")["optimizer_states"]
         # A shard that is padding alone is never stepped, and has no moments, though the plan counts them.
         held = [chunk for chunk in twins.plan.chunks if chunk.has_parameters_on(rank, world_size)]
         assert accounted == sum(twins.plan.state_size.nbytes(chunk.numel // world_size) for chunk in held)

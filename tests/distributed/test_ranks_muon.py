@@ -16,7 +16,7 @@ from elixir.chunk.group import Group
 from elixir.models.step import default_input
 from elixir.plan.matrices import owners, part_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.ddp import PLANS, plan_for
 from tests.common.on_disk import on_disk
 from tests.common.parity import hf_loss
@@ -35,7 +35,7 @@ def optimizers(model: nn.Module, names: Any) -> list[torch.optim.Optimizer]:
 
 def module_chunks(module: ElixirModule) -> list[Chunk]:
     """The chunks that a module runs."""
-    return engine_of(module).chunks
+    return inside.chunks(module)
 
 
 def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str, replicas: int = 1) -> None:
@@ -84,7 +84,7 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str, re
                 held = sum(each.numel for each in shard.held.values())
                 states = plan.states_of(chunk)
                 unpadded[chunk.update_home] += states.nbytes(shard.shard_numel) - states.nbytes(held)
-            here, there = engine_of(module).arena.parts("device"), plan.predicted.device_parts
+            here, there = inside.bytes_by_kind(module, "device"), plan.predicted.device_parts
             assert here["matrix_room"] == there["matrix_room"], kind
             assert here.get("optimizer_states", 0) == there["optimizer_states"] - unpadded["device"], kind
             assert report.observed["host_peak"] == report.predicted["host_peak"] - unpadded["host"], kind

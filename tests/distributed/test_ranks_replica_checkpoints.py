@@ -9,7 +9,7 @@ import pytest
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import CheckpointError
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.resuming import Run
 from tests.common.spawn import run_ranks
@@ -92,7 +92,7 @@ def _parted(rank: int, world_size: int, folder: str) -> None:
         run.train(1)
         if rank == 2:
             run.module.settle()
-            engine_of(run.module).chunks[0].shard_weights[0] += 1.0
+            inside.chunks(run.module)[0].shard_weights[0] += 1.0
         with pytest.raises(CheckpointError, match="the replicas no longer have the same weights and states"):
             save_checkpoint(_folder(folder, rank, 2), run.state(), wait=True, files=FILES)
 

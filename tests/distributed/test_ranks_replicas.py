@@ -21,7 +21,8 @@ from elixir.plan.plan import Plan
 from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import Engine, engine_of
+from elixir.wrapper.engine import Engine
+from tests.common import inside
 from tests.common.ddp import PLANS, Twins, batch_of, plan_for
 from tests.common.parity import ALL, Case, case, hf_loss
 from tests.common.spawn import run_ranks
@@ -93,7 +94,7 @@ def _as_ddp(
     # Ring sums of two have one order; DDP's four ranks add in another.
     more = {"max_norm": 0.5} if accumulation == 2 else {}
     twins = Twins(model, inp, kind, loss=found.loss, replicas=2, accumulation=accumulation, **more)
-    plan, group = twins.plan, twins.engine.group
+    plan, group = twins.plan, inside.group(twins.module)
     assert (group.size, group.rank, group.shards, group.replicas) == (4, rank, 2, 2)
     for step in range(steps):
         with Summed() as summed:
@@ -118,8 +119,8 @@ def _as_ddp(
         state = twins.module.state_dict()
         for name, value in twins.plain.module.named_parameters():  # buffers are those of a rank's last rows
             assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
-    mine = _bits(twins.engine)
-    answers = twins.engine.exchange("bits", mine)
+    mine = _bits(inside.engine(twins.module))
+    answers = inside.engine(twins.module).exchange("bits", mine)
     assert answers[rank] == answers[(rank + 2) % 4]
     assert answers[0] != answers[1]
     twins.close()
@@ -166,7 +167,7 @@ def _uneven_counts(rank: int, world_size: int, kind: str) -> None:
         assert report is not None
         for name in COUNTED if alone else ():
             assert report.observed[name] == report.predicted[name], f"{name} with {alone}"
-    answers = twins.engine.exchange("bits", _bits(twins.engine))
+    answers = inside.engine(twins.module).exchange("bits", _bits(inside.engine(twins.module)))
     assert answers[rank] == answers[(rank + 2) % 4]
     twins.check()
     twins.close()
@@ -223,7 +224,7 @@ def _by_mesh(rank: int, world_size: int) -> None:
         wrapped.backward(hf_loss(module, inp))
         wrapped.step()
         wrapped.zero_grad()
-    assert engine_of(module).group.replicas == 2
+    assert inside.group(module).replicas == 2
     module.close()
     for parameter in model.parameters():
         first = parameter.detach().clone()

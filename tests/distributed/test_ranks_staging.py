@@ -11,7 +11,7 @@ import torch
 from elixir.chunk.lanes import Emulation
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.ddp import batch_of, plan_for
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
@@ -46,7 +46,7 @@ def trained(rank: int, world_size: int, plan: Plan, *, two: bool, **options: Any
         module.settle()
     found = {name: value.clone() for name, value in module.state_dict().items()}
     shards = [chunk.weight_bytes // world_size for chunk in plan.chunks if chunk.returns_rounded]
-    assert engine_of(module).arena.parts("host").get("staging", 0) == min(len(shards), 2) * max(shards, default=0)
+    assert inside.bytes_by_kind(module, "host").get("staging", 0) == min(len(shards), 2) * max(shards, default=0)
     report = module.last_report
     assert report is not None
     # Less where a shard ends in padding, which has no moments; fused, two optimizers both have those of a whole shard.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.common import inside
 from tests.common.ddp import PLANS, Twins, batch_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -76,7 +77,7 @@ def _partly(rank: int, world_size: int, kind: str) -> None:
     report = twins.module.last_report
     assert report is not None
     assert report.observed["host_peak"] <= report.predicted["host_peak"]
-    without = [own for own in twins.engine.gradients.by_chunk.values() if own.chunk.plan.reduce_order is None]
+    without = [own for own in inside.gradients(twins.module).by_chunk.values() if own.chunk.plan.reduce_order is None]
     assert without
     assert all(own.memory.numel() == 0 for own in without)
     twins.close()

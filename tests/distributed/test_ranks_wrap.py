@@ -22,7 +22,7 @@ from elixir.hardware.host_share import HostView
 from elixir.hardware.profile import preset
 from elixir.search.replan import Correction
 from elixir.units import GIB
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.ddp import LR, batch_of
 from tests.common.parity import hf_loss, mixed
 from tests.common.spawn import run_ranks
@@ -47,7 +47,7 @@ def training(rank: int, world_size: int, move: bool) -> list[str]:
             loss.backward()
             stepping.step()
             stepping.zero_grad()
-    assert engine_of(module).before_forward is None
+    assert not inside.may_replan(module)
     if move:
         assert module.plan.chunks == mixed(before).chunks
     state = module.state_dict()

@@ -14,7 +14,7 @@ from elixir.plan.chunk_plan import Memory
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks, run_to_end
@@ -144,7 +144,7 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
     traced = {"x": x, "chosen": (0,), "extra": False}
     twins = Twins(Experts(), traced, kind, loss=_loss, unused=True, split_number=20)
-    flow = twins.engine.gradients
+    flow = inside.gradients(twins.module)
     foreseen = {index for index, own in flow.by_chunk.items() if own.chunk.plan.reduce_order is not None}
     assert foreseen < set(flow.by_chunk)
     for _ in range(2):
@@ -165,7 +165,7 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
             assert not any(own.opened for own in flow.by_chunk.values())
         twins.step()
         assert flow.extra_blocks == 0 or choices is not _CHOICES[0]
-        seen, (stepper,) = twins.engine.arena, twins.engine.steppers
+        seen, (stepper,) = inside.arena(twins.module), inside.engine(twins.module).steppers
         assert seen.parts(_HOME[kind])["optimizer_states"] == _state_bytes(stepper, twins.plan, _HOME[kind])
     _check_told(twins, told, kind)
     twins.backward()  # as traced; what has had a gradient once is reduced in each step, and the report knows
@@ -347,7 +347,7 @@ def _evaluation(rank: int, world_size: int) -> None:
     )
     wrapped = ElixirModule(model, plan)
     assert torch.equal(wrapped.generate(**options), expected)
-    counts = engine_of(wrapped).cache.counts
+    counts = inside.cache(wrapped).counts
     assert counts.loads > 0
     assert counts.demand_loads == 0
     wrapped.close()

@@ -18,7 +18,7 @@ from elixir.kernels.adam.compiled_step import Combination
 from elixir.kernels.adam.moments import make_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import chain
 from tests.common.failing import fails_at
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
@@ -79,7 +79,7 @@ def test_an_optimizer_that_could_be_captured(mode: str, on_device: bool) -> None
         # The twin is stepped with the number that the tensor holds.
         plain = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
         pair.plain_optimizer = step_alike(plain, pair.module, dict(pair.plain.named_parameters()))
-        pair.engine.steppers.clear()
+        inside.forget_optimizers(pair.module)
         pair.optimizer = ElixirOptimizer(pair.module, captured(pair.module))
         pair.audited = False  # the first optimizer's states stay counted
         pair.train(3)
@@ -267,7 +267,7 @@ def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypat
     it = chain()
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
         pair.train(1)
-        fails_at(pair.engine.lanes.offload, 3, monkeypatch)
+        fails_at(inside.lane(pair.module, "offload"), 3, monkeypatch)
         with pytest.raises(MemoryError, match="no memory on the way"):
             pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
         monkeypatch.undo()

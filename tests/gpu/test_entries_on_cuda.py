@@ -16,7 +16,7 @@ from elixir.errors import TraceError
 from elixir.hardware.profile import preset
 from elixir.models.step import default_input
 from elixir.tracer.trace import trace_step
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import hf_loss
 from tests.common.tiny_models import tiny
@@ -40,7 +40,7 @@ def test_wrap_takes_the_device_that_is_here() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert engine_of(module).before_forward is None
+    assert not inside.may_replan(module)
     assert losses[-1] < losses[0]
     module.close()
 

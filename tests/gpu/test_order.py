@@ -22,7 +22,7 @@ from elixir.extents.weight_files import FileShard
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.early import HOMES, updating_early
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.in_files import frozen_model, plan_in_files, save_frozen
@@ -294,7 +294,7 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
     plan = replace(plan_of(it, "streamed"), accumulation=2)
     module = ElixirModule(it.model, plan, device="cuda")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
-    before = engine_of(module).arena.parts("host")["gradients"]
+    before = inside.bytes_by_kind(module, "host")["gradients"]
     shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.reduce_order is not None]
     assert len(shards) > 2
     assert before == sum(shards) + 2 * max(shards)
@@ -306,7 +306,7 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
         return passed[-1]
 
     monkeypatch.setattr(Transport, "_add", noted)
-    engine_of(module).lanes.host_adam.submit(gate.wait)
+    inside.lane(module, "host_adam").submit(gate.wait)
     # In a thread: once both buffers are full, backward waits for a gradient block that has left.
     backward = threading.Thread(target=optimizer.backward, args=(it.loss(module, it.inp),))
     backward.start()
@@ -324,7 +324,7 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
     assert len(passed) == len(shards)
     optimizer.step()
     module.settle()
-    assert engine_of(module).arena.parts("host")["gradients"] == before
+    assert inside.bytes_by_kind(module, "host")["gradients"] == before
     module.close()
 
 

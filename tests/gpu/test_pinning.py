@@ -13,7 +13,7 @@ from elixir.chunk.arena import Arena
 from elixir.chunk.pages import pinned_zeros
 from elixir.errors import NoMemoryError
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import case, make_plan
 from tests.common.smaps import kernel_flags
@@ -62,7 +62,7 @@ def test_masters_are_pinned_only_where_new_weights_are_copied_from_them(
 ) -> None:
     it = case("opt")
     module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype=dtype), device="cuda", dtype=dtype)
-    on_host = [chunk for chunk in engine_of(module).chunks if chunk.plan.trainable and chunk.plan.state_home == "host"]
+    on_host = [chunk for chunk in inside.chunks(module) if chunk.plan.trainable and chunk.plan.state_home == "host"]
     masters = [chunk for chunk in on_host if chunk.masters is not None]
     assert masters
     for chunk in masters:
@@ -70,7 +70,7 @@ def test_masters_are_pinned_only_where_new_weights_are_copied_from_them(
         assert chunk.masters.is_pinned() == (copied and chunk.plan.weight_home == "device")
     assert all(
         chunk.shard.is_pinned()
-        for chunk in engine_of(module).chunks
+        for chunk in inside.chunks(module)
         if chunk.shard is not None and not chunk.shard.is_cuda
     )
     module.close()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import MODES, Case, Pair, make_plan
 
 NAMES = ("second.weight", "last.bias")
@@ -60,7 +60,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with made(request.param) as it:
         it.train(1)
         yield it
-        assert not any(chunk.pins for chunk in engine_of(it.module).chunks)
+        assert not any(chunk.pins for chunk in inside.chunks(it.module))
         it.train(2)  # with nothing left over
         it.assert_same_weights()
         report = it.module.last_report
@@ -92,7 +92,7 @@ def test_grad_gives_what_plain_pytorch_does(asks: str, mode: str, recompute: boo
             x = pair.case.inp["x"].clone().requires_grad_()
             found.append(torch.autograd.grad(square(model, {"x": x}), ASKS[asks](net, x)))
         assert all(torch.equal(mine, plain) for mine, plain in zip(*found, strict=True))
-        assert not pair.engine.holds_gradients()
+        assert not inside.holds_gradients(pair.module)
         pair.train(2)
         pair.assert_same_weights()
 
@@ -178,7 +178,7 @@ def test_a_backward_may_begin_in_the_middle(pair: Pair, how: str) -> None:
         result = BACKWARDS[how](net.hidden.sum(), x)
         found.append(x.grad if result is None else result)
     assert torch.equal(*found)
-    assert not any(chunk.pins for chunk in pair.engine.chunks)
+    assert not any(chunk.pins for chunk in inside.chunks(pair.module))
     pair.step()
 
 
@@ -189,7 +189,7 @@ def test_what_the_graph_has_saved_can_be_looked_at(pair: Pair) -> None:
         node = model(**pair.case.inp).grad_fn
         shown.append((node._saved_mat2, net))
     (mine, _), (plain, _) = shown
-    assert not any(chunk.pins for chunk in pair.engine.chunks)
+    assert not any(chunk.pins for chunk in inside.chunks(pair.module))
     pair.module(**pair.case.inp)  # other weights come into the block; with poison where it is given back
     pair.module.settle()
     assert torch.equal(mine, plain)

@@ -18,7 +18,7 @@ from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.tracer.trace import trace_step
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.tracing import Seen
 
@@ -175,7 +175,7 @@ def test_waits_for_resident_weights_that_the_host_still_updates(name: str) -> No
     plan = make_plan(it, "streamed", split_number=20)
     chunks = [replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks]
     with Pair(it, replace(plan, chunks=tuple(chunks))) as pair:
-        assert not any(pair.engine.is_ordinary(chunk) for chunk in pair.engine.chunks)
+        assert not any(inside.is_ordinary(pair.module, chunk) for chunk in inside.chunks(pair.module))
         for _ in range(3):
             pair.train(1)
             assert is_absent(pair.module.module.weight), "until a use waits for what the host writes"

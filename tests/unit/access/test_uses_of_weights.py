@@ -17,7 +17,7 @@ from torch import nn
 from elixir.access.interception import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import rehomed
 from tests.common.parity import Case, Pair, case, make_plan
 
@@ -164,8 +164,8 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("how", WRITES)
 def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: str) -> None:
     for name, parameter in weights(mixed).items():
-        chunk = next(c for c in mixed.engine.chunks if any(s.name == name for s in c.slots))
-        if mixed.engine.is_ordinary(chunk):
+        chunk = next(c for c in inside.chunks(mixed.module) if any(s.name == name for s in c.slots))
+        if inside.is_ordinary(mixed.module, chunk):
             continue
         with torch.no_grad():
             with pytest.raises(InputError, match=r"write=True"):
@@ -183,7 +183,9 @@ def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: 
 
 
 def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
-    ordinary = [slot.name for c in mixed.engine.chunks if mixed.engine.is_ordinary(c) for slot in c.slots]
+    ordinary = [
+        slot.name for c in inside.chunks(mixed.module) if inside.is_ordinary(mixed.module, c) for slot in c.slots
+    ]
     assert ordinary
     for model in (mixed.module.module, mixed.plain):
         with torch.no_grad():
@@ -195,7 +197,7 @@ def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
 
 def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
     mixed.train(1)
-    for chunk in mixed.engine.chunks:
+    for chunk in inside.chunks(mixed.module):
         for slot in chunk.slots if chunk.plan.resident else ():
             assert torch.equal(slot.parameter.detach(), mixed.plain.get_parameter(slot.name))
 

@@ -42,7 +42,7 @@ from elixir.kernels.adam.step import adam_step
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import Case, case, make_plan, square_loss
 from tests.common.samples import make_hardware
 from tests.common.searching import SMALL
@@ -283,7 +283,7 @@ def module() -> Iterator[ElixirModule]:
 
 def _on_lane(module: ElixirModule) -> int:
     seen: list[int] = []
-    engine_of(module).lanes.host_adam.submit(lambda: seen.append(torch.get_num_threads())).wait()
+    inside.lane(module, "host_adam").submit(lambda: seen.append(torch.get_num_threads())).wait()
     return seen[0]
 
 
@@ -294,7 +294,7 @@ def test_the_optimizer_sets_the_threads_of_its_lane(module: ElixirModule, caplog
         optimizer = ElixirOptimizer(module, first, host_threads=1)
     assert optimizer.host_threads == _on_lane(module) == 1
     assert "threads of the host's Adam: 1, not bound" in caplog.text
-    cores, lane = os.sched_getaffinity(0), engine_of(module).lanes.host_adam
+    cores, lane = os.sched_getaffinity(0), inside.lane(module, "host_adam")
     lane.submit(lambda: os.sched_setaffinity(0, {min(cores)})).synchronize()  # as an optimizer under another setting
     assert ElixirOptimizer(module, second, host_threads=5).host_threads == _on_lane(module) == 5
     bound: list[set[int]] = []
@@ -312,7 +312,7 @@ def test_threads_that_step_nothing_are_not_mentioned(caplog: pytest.LogCaptureFi
 
 
 def test_by_default_the_rule_says(module: ElixirModule) -> None:
-    share = engine_of(module).host_share
+    share = inside.host_share(module)
     expected = adam_threads(share.all_cores, share.ranks, torch.get_num_threads())
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
     assert optimizer.host_threads == _on_lane(module) == expected

@@ -19,7 +19,7 @@ from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
 from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import tiny
 
@@ -152,7 +152,7 @@ def test_an_evaluation_is_foreseen_or_named(when: str, caplog: pytest.LogCapture
             if (turn == 0) == (when == "before"):
                 with torch.no_grad():
                     hf_loss(pair.module, pair.case.inp)
-                held = pair.engine.cache.held
+                held = inside.cache(pair.module).held
             pair.backward()
         pair.step()
         report = pair.module.last_report

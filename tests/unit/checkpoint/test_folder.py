@@ -35,8 +35,8 @@ from elixir.errors import (
     InputTypeError,
 )
 from elixir.plan.plan import Plan
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
+from tests.common import inside
 from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
@@ -341,7 +341,7 @@ def test_an_error_of_the_program_is_not_replaced_by_that_of_a_save(
 
 
 def test_memory_for_copies_of_another_size_takes_the_place_of_the_old(run: Run, tmp_path: Path) -> None:
-    user, parts = UserState.of(run.state()), engine_of(run.module).arena.parts
+    user, parts = UserState.of(run.state()), inside.arena(run.module).parts
     saves = Saves.of(user.states)
     for nbytes in (4096, 4096, 8192, 0, 4096):
         saves.start(user, SaveOptions(tmp_path, files=FILES, pool_bytes=nbytes + 1)).wait()
@@ -440,7 +440,7 @@ def test_host_memory_keeps_to_the_plan_during_a_save(tmp_path: Path, spare: bool
         run.train(2)
         saving.wait()
         run.train(1)
-        arena, report = engine_of(run.module).arena, run.module.last_report
+        arena, report = inside.arena(run.module), run.module.last_report
         assert bool(saving.snapshot.copied_bytes) is spare
         assert saving.stall_s > 0
         assert arena.parts("host").get("checkpoint", 0) == plan.predicted.checkpoint_bytes

@@ -25,8 +25,8 @@ from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
+from tests.common import inside
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.rank_threads import results
@@ -126,7 +126,7 @@ def test_the_thread_of_a_save_waits_for_the_step_before_it_and_the_caller_does_n
     monkeypatch.setattr(ChunkStates, "wait", begin_and_wait)
     run.step(0)
     run.module.settle()
-    engine_of(run.module).lanes.host_adam.submit(lambda: begins.wait(20))
+    inside.lane(run.module, "host_adam").submit(lambda: begins.wait(20))
     run.step(1)
     save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
     assert waited == {"elixir save"}
@@ -180,7 +180,7 @@ def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_pa
 def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) -> None:
     run = Rank(ONE, 0)
     run.step(0)
-    engine = engine_of(run.module)
+    engine = inside.engine(run.module)
     made = []
     for number in range(3):
         save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES)
@@ -212,7 +212,7 @@ def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, fil
     run.step(0)
     saving = save_checkpoint(tmp_path, state_of(run), files=files)
     failed = saving.end()
-    engine = engine_of(run.module)
+    engine = inside.engine(run.module)
     kept = [weakref.ref(each) for each in (engine, engine.arena, engine.state_reader._pool, *engine.chunks)]  # type: ignore[union-attr]
     run.module.close()
     del run, engine

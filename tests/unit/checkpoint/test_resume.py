@@ -16,8 +16,8 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
+from tests.common import inside
 from tests.common.early import all_early, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
@@ -202,7 +202,7 @@ def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path)
         at_last.callback(exchanged.set)
         run.train(3)
         wanted = run.bits()
-        engine = engine_of(run.module)
+        engine = inside.engine(run.module)
         saving = save_checkpoint(tmp_path / "run", run.state(), step=3, files=LateFiles())
         held = engine.lanes.host_adam.submit(released)
         run.optimizer.backward(it.loss(run.module, run.case.inp))
@@ -246,7 +246,7 @@ def test_a_state_that_a_class_makes_late_is_saved(tmp_path: Path, monkeypatch: p
     with Run(it, plan, two_groups(_Averaging)) as run:
         run.train(2)
         run.module.settle()
-        engine_of(run.module).lanes.host_adam.submit(begins.wait)
+        inside.lane(run.module, "host_adam").submit(begins.wait)
         run.step()
         save_checkpoint(tmp_path / "run", run.state(), step=3, files=FILES).wait()
         wanted = run.bits()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from elixir.plan.plan import Plan
+from tests.common import inside
 from tests.common.parity import Pair, case, make_plan
 
 
@@ -26,7 +27,7 @@ def test_an_update_waits_for_its_gradients_and_the_step_does_not() -> None:
     with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
         pair.train(1)
         gate = threading.Event()
-        pair.engine.lanes.offload.submit(gate.wait)
+        inside.lane(pair.module, "offload").submit(gate.wait)
         pair.backward()
         pair.step()
         assert not gate.is_set()
@@ -41,7 +42,7 @@ def test_gradients_that_are_cleared_on_their_way_leave_the_next_ones_alone() -> 
     with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
         pair.backward()
         gate = threading.Event()
-        pair.engine.lanes.host_adam.submit(gate.wait)
+        inside.lane(pair.module, "host_adam").submit(gate.wait)
         pair.backward()  # the host adds it when the gate is open, and nobody has asked for it any more
         pair.optimizer.zero_grad()
         pair.plain_optimizer.zero_grad()
@@ -56,7 +57,7 @@ def test_a_norm_waits_for_its_gradients() -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
         gate = threading.Event()
-        pair.engine.lanes.offload.submit(gate.wait)
+        inside.lane(pair.module, "offload").submit(gate.wait)
         pair.backward()
         open_later(gate)
         norm = pair.module.clip_grad_norm_(0.1)
@@ -70,11 +71,11 @@ def test_a_step_waits_for_those_who_still_read_the_weights() -> None:
     with Pair(it, make_plan(it, "streamed")) as pair:
         pair.backward()
         gate, read = threading.Event(), []
-        chunk = pair.engine.chunks[0]
+        chunk = inside.chunks(pair.module)[0]
         shard = chunk.shard
         assert shard is not None
         before = shard.clone()
-        fetched = pair.engine.lanes.fetch.submit(lambda: (gate.wait(), read.append(shard.clone())))
+        fetched = inside.lane(pair.module, "fetch").submit(lambda: (gate.wait(), read.append(shard.clone())))
         chunk.home_uses.read_by("fetch", fetched)
         pair.step()
         open_later(gate)
@@ -88,7 +89,7 @@ def test_a_forward_waits_for_weights_that_stay_and_are_updated_elsewhere() -> No
     with Pair(it, with_homes(make_plan(it, "streamed"), True, "device", "host")) as pair:
         pair.backward()
         gate = threading.Event()
-        pair.engine.lanes.host_adam.submit(gate.wait)
+        inside.lane(pair.module, "host_adam").submit(gate.wait)
         pair.step()  # comes back at once
         assert not gate.is_set()
         open_later(gate)
@@ -102,7 +103,7 @@ def test_a_fetch_waits_for_the_update_of_its_own_chunk() -> None:
     with Pair(it, make_plan(it, "streamed")) as pair:
         pair.backward()
         gate = threading.Event()
-        pair.engine.lanes.host_adam.submit(gate.wait)
+        inside.lane(pair.module, "host_adam").submit(gate.wait)
         pair.step()
         assert not gate.is_set()
         open_later(gate)
@@ -116,7 +117,7 @@ def test_a_state_dict_waits_for_updates() -> None:
     with Pair(it, make_plan(it, "mixed")) as pair:
         pair.backward()
         gate = threading.Event()
-        pair.engine.lanes.host_adam.submit(gate.wait)
+        inside.lane(pair.module, "host_adam").submit(gate.wait)
         pair.step()
         open_later(gate)
         pair.assert_same_weights()

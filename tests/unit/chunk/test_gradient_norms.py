@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
 from elixir.wrapper.step import gradient_norm
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, make_plan
 
 
@@ -119,7 +119,7 @@ def test_a_limit_that_is_asked_for_is_of_the_next_step_alone() -> None:
 def test_without_clipping_nobody_sums(pair: Pair) -> None:
     pair.optimizer.max_norm = 0.0
     pair.backward()
-    assert all(shard.norms is None for shard in pair.engine.gradients.by_chunk.values())
+    assert all(shard.norms is None for shard in inside.gradients(pair.module).by_chunk.values())
 
 
 def test_whoever_asks_for_the_norm_is_expected_to_ask_again(pair: Pair, reads: Reads) -> None:
@@ -300,8 +300,8 @@ def test_in_low_precision_it_is_that_of_what_is_stepped(dtype: str, reads: Reads
             assert reads.take() == 0
             exact = sum(
                 shard.memory[slot.offset : slot.offset + slot.numel].double().square().sum()
-                for index, shard in pair.engine.gradients.by_chunk.items()
-                for slot in pair.engine.chunks[index].slots
+                for index, shard in inside.gradients(pair.module).by_chunk.items()
+                for slot in inside.chunks(pair.module)[index].slots
             )
             assert abs(mine.double().cpu() * pair.optimizer.loss_scale / exact.sqrt() - 1) < 1e-5
             pair.optimizer.step()
@@ -325,7 +325,7 @@ def test_an_overflow_is_found_on_the_way(reads: Reads) -> None:
 def test_adding_and_summing_in_one_pass(dtype: torch.dtype) -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:
-        chunk = max(pair.engine.chunks, key=lambda chunk: len(chunk.slots))
+        chunk = max(inside.chunks(pair.module), key=lambda chunk: len(chunk.slots))
         home, more = (torch.randn(chunk.shard_numel).to(dtype) for _ in range(2))
         expected = home + more
         norms = PartNorms(chunk, "cpu")

@@ -26,7 +26,7 @@ from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import Pair, adamw, case, make_plan
 from tests.common.smaps import all_present, kernel_flags
 
@@ -35,7 +35,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/sma
 
 def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
     """States of every chunk that the host steps."""
-    for part in engine_of(optimizer.module).steppers[0].shards:
+    for part in inside.shards(optimizer.module):
         if part.chunk.plan.state_home != "host":
             continue
         yield from (tensor for _, tensor, _ in part.states.memory())
@@ -175,17 +175,17 @@ def test_moments_on_the_host_are_there_when_wrapping_ends(fused: bool, kind: Mom
     it = case("opt")
     plan = make_plan(it, "streamed", moments=kind)
     module = ElixirModule(it.model, plan, device="cpu", use_fused_kernels=fused)
-    before = engine_of(module).arena.live_bytes("host")
+    before = inside.live_bytes(module, "host")
     optimizer = ElixirOptimizer(module, adamw(module.module))
     made = list(moments_of(optimizer))
     assert made
     assert all("dc" in kernel_flags(tensor) for tensor in made)
-    assert engine_of(module).arena.live_bytes("host") == before + sum(tensor.nbytes for tensor in made)
-    peak = engine_of(module).arena.live_bytes("host")
+    assert inside.live_bytes(module, "host") == before + sum(tensor.nbytes for tensor in made)
+    peak = inside.live_bytes(module, "host")
     it.loss(module, it.inp).backward()
     optimizer.step()
     assert {tensor.data_ptr() for tensor in moments_of(optimizer)} == {tensor.data_ptr() for tensor in made}
-    assert engine_of(module).arena.parts("host")["optimizer_states"] <= peak
+    assert inside.bytes_by_kind(module, "host")["optimizer_states"] <= peak
     module.close()
 
 

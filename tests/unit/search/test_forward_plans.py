@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.tiny_models import tiny
 from tests.common.tracing import cpu_trace
 
@@ -72,7 +72,7 @@ def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:
     plan = optimal_search(model(tie_word_embeddings=tied), 1, **SMALL | options).plan
     wrapped = ElixirModule(model(tie_word_embeddings=tied), plan)
     assert torch.equal(generated(wrapped), generated(model(tie_word_embeddings=tied)))
-    counts = engine_of(wrapped).cache.counts
+    counts = inside.cache(wrapped).counts
     assert counts.calls == NEW
     assert counts.loads > 0
     assert counts.demand_loads == 0

@@ -21,7 +21,7 @@ from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.frozen_weights import weight_records
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.in_files import HARDWARE, frozen_model, on_meta, plan_in_files, same, save_frozen
 from tests.common.on_disk import BrokenDisk
 from tests.common.parity import hf_loss
@@ -84,7 +84,7 @@ def test_bits_bytes_and_resume(tmp_path: Path, every: int) -> None:
     assert report.demand_loads == 0
     frozen = sum(each.nbytes for each in pair.plain.parameters() if not each.requires_grad)
     assert report.observed["host_peak"] <= report.predicted["host_peak"] < frozen / 2
-    shards = [chunk for chunk in engine_of(pair.module).chunks if chunk.plan.weight_home == "files"]
+    shards = [chunk for chunk in inside.chunks(pair.module) if chunk.plan.weight_home == "files"]
     assert len(shards) > 2
     assert all(chunk.shard is None for chunk in shards)
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from elixir import ElixirModule, ElixirOptimizer, HybridAdam, optimal_search
-from elixir.wrapper.optimizer import stepper_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import case, make_plan
 
 ADAMS = {
@@ -31,7 +30,7 @@ def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None)
     model = ElixirModule(copy.deepcopy(it.model), plan, device=gpu.DEVICE)
     before = copy.deepcopy(model.state_dict())
     optimizer = ElixirOptimizer(model, make(model.parameters()), init_step=init_step)
-    parts = list(stepper_of(optimizer).shards)
+    parts = list(inside.shards(optimizer))
     if init_step:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         for part in parts:

@@ -17,7 +17,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 
 BATCH = {"x": torch.ones(4, 32)}
 
@@ -266,7 +266,7 @@ def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> Non
     module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
     with pytest.raises(InputError, match=message):
         ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
-    assert engine_of(module).steppers == []
+    assert inside.optimizers(module) == 0
     module.close()
 
 

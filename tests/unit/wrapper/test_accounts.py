@@ -20,8 +20,7 @@ from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import step_clock
 from elixir.wrapper.account.step_report import StepReport
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, assert_alike, case, hf_loss, make_plan, square_loss
 from tests.common.tiny_models import FAMILIES
 
@@ -84,7 +83,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         assert (
             report.observed["device_buffers"] <= report.predicted["device_buffers"] <= plan.predicted.device_peak_bytes
         )
-        assert pair.engine.arena.peak_bytes["host"] <= plan.predicted.host_step_bytes
+        assert inside.peak_bytes(pair.module, "host") <= plan.predicted.host_step_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not surprises(report)
 
@@ -124,8 +123,8 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
         optimizer.step()
         optimizer.zero_grad()
     host, states = plan.predicted.host_step_bytes, plan.predicted.device_parts["optimizer_states"]
-    assert 0.95 * host <= engine_of(module).arena.peak_bytes["host"] <= host
-    kept = engine_of(module).arena.parts("device").get("optimizer_states", 0)
+    assert 0.95 * host <= inside.peak_bytes(module, "host") <= host
+    kept = inside.bytes_by_kind(module, "device").get("optimizer_states", 0)
     assert 0.95 * states <= kept <= states
     report = module.last_report
     assert report is not None
@@ -217,7 +216,7 @@ def test_evaluation_in_between_leaves_the_next_step_as_predicted() -> None:
         with torch.no_grad():
             hf_loss(pair.module, it.inp)
         pair.module.settle()
-        pair.engine.cache.take_counts()
+        inside.cache(pair.module).take_counts()
         pair.train(1)
         report = pair.module.last_report
         assert report is not None
@@ -267,7 +266,7 @@ def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.Mo
     it = case("opt", layers=1)
     module = ElixirModule(it.model, make_plan(it, "mixed" if lane == "refresh" else "streamed"), device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    working = getattr(engine_of(module).lanes, lane)
+    working = inside.lane(module, lane)
 
     class Broken:
         waited_s = 0.0
@@ -287,7 +286,7 @@ def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.Mo
         def take_stream_waited_s(self) -> float:
             return working.take_stream_waited_s()
 
-    monkeypatch.setitem(vars(engine_of(module).lanes), lane, Broken())
+    inside.replace_lane(monkeypatch, module, lane, Broken())
 
     def two_steps() -> None:
         for _ in range(2):
@@ -524,6 +523,6 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
     report = module.last_report
     assert report is not None
     assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
-    assert engine_of(module).gradients.extra_blocks == 0
+    assert inside.gradients(module).extra_blocks == 0
     assert_alike(module, plain)
     module.close()

@@ -23,10 +23,8 @@ from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step.shards import Shards
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss
 
 
@@ -140,7 +138,7 @@ def test_states_in_transit_are_free_after_a_move_that_failed_twice(
     optimizer.step()
     optimizer.zero_grad()
     module.settle()
-    states = [weakref.ref(shard.states) for shard in stepper_of(optimizer).shards]
+    states = [weakref.ref(shard.states) for shard in inside.shards(optimizer)]
     monkeypatch.setattr(Shards, "arrive", fails)
     with pytest.raises(InputError, match="do not arrive"):
         module.rehome(mixed(plan))
@@ -362,7 +360,7 @@ def test_weights_that_an_interrupted_close_has_not_given_back_are_not_dropped(mo
     monkeypatch.setattr(Origins, "give_back", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         module.close()
-    assert all(chunk.shard is not None for chunk in engine_of(module).chunks)
+    assert all(chunk.shard is not None for chunk in inside.chunks(module))
 
 
 def test_a_closed_module_says_so_where_gradients_are_not_reduced() -> None:

@@ -22,7 +22,7 @@ from elixir.plan.plan import Plan
 from elixir.search.replan import Correction
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
 from tests.common.twins import step_alike
 from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, counted, fresh, plan_of, train
@@ -174,7 +174,7 @@ def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: p
     compiled(it.model)
     with Pair(it, plan_of(it, "streamed"), plain=plain) as pair:
         pair.train(1)
-        engine = pair.engine
+        engine = inside.engine(pair.module)
         units = [
             {engine.places[parameter][0].index for parameter in layer.parameters()} for layer in it.model.model.layers
         ]
@@ -187,8 +187,8 @@ def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: p
 
         monkeypatch.setattr(engine.cache, "acquire", acquires)
         pair.train(1)
-        inside = {parameter for layer in it.model.model.layers for parameter in layer.parameters()}
-        others = {engine.places[each][0].index for each in it.model.parameters() if each not in inside}
+        held = {parameter for layer in it.model.model.layers for parameter in layer.parameters()}
+        others = {engine.places[each][0].index for each in it.model.parameters() if each not in held}
         asked = [chunks for chunks in asked if chunks in units or not chunks <= others]
         assert asked == [*units, *reversed(units)]
 

@@ -10,8 +10,7 @@ import torch
 from elixir.errors import StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import HOMES, chain, early_fails, updating_early
 from tests.common.parity import Case, make_plan
 
@@ -95,7 +94,7 @@ def test_states_that_could_not_be_made_are_not_kept(monkeypatch: pytest.MonkeyPa
     run.module.settle()
     early_fails(monkeypatch, MemoryError(), at=1, times=2)
     run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
-    for ticket in [ticket for chunk in engine_of(run.module).chunks for ticket in chunk.home_uses.to_write()]:
+    for ticket in inside.updates(run.module):
         ticket.synchronize()
     run.optimizers[0].step()
     assert run.counts == EarlyCounts(LAYERS, LAYERS, LAYERS - 2)
@@ -107,7 +106,7 @@ def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     run.step()
     run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
     with monkeypatch.context() as failing:
-        failing.setattr(engine_of(run.module).window, "flush", lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
+        failing.setattr(inside.window(run.module), "flush", lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises((StepError, RuntimeError)):
             run.optimizers[0].step()
     assert run.so_far == ALL

@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import StepError
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, make_plan
 
 NAMED = r"the optimizer step of chunk \d+ \(.*weight.*\) failed on the host with ValueError: broken"
@@ -58,7 +58,7 @@ def fail_a_step(pair: Pair, *, late: bool = False) -> dict[str, torch.Tensor]:
     Breaking.broken, Breaking.late = True, late
     pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
     pair.optimizer.step()
-    for lane in pair.engine.lanes.all():
+    for lane in inside.lanes(pair.module):
         lane.submit(lambda: None).synchronize()
     Breaking.broken = False
     return before
@@ -167,7 +167,7 @@ def test_any_lane_may_fail(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane fails at each of its submissions in turn; the weights are those of before the step, or after it."""
     with make_pair("mixed") as pair:
         pair.train(1)
-        worker = pair.engine.lanes.by_name()[lane]
+        worker = inside.lane(pair.module, lane)
         submit = worker.submit
         for fatal in (0, 1, 3, 8):
             count = 0

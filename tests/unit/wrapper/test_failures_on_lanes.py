@@ -14,10 +14,9 @@ import torch
 from elixir.checkpoint import save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import all_early, attempts, backward_watched, chain, early_fails, rehomed
 from tests.common.failing import fails_at
 from tests.common.file_faults import UnsyncedFiles
@@ -96,7 +95,7 @@ def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPat
     with Run(case("gpt2"), plan, two_groups()) as run:
         run.train(3)
         run.module.settle()
-        fails_at(engine_of(run.module).lanes.offload, len(plan.chunks), monkeypatch)
+        fails_at(inside.lane(run.module, "offload"), len(plan.chunks), monkeypatch)
         run.optimizer.backward(run.case.loss(run.module, run.case.inp))
         monkeypatch.undo()
         assert len(attempts(run.module)) == len(plan.chunks)
@@ -122,7 +121,7 @@ def test_new_states_that_fail_after_they_were_kept(dtype: str | None, monkeypatc
         run.train(3)
         run.module.settle()
         early_fails(monkeypatch, RuntimeError("once"), at=2, times=1)
-        engine_of(run.module).lanes.host_adam.submit(held.wait)
+        inside.lane(run.module, "host_adam").submit(held.wait)
         try:
             run.optimizer.backward(run.case.loss(run.module, run.case.inp))
             run.optimizer.step()
@@ -238,7 +237,7 @@ def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_someth
     it = chain()
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
         pair.train(1)
-        fails_at(pair.engine.lanes.offload, 3, monkeypatch)
+        fails_at(inside.lane(pair.module, "offload"), 3, monkeypatch)
 
         def refuse(_: object) -> None:
             raise ValueError("bad batch")
@@ -273,7 +272,7 @@ def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
         pair.train(1)
         loss = it.loss(pair.module, it.inp)
-        fails_at(pair.engine.lanes.fetch, 1, monkeypatch)
+        fails_at(inside.lane(pair.module, "fetch"), 1, monkeypatch)
         with pytest.raises(MemoryError, match="no memory on the way"):
             pair.optimizer.backward(loss)
         monkeypatch.undo()

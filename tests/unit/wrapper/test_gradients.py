@@ -19,9 +19,8 @@ from elixir.checkpoint import save_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.stepper import Stepper
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, case, make_plan, square_loss
 from tests.common.twins import step_alike
 
@@ -84,7 +83,7 @@ def test_a_limit_may_be_a_tensor() -> None:
     with Pair(it, make_plan(it, "mixed")) as pair:
         pair.backward()
         pair.optimizer.clip_grad_norm_(torch.tensor(0.125))  # type: ignore[arg-type]
-        (stepper,) = pair.engine.steppers
+        stepper = inside.stepper(pair.module)
         assert isinstance(stepper, Stepper)
         assert stepper.user.options_to_compare(stepper.norm.limit)["the limit of the norm"] == "0.125"
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.125)
@@ -248,7 +247,7 @@ def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) ->
             for model in (pair.module, pair.plain):
                 for parameter in model.parameters():
                     DROPS[how](parameter)
-            assert not pair.engine.holds_gradients()
+            assert not inside.holds_gradients(pair.module)
         pair.assert_same_weights()
 
 
@@ -264,7 +263,7 @@ def test_dropping_some_gradients_leaves_the_others(mode: str) -> None:
                 for parameter in list(model.parameters())[::2]:
                     parameter.grad = None
             if mode != "resident":
-                assert pair.engine.holds_gradients()
+                assert inside.holds_gradients(pair.module)
             for _ in range(backwards_after):
                 pair.backward()
             pair.step()
@@ -319,7 +318,7 @@ def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) 
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         if gpu.DEVICE == "cpu":
             assert module(**it.inp).loss.isfinite()  # the graph is of something else
-        patched.setattr(engine_of(module), "device", torch.device("cuda"))
+        inside.pretend_device(patched, module, torch.device("cuda"))
         with pytest.raises(InputError, match="CUDA graph"):
             module(**it.inp)
     module.close()

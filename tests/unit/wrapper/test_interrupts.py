@@ -17,8 +17,9 @@ import elixir
 from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.plan.plan import Plan
 from elixir.torch_private import while_nothing_compiles
-from elixir.wrapper.engine import Engine, engine_of
+from elixir.wrapper.engine import Engine
 from elixir.wrapper.phase import Phase
+from tests.common import inside
 from tests.common.early import chain, updating_early
 from tests.common.interrupting import Interrupting, moments
 from tests.common.on_disk import on_disk
@@ -78,7 +79,7 @@ class Interrupted:
         assert innermost_saved_tensors_hooks() is None
         then()
         pair.optimizer.zero_grad()
-        assert is_at_rest(pair.engine)
+        assert is_at_rest(inside.engine(pair.module))
         states = pair.optimizer.state_dict()
         assert (
             len({int(state["step"]) for state in states["state"].values()}) == 1
@@ -221,7 +222,7 @@ def test_a_model_trains_on_after_an_interrupt_of_a_second_forward() -> None:
             pair.optimizer.backward(loss)
         handle.remove()
         pair.optimizer.zero_grad()
-        assert is_at_rest(pair.engine)
+        assert is_at_rest(inside.engine(pair.module))
         pair.train(1)
         pair.assert_same_weights()
 
@@ -241,7 +242,7 @@ def test_models_under_one_plan_train_on_after_an_interrupt() -> None:
                 it.loss(pair.module, it.inp)
             handle.remove()
             pair.train(1)
-            assert engine_of(pair.module).phase.now is Phase.IDLE
+            assert inside.phase(pair.module) is Phase.IDLE
         handle = interrupting(model.get_submodule("policy"))
         with pytest.raises(KeyboardInterrupt):
             it.loss(pair.module, it.inp)

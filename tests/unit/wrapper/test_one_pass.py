@@ -21,8 +21,8 @@ from elixir.plan.plan import Plan
 from elixir.search.problem import swapped_trace
 from elixir.search.replan import Correction, Observation
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.phase import Phase
+from tests.common import inside
 from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
 from tests.common.tiny_models import tiny
 
@@ -179,7 +179,7 @@ def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next
         finally:
             signal.signal(signal.SIGINT, before)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batch")]
-        phase = engine_of(module).phase
+        phase = inside.engine(module).phase
         assert phase.now is Phase.IDLE
         optimizer.zero_grad()
         loss = hf_loss(module, steps[0][0])

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.access import swapping
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.one_pass.one_pass import OnePass
+from tests.common import inside
 from tests.common.one_pass import batches, family, hf_loss, plan_for, stepping
 
 LAYERS = 2
@@ -99,7 +99,7 @@ def peaks(count: int, monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> tupl
     optimizer.zero_grad()
     with seen_by(storages, monkeypatch):
         optimizer.accumulate(step_fn, [batch] * count)
-    arena = engine_of(module).arena
+    arena = inside.arena(module)
     parts = plan.predicted.device_parts
     assert arena.peak_bytes["device"] == parts["rcache"] + parts["gradient_blocks"]
     module.settle()

@@ -17,8 +17,7 @@ from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, Resident
 from elixir.hardware.promises import UNSTEADY_SHARE, Memory
 from elixir.units import GIB, LARGEST_BYTES, MIB
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.account.plan_promise import PlanPromise
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import Case, make_plan, square_loss
 
 PLACE = "elixir.wrapper.account.plan_promise"
@@ -80,7 +79,7 @@ def module(machine: Machine) -> Iterator[ElixirModule]:
 
 
 def test_the_memory_of_the_model_gives_way_to_that_of_the_plan(machine: Machine, module: ElixirModule) -> None:
-    promise, engine = module._promise, engine_of(module)
+    promise, engine = inside.promise(module), inside.engine(module)
     assert promise.held == machine.held
     assert machine.asked[:2] == ["give back", "resident"], "freed memory is nothing that it holds"
     need = promise.need(module.plan, 12345)
@@ -96,11 +95,11 @@ def test_large_buffers_that_are_mapped_leave_no_gaps(
     machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MAPS_VARIABLE, "1")
-    assert "heap" not in module._promise.need(module.plan, 0).parts
+    assert "heap" not in inside.promise(module).need(module.plan, 0).parts
 
 
 def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Machine, module: ElixirModule) -> None:
-    promise = module._promise
+    promise = inside.promise(module)
     promise.ranks = 2
     need_bytes, held = promise.need_of(module.plan).own_bytes, machine.held
     assert held is not None
@@ -117,7 +116,7 @@ def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Mach
 
 
 def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Machine, module: ElixirModule) -> None:
-    promise, need = module._promise, module._promise.need_of(module.plan)
+    promise, need = inside.promise(module), inside.promise(module).need_of(module.plan)
     libraries = need.parts["libraries"]
     assert need.peak_bytes < 2 * GIB - MIB
     HEAP.forget()
@@ -128,7 +127,7 @@ def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Mac
     assert promise.peaks(need) == (5 * GIB, predicted)
     machine.held = Resident(GIB, libraries - MIB, 5 * GIB)
     assert promise.peaks(need) == (5 * GIB, predicted)
-    other = PlanPromise(module.module, engine_of(module))
+    other = inside.other_promise(module)
     promises.enter(other)
     assert promise.peaks(need) is None
     promise.refuse_exceeded(module.plan)
@@ -137,14 +136,14 @@ def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Mac
     assert promise.peaks(need) is not None
     machine.held = None
     assert promise.peaks(need) is None
-    unknown = PlanPromise(module.module, engine_of(module))
+    unknown = inside.other_promise(module)
     machine.held = Resident(GIB, libraries, 2 * GIB)
     assert unknown.peaks(need) is None
 
 
 def test_memory_to_come_is_without_state_dicts_and_what_is_held(machine: Machine, module: ElixirModule) -> None:
-    plain, held = module._promise, machine.held
-    promise = PlanPromise(module.module, engine_of(module), between_steps_bytes=GIB)
+    plain, held = inside.promise(module), machine.held
+    promise = inside.other_promise(module, between_steps_bytes=GIB)
     need, without = promise.need_of(module.plan), plain.need_of(module.plan)
     assert need.parts["state_dicts"] > GIB / 2
     assert held is not None
@@ -159,8 +158,8 @@ def test_memory_to_come_is_without_state_dicts_and_what_is_held(machine: Machine
 def test_the_memory_of_a_device_limits_no_heap(
     machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promise, need = module._promise, module._promise.need_of(module.plan)
-    other = PlanPromise(module.module, engine_of(module))
+    promise, need = inside.promise(module), inside.promise(module).need_of(module.plan)
+    other = inside.other_promise(module)
     promises.enter(other)
     expected = need.own_bytes + promises.outstanding("cpu", promise).host_bytes
     assert expected > need.own_bytes
@@ -171,7 +170,7 @@ def test_the_memory_of_a_device_limits_no_heap(
     promise.refuse_exceeded(module.plan)
     assert HEAP.expected_bytes == 4 * expected, "another model was promised more"
     with monkeypatch.context() as there:
-        there.setattr(engine_of(module), "device", torch.device("cuda", 0))
+        inside.pretend_device(there, module, torch.device("cuda", 0))
         there.setattr(f"{PLACE}.free_device_bytes", lambda device: 64 * GIB)
         promise.refuse_exceeded(module.plan)
         assert HEAP.expected_bytes == 4 * expected
@@ -183,7 +182,7 @@ def test_the_memory_of_a_device_limits_no_heap(
 def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
     machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promise, engine = module._promise, engine_of(module)
+    promise, engine = inside.promise(module), inside.engine(module)
     later = module.plan.predicted.device_peak_bytes - engine.arena.live_bytes("device")
     assert later > 0
     with monkeypatch.context() as there:
@@ -200,7 +199,7 @@ def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
 
 
 def test_ranks_that_share_the_memory_of_a_machine_are_summed(machine: Machine, module: ElixirModule) -> None:
-    promise, engine, plan = module._promise, engine_of(module), module.plan
+    promise, engine, plan = inside.promise(module), inside.engine(module), module.plan
     need_bytes = promise.need_of(plan).own_bytes
     here, there = host_view(), replace(host_view(), host="there")
     engine.host_share = host_share([here, there, here, there], 0, {})
@@ -223,12 +222,12 @@ def test_ranks_that_share_the_memory_of_a_machine_are_summed(machine: Machine, m
 def test_the_peak_of_a_device_is_known_once_a_step_of_the_only_plan_has_raised_it(
     module: ElixirModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promise, other, peak = module._promise, PlanPromise(module.module, engine_of(module)), {"bytes": 100}
+    promise, other, peak = inside.promise(module), inside.other_promise(module), {"bytes": 100}
     promise.note_device_peak()
     assert promise.device_peak() is None, "a CPU has none"
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
     with monkeypatch.context() as there:
-        there.setattr(engine_of(module), "device", torch.device("cuda", 0))
+        inside.pretend_device(there, module, torch.device("cuda", 0))
         promise.note_device_peak()
         assert promise.device_peak() is None, "that of something before"
         peak["bytes"] = 200

@@ -23,7 +23,7 @@ from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
 from elixir.units import GIB, MIB
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import case, hf_loss
 from tests.common.peaks import status_bytes
 
@@ -57,7 +57,7 @@ def budgets() -> int:
 def test_a_second_plan_leaves_out_what_the_first_may_still_take() -> None:
     assert budgets() == FREE
     model, optimizer, inp = wrapped()
-    predicted, arena = model.plan.predicted, engine_of(model).arena
+    predicted, arena = model.plan.predicted, inside.arena(model)
     peaks = predicted.device_peak_bytes + predicted.host_peak_bytes
     buffers = sum(each.nbytes for each in model.module.buffers())
 
@@ -77,7 +77,7 @@ def test_a_second_plan_leaves_out_what_the_first_may_still_take() -> None:
 
 def test_a_promise_lasts_until_its_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = wrapped()
-    engine, plans = engine_of(model), []
+    engine, plans = inside.engine(model), []
     drop = engine.drop_memory
 
     def dropped() -> None:

@@ -11,10 +11,9 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError, StateError
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import PUBLIC
 from elixir.wrapper.phase import _NEXT, Phase, StepPhase
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, make_plan, square_loss
 
 ENGINE = ("cache", "chunks", "gradients", "uses", "lanes", "optimizers", "arena", "account", "loss_scale", "staging")
@@ -102,7 +101,7 @@ def test_release_gives_the_model_back_with_its_weights() -> None:
 
 def test_only_a_wrapped_model_has_an_engine() -> None:
     with pytest.raises(InputTypeError, match="Linear"):
-        engine_of(nn.Linear(1, 1))
+        inside.engine(nn.Linear(1, 1))
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def test_only_the_changes_of_the_table_are_allowed(one: Phase, other: Phase) -> 
 def test_a_step_goes_through_its_phases() -> None:
     it, seen = case("gpt2"), []
     with Pair(it, make_plan(it, "streamed")) as pair:
-        phase = pair.engine.phase
+        phase = inside.engine(pair.module).phase
         handle = next(pair.module.module.children()).register_forward_hook(lambda *_: seen.append(phase.now))
         parameter = next(pair.module.parameters())
         parameter.register_hook(lambda _: seen.append(phase.now))
@@ -145,5 +144,5 @@ def test_a_forward_that_raises_leaves_no_phase() -> None:
     module = wrapped(Named())
     with pytest.raises(RuntimeError):
         module(torch.randn(2, 7, device=gpu.DEVICE))
-    assert engine_of(module).phase.now is Phase.IDLE
+    assert inside.phase(module) is Phase.IDLE
     module.close()

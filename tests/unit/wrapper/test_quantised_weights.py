@@ -18,7 +18,7 @@ from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import flat
 from elixir.tracer.trace import trace_step
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.parity import MODES, Case, Pair, make_plan
 from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
@@ -326,7 +326,7 @@ def test_generation_under_a_plan_for_training_has_the_same_tokens(form: str) -> 
     expected = generated(copy.deepcopy(it.model).eval())
     module = elixir.ElixirModule(it.model, make_plan(it, "streamed"))
     assert torch.equal(generated(module.eval()), expected)
-    counts = engine_of(module).cache.counts
+    counts = inside.cache(module).counts
     assert counts.loads > counts.calls == 48
     assert (counts.demand_loads, counts.deviations) == (0, 0)
     module.close()

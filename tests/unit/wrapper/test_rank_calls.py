@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.audit import audit
 from tests.common.rank_threads import results
 from tests.unit.wrapper.test_rank_threads import LR, Rank, Situation, batch_of, loss_of, model_of, plan_of
@@ -90,7 +90,7 @@ def test_gradients_are_the_mean_and_their_norm_is_that_of_all(homes: str) -> Non
         run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
         assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(once), rel=1e-5)
         run.optimizer.zero_grad()
-        assert not engine_of(run.module).holds_gradients()
+        assert not inside.holds_gradients(run.module)
         audit(run.module)
         run.module.close()
 

@@ -25,7 +25,7 @@ from elixir.errors import RankError
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.audit import audit
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import mixed
@@ -310,7 +310,7 @@ def test_weights_are_moved_to_another_plan_and_read_by_all_ranks() -> None:
             with torch.no_grad():
                 inner[4].bias.fill_(5.0)
         assert run.weights()["4.bias"].tolist() == [5.0] * 3
-        assert engine_of(run.module).group.size == 2
+        assert inside.group(run.module).size == 2
         run.module.close()
 
     results(2, work)

@@ -23,10 +23,10 @@ from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.elementwise import options_of, same_options
 from elixir.wrapper.step.user_optimizer import shard_options
+from tests.common import inside
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
 from tests.common.parity import Case, case, make_plan
@@ -169,7 +169,7 @@ def test_norms_without_statistics_take_several_micro_batches() -> None:
 def test_as_many_threads_as_cores_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
     it = linear()
     module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
-    cores = engine_of(module).host_share.all_cores
+    cores = inside.host_share(module).all_cores
     with caplog.at_level(logging.WARNING):
         assert ElixirOptimizer(module, torch.optim.SGD(module.parameters()), host_threads=cores).host_threads == cores
     assert "host_threads=" not in caplog.text

@@ -26,7 +26,7 @@ import pytest
 
 from elixir.errors import ElixirError
 from elixir.kernels.adam import compiled_step
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.made_up_runs import Program, Run, known_memory, norm_of
 from tests.common.rank_threads import results
 from tests.common.recording import difference, in_lines, plain, read_recording, recording, write_recording
@@ -67,7 +67,7 @@ def steps(program: Program) -> Iterator[dict[str, Any]]:
                 program.module.settle()
         except ElixirError as raised:
             error = plain(f"{type(raised).__name__}: {raised}")
-        for lane in engine_of(program.module).lanes.all() if actions is not None else ():
+        for lane in inside.lanes(program.module) if actions is not None else ():
             lane.ask(lambda: None)  # what is recorded on it belongs to this step
         report = program.report()
         numbers, program.found = program.found, []

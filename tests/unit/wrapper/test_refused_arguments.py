@@ -22,9 +22,9 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.frozen_weights import safetensors_in
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.run_options import folders_of
 from elixir.wrapper.step.early_update import Inputs
+from tests.common import inside
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.user_optimizers import Own
 
@@ -101,7 +101,7 @@ def test_weights_and_states_are_read_and_written_as_a_whole_outside_of_a_forward
 
 
 def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    threads = pair.engine.host_share.all_cores + 1
+    threads = inside.host_share(pair.module).all_cores + 1
     module = ElixirModule(
         nn.Linear(8, 8),
         make_plan(Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss), "streamed"),
@@ -113,7 +113,7 @@ def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureF
 
 
 def test_an_early_update_needs_a_second_set_of_states(pair: Pair) -> None:
-    shard = stepper_of(pair.optimizer).shards[0]
+    shard = inside.shards(pair.optimizer)[0]
     with pytest.raises(StateError, match="rank 0: chunk 0 has no second set of states"):
         shard.begin_early(Inputs([], None, 1.0, [], writes=0, changes=0))
 

@@ -17,9 +17,7 @@ from elixir.optimizer_states import moments_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper import module as wrapper
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, ROUNDED, Case, Pair, case, distance, make_plan, mixed, square_loss
 
 
@@ -64,7 +62,7 @@ def test_blocks_and_shards_of_the_old_plan_are_gone_before_chunks_move(monkeypat
     found: list[bool] = []
     with Pair(it, plan, optimizer=OPTIMIZERS["fused"]) as pair:
         pair.train(1)
-        old = [weakref.ref(each) for each in (engine_of(pair.module).cache, *stepper_of(pair.optimizer).shards)]
+        old = [weakref.ref(each) for each in (inside.cache(pair.module), *inside.shards(pair.optimizer))]
         moved = wrapper.move_chunks
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +133,7 @@ def test_masters_and_buffers_move_too(mode: str) -> None:
                     pair.optimizer.zero_grad()
                 if step == 1:
                     for pair in (moved, stays):
-                        for chunk in engine_of(pair.module).chunks:
+                        for chunk in inside.chunks(pair.module):
                             if chunk.whole is not None:  # its masters take this in the next step
                                 chunk.slots[0].parameter.data.view(-1)[0] = 3.0
                     moved.module.rehome(with_homes(plan, mode))
@@ -204,10 +202,12 @@ def test_memory_is_counted_anew() -> None:
     plan = make_plan(it, "streamed")
     with Pair(it, with_homes(plan, "resident")) as pair:
         pair.train(1)
-        assert not pair.engine.arena.live_bytes("host")
+        assert not inside.live_bytes(pair.module, "host")
         pair.module.rehome(with_homes(plan, "streamed"))
-        assert pair.engine.arena.parts("host")["optimizer_states"] == 8 * sum(c.used_numel for c in plan.chunks)
-        assert "resident_weights" not in pair.engine.arena.parts("device")
+        assert inside.bytes_by_kind(pair.module, "host")["optimizer_states"] == 8 * sum(
+            c.used_numel for c in plan.chunks
+        )
+        assert "resident_weights" not in inside.bytes_by_kind(pair.module, "device")
 
 
 def test_moves_only_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:

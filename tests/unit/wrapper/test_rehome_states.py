@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from elixir.plan.plan import Plan
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
+from tests.common import inside
 from tests.common.on_disk import on_disk
 from tests.common.parity import Case, Pair, case, make_plan, mixed
 
@@ -107,7 +106,7 @@ def test_states_in_16_bits_have_one_place_on_a_disk(tmp_path: Path) -> None:
     with Pair(it, plan, optimizer=lambda model: make(model.parameters()), disk_folder=tmp_path) as pair:
         pair.train(steps)
         pair.module.rehome(on_disk(plan))
-        for chunk in engine_of(pair.module).chunks:
+        for chunk in inside.chunks(pair.module):
             assert chunk.stored is None or not chunk.stored.has("kept float32")
         pair.train(2)
         pair.assert_same_weights()
@@ -129,7 +128,7 @@ def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
     plan = under(make_plan(it, "streamed"), "resident")
     with Pair(it, plan, optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True)) as pair:
         pair.train(1)
-        states = [shard.states for shard in stepper_of(pair.optimizer).shards]
+        states = [shard.states for shard in inside.shards(pair.optimizer)]
         states[0].let_go()
         left = {id(each.tensor.untyped_storage()) for other in states[1:] for each in other.tensors()}
         assert left
@@ -146,7 +145,7 @@ def test_states_whose_home_stays_are_not_allocated_a_second_time(moments: str) -
     other = replace(plan, chunks=(*others, replace(last, resident=True, weight_home="device", state_home="device")))
 
     def memory() -> dict[tuple[str, str], int]:
-        stay = [shard for shard in stepper_of(pair.optimizer).shards if shard.chunk.index < len(others)]
+        stay = [shard for shard in inside.shards(pair.optimizer) if shard.chunk.index < len(others)]
         return {(it.name, it.kind): it.tensor.data_ptr() for shard in stay for it in shard.states.tensors()}
 
     with Pair(it, plan) as pair:

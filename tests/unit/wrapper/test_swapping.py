@@ -19,8 +19,8 @@ from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, SAVED, Result, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
+from tests.common import inside
 from tests.common.parity import Case, case, mixed
 from tests.common.tracing import cpu_trace
 from tests.unit.wrapper.test_compiled_layers import COUNTED, train
@@ -103,7 +103,7 @@ def check(name: str, own: str, swapped: str, mode: str) -> None:
     assert report.demand_loads == 0
     if mode != "mixed":
         assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
-    assert engine_of(model).arena.parts("host")["swapped_activations"] == moved
+    assert inside.bytes_by_kind(model, "host")["swapped_activations"] == moved
     model.close()
     assert train(it, it.model, torch.optim.SGD(it.model.parameters(), lr=0.0), steps=1)  # an ordinary model again
 
@@ -147,7 +147,7 @@ def test_batches_of_other_lengths_take_the_planned_host_memory_or_say_so(caplog:
         optimizer.backward(it.loss(model, {name: value[:, :length] for name, value in longer.items()}))
         optimizer.step()
         optimizer.zero_grad()
-        taken[length] = engine_of(model).arena.parts("host")["swapped_activations"]
+        taken[length] = inside.bytes_by_kind(model, "host")["swapped_activations"]
     assert all(nbytes == planned for length, nbytes in taken.items() if length <= 24)
     assert 1.5 * planned <= taken[36] < 2 * planned
     assert [

@@ -20,7 +20,7 @@ from elixir.models.together import Together
 from elixir.search import plan_from_trace
 from elixir.search.request import SearchRequest
 from elixir.search.searches import with_passes_of
-from elixir.wrapper.engine import engine_of
+from tests.common import inside
 from tests.common.tiny_models import tiny
 from tests.common.tracing import cpu_trace
 
@@ -148,7 +148,7 @@ def test_a_model_generates_within_its_plan_and_leaves_the_next_step_as_planned()
     model, optimizer = wrapped(preference, "streamed", replan=False)
     assert trained(model, optimizer, preference, accumulation=1, steps=2) == expected
     assert torch.equal(answer(model.policy), tokens)
-    assert engine_of(model).cache.counts.demand_loads == 0
+    assert inside.cache(model).counts.demand_loads == 0
     answer(model.policy)
     trained(model, optimizer, preference, accumulation=1, steps=1)
     report = model.last_report
@@ -166,7 +166,7 @@ def test_the_plan_is_corrected_between_two_steps() -> None:
     expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=8)
     model, optimizer = wrapped(preference, "mixed")
     assert trained(model, optimizer, preference, accumulation=1, steps=8) == expected
-    assert engine_of(model).before_forward is None
+    assert not inside.may_replan(model)
 
 
 def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
@@ -177,7 +177,7 @@ def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     predicted = model.plan.predicted
     assert sum(weights) <= predicted.host_parts["weights"] < 1.01 * sum(weights)
     trained(model, optimizer, distillation, accumulation=1, steps=1)
-    arena = engine_of(model).arena
+    arena = inside.arena(model)
     resting = arena.live_bytes("device") + arena.live_bytes("host")
     seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
     assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes

@@ -24,8 +24,8 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import _best_with_packing
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
+from tests.common import inside
 from tests.common.parity import Case, case, mixed, square_loss
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, COUNTED, train
@@ -119,16 +119,16 @@ def test_a_unit_is_announced_once_and_pinned_through_its_backward() -> None:
     )
     model = ElixirModule(it.model, plan, device="cpu")
     seen: list[tuple[str, int]] = []
-    uses, used = engine_of(model).uses, engine_of(model).uses.used
+    uses, used = inside.engine(model).uses, inside.engine(model).uses.used
     uses.used = lambda parameters, function: (seen.append((function, len(parameters))), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
-    engine_of(model).listen()
+    inside.engine(model).listen()
     loss = it.loss(model, it.inp)
     layers = [count for function, count in seen if function == "a layer"]
     assert layers == [len(list(layer.parameters())) for layer in fetched_as_one(it.model, plan.step)]
     assert not {"linear"} & {function for function, count in seen if count > 1}
     assert all(isinstance(parameter, TrackedParameter) for parameter in it.model.parameters())
     loss.backward()
-    assert not any(chunk.pins for chunk in engine_of(model).chunks)
+    assert not any(chunk.pins for chunk in inside.chunks(model))
     model.close()
 
 
@@ -214,7 +214,7 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(monkeypatch: pyt
     assert len(model.plan.step.joined) == 3
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
     optimizer, seen, forward = ElixirOptimizer(model, optimizers[1]), [], Layer.forward
-    uses, used = engine_of(model).uses, engine_of(model).uses.used
+    uses, used = inside.engine(model).uses, inside.engine(model).uses.used
     uses.used = lambda parameters, function: (seen.append(function), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
 
     def reads(self: Layer, x: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,7 @@ from elixir.search.replan import Correction, Observation, calibrated, correct, s
 from elixir.search.simulator.simulation import simulate_step
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.account.step_report import EarlyCounts
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.failing import Fault
 from tests.common.observed import steady
 from tests.common.on_disk import on_disk
@@ -57,10 +56,10 @@ def test_trains_as_plain_pytorch_does(memory: str, replan: bool) -> None:
     model, optimizer = elixir.wrap(
         it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory=memory, host_budget="1GiB", replan=replan
     )
-    assert (engine_of(model).before_forward is not None) == replan
+    assert (inside.may_replan(model)) == replan
     assert all(chunk.resident for chunk in model.plan.chunks) == (memory == "1GiB")
     assert trained(model, optimizer, it.inp, 8) == trained(plain, plain_optimizer, it.inp, 8)
-    assert engine_of(model).before_forward is None
+    assert not inside.may_replan(model)
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     model.close()
@@ -163,7 +162,7 @@ def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
     before = model.plan
     trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
     assert model.plan is before
-    assert engine_of(model).before_forward is None
+    assert not inside.may_replan(model)
     assert "8bit" in caplog.text
     model.close()
 
@@ -177,7 +176,7 @@ def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: p
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert engine_of(model).before_forward is None
+    assert not inside.may_replan(model)
     model.close()
 
 
@@ -498,7 +497,7 @@ def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, famil
     trained(model, optimizer, it.inp, 2)
     assert model.last_report is not None
     assert not model.last_report.surprises()
-    assert engine_of(model).arena.peak_bytes["host"] <= model.plan.predicted.host_step_bytes
+    assert inside.peak_bytes(model, "host") <= model.plan.predicted.host_step_bytes
     model.close()
 
 

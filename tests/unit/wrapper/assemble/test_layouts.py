@@ -19,7 +19,7 @@ from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.kernels import HybridAdam
 from elixir.memory_order import flattened, is_dense, order_of, shaped
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.optimizer import stepper_of
+from tests.common import inside
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, Pair, case, make_plan
 from tests.common.resuming import Lion, Run, differing, two_groups
@@ -232,7 +232,7 @@ class Contiguous(Lion):
 
 
 def averages(run: Run) -> dict[nn.Parameter, torch.Tensor]:
-    found = [(part, each) for part in stepper_of(run.optimizer).shards for each in part.segments]
+    found = [(part, each) for part in inside.shards(run.optimizer) for each in part.segments]
     return {each.source: part.states.state_of(each)["exp_avg"] for part, each in found}
 
 

@@ -18,7 +18,7 @@ from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.in_files import plan_in_files
 from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss
 
@@ -246,7 +246,7 @@ def test_a_frozen_copy_in_a_block_is_old_once_its_weight_is_written() -> None:
     with Pair(it, replace(plan, chunks=chunks), plain=_make(_frozen_head)) as pair, torch.no_grad():
         for _ in range(2):
             assert pair.agree(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
-            assert pair.engine.places[pair.module.module.head.weight][0].index in pair.engine.cache.held
+            assert inside.chunk_of(pair.module, pair.module.module.head.weight).index in inside.cache(pair.module).held
             for model in (pair.module.module, pair.plain):
                 model.table.weight.mul_(0.5)
 

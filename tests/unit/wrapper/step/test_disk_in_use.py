@@ -22,6 +22,7 @@ from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware.profile import preset
 from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
+from tests.common import inside
 from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
@@ -96,7 +97,7 @@ def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
     for least_bytes, expected in ((plan.disk_bytes(), fast), (plan.disk_bytes() + 1, extents.Requests())):
         monkeypatch.setattr(extents, "WORTH_TRYING_BYTES", least_bytes)
         with Pair(copy.deepcopy(it), plan, disk_folder=tmp_path) as pair:
-            file = pair.engine.window.file._file
+            file = inside.window(pair.module).file._file
             assert file is not None
             assert file.requests == expected
             pair.train(2)

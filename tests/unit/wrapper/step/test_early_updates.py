@@ -19,10 +19,9 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam import when_compiled
 from elixir.kernels.adam.step import ONE_PASS
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import class_states
 from elixir.wrapper.step.early_updates import EarlyUpdates
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import (
     HOMES,
@@ -52,12 +51,12 @@ def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
 
 
 def spec(pair: Pair) -> EarlyUpdates:
-    (stepper,) = pair.engine.steppers
+    stepper = inside.stepper(pair.module)
     return stepper.early  # type: ignore[attr-defined,no-any-return]
 
 
 def settled(pair: Pair) -> None:  # all new states are made, before the step
-    for ticket in [each for chunk in pair.engine.chunks for each in chunk.home_uses.to_write()]:
+    for ticket in inside.updates(pair.module):
         ticket.synchronize()
 
 
@@ -124,7 +123,7 @@ def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
     it = chain(5)
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)
-        last = max(pair.engine.chunks, key=lambda chunk: chunk.index if chunk.plan.home.early else -1)
+        last = max(inside.chunks(pair.module), key=lambda chunk: chunk.index if chunk.plan.home.early else -1)
         seen: list[bool] = []
 
         def look(gradient: torch.Tensor) -> None:
@@ -301,13 +300,16 @@ def test_what_writes_gradients_or_states_waits_for_early_steps_that_read_them(ho
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)
         gate = threading.Event()
-        pair.engine.lanes.host_adam.submit(gate.wait)
+        inside.lane(pair.module, "host_adam").submit(gate.wait)
         pair.backward()
         early = attempts(pair.module)
         assert early
         try:
             for index in early:
-                for uses in (pair.engine.chunks[index].home_uses, pair.engine.gradients.by_chunk[index].uses):
+                for uses in (
+                    inside.chunks(pair.module)[index].home_uses,
+                    inside.gradients(pair.module).by_chunk[index].uses,
+                ):
                     assert not all(ticket.done() for ticket in uses.to_write())
         finally:
             gate.set()
@@ -461,7 +463,7 @@ def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any], make
         optimizer.max_norm = norm
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
-        kept.append(engine_of(module).steppers[0].early.kept)  # type: ignore[attr-defined]
+        kept.append(inside.stepper(module).early.kept)  # type: ignore[attr-defined]
         optimizer.zero_grad()
     state = module.state_dict(), optimizer.state_dict()["state"]
     module.close()

@@ -19,9 +19,8 @@ from elixir.kernels import HybridAdam
 from elixir.models.step import default_input
 from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, needs_kernel, rehomed, updating_early
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
@@ -164,7 +163,7 @@ def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None
         it = chain()
         module = ElixirModule(it.model, each, device=gpu.DEVICE, **debugged({}, poison=True))
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), initial_scale=2.0**10)
-        engine = engine_of(module)
+        engine = inside.engine(module)
         for step in range(5):
             optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
             if step % 2:

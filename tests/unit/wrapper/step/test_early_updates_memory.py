@@ -10,8 +10,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.hardware.profile import preset
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import attempts, chain
 from tests.common.parity import Pair
 from tests.unit.wrapper.step.test_early_updates import chain_plan, every_home, settled, train
@@ -25,7 +24,7 @@ def test_the_second_set_of_states_is_counted() -> None:
     plan = chain_plan(it, "states", unified_dtype="bfloat16")
     module = ElixirModule(it.model, plan, device=gpu.DEVICE, use_fused_kernels={"cross_entropy": "plain"})
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.module.parameters(), lr=1e-3))
-    arena = engine_of(module).arena
+    arena = inside.arena(module)
     parts = arena.parts("host")
     numel = sum(chunk.numel for chunk in plan.chunks)
     assert parts["new_states"] == numel * (4 + 8 + 2)
@@ -45,7 +44,7 @@ def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
     assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
     with Pair(it, plan, emulation=Emulation(delay_s=1e-3, seed=1)) as pair:
         train(pair, [None, 1e9, 1e-3, 0.05, 1e-3, 1e-3, 1e9, 1e9], steps=2)
-        arena = pair.engine.arena
+        arena = inside.arena(pair.module)
         assert 0 < arena.parts("host")["new_states"] <= new_states_bytes
         assert arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
         pair.assert_same_weights()
@@ -57,7 +56,7 @@ def test_memory_of_old_states_is_poisoned_once_new_ones_are_kept(homes: str) -> 
     it = chain()
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)
-        (stepper,) = pair.engine.steppers
+        stepper = inside.stepper(pair.module)
         old = {part.chunk.index: part.states.master for part in stepper.shards}  # type: ignore[attr-defined]
         pair.backward()
         begun = attempts(pair.module)

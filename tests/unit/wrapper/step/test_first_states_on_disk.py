@@ -17,10 +17,8 @@ from elixir.chunk.host_buffers import WINDOW, HostBuffer, window_kind
 from elixir.kernels import HybridAdam
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step.shard import Shard
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
@@ -214,7 +212,7 @@ def test_states_that_a_class_makes_take_no_more_than_the_window(
     weights = list(it.model.parameters())
     given = [cls(weights[first::optimizers], lr=1e-3, **options) for first in range(optimizers)]
     module = ElixirModule(it.model, plan, disk_folder=tmp_path)
-    buffers += engine_of(module).host_buffers.of(WINDOW)
+    buffers += inside.host_buffers(module, WINDOW)
     both = [ElixirOptimizer(module, each) for each in given]
     for _ in range(3):
         both[0].backward(module(**it.inp).loss)
@@ -252,7 +250,7 @@ def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) ->
 def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: Path) -> None:
     it = case("gpt2", layers=1)
     module = ElixirModule(it.model, of_one_chunk(make_plan(it, "streamed", split_number=1)), disk_folder=tmp_path)
-    stored = [chunk.stored for chunk in engine_of(module).chunks if chunk.stored is not None]
+    stored = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None]
     before = [list(map(id, each.tensors)) for each in stored]
     optimizer = ElixirOptimizer(module, AtOnce(it.model.parameters(), lr=1e-3))
     for _ in range(3):
@@ -263,7 +261,7 @@ def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: 
     for each, first in zip(stored, before, strict=True):
         found = list(map(id, each.tensors))
         assert len(set(found)) == len(found) > len(first)
-    stepper_of(optimizer).drop_states()
+    inside.stepper(optimizer).drop_states()
     assert [list(map(id, each.tensors)) for each in stored] == before != []
     module.close()
 
@@ -278,7 +276,7 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
 
     def look(part: Shard, states: Any) -> Any:
         notes = load(part, states)
-        window = {b.memory.untyped_storage().data_ptr() for b in pair.engine.host_buffers.of(WINDOW)}
+        window = {b.memory.untyped_storage().data_ptr() for b in inside.host_buffers(pair.module, WINDOW)}
         loaded = [tensor for _, tensor, _ in part.states.memory()]
         seen.append(bool(loaded) and all(v.untyped_storage().data_ptr() in window for v in loaded))
         return notes

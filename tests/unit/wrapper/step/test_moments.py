@@ -30,9 +30,8 @@ from elixir.search.replan import Observation, calibrated
 from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.fused_states import FusedStates
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, case, distance, make_plan, mixed
 from tests.common.samples import make_hardware
 
@@ -83,7 +82,7 @@ class Run:
         """Optimizer states on the device and on the host, masters included."""
         self.module.settle()
         device, host = (
-            engine_of(self.module).arena.parts(home).get("optimizer_states", 0) for home in ("device", "host")
+            inside.bytes_by_kind(self.module, home).get("optimizer_states", 0) for home in ("device", "host")
         )
         return device, host
 
@@ -112,7 +111,7 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
     report = run.module.last_report
     assert report is not None
     assert report.observed["device_buffers"] <= report.predicted["device_peak"]
-    assert engine_of(run.module).arena.peak_bytes["host"] <= plan.predicted.host_step_bytes
+    assert inside.peak_bytes(run.module, "host") <= plan.predicted.host_step_bytes
     run.module.close()
 
 
@@ -151,7 +150,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
         moved.train(2)
         moved.module.rehome(with_homes(plan, mode))
     ends.append(moved.weights())
-    assert all(isinstance(part.states, FusedStates) for part in engine_of(moved.module).steppers[0].shards)
+    assert all(isinstance(part.states, FusedStates) for part in inside.shards(moved.module))
     moved.module.close()
     for end in ends[1:]:
         if gpu.DEVICE == "cpu":
@@ -213,11 +212,11 @@ def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> Non
     run.train(5)
     run.module.settle()
     before = {}
-    for part in engine_of(run.module).steppers[0].shards:
+    for part in inside.shards(run.module):
         for segment in part.segments:
             before[segment.name] = part.states.state_of(segment)["exp_avg"].flatten().clone()
     run.module.rehome(low)
-    for part in engine_of(run.module).steppers[0].shards:
+    for part in inside.shards(run.module):
         assert isinstance(part.states, FusedStates)
         for segment in part.segments:
             avg, _ = read_moments(part.states.moments, segment.weights.numel(), segment.start)

@@ -21,8 +21,7 @@ from elixir.kernels import HybridAdam
 from elixir.optimizer_states import matrix_flops, matrix_room_bytes, optimizer_name, state_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import MODES, ROUNDED, Case, assert_alike, case, distance, make_plan
 from tests.common.tiny_models import FAMILIES
@@ -106,7 +105,7 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     plan = make_plan(given, "streamed", optimizer_type="Muon")
     module = ElixirModule(given.model, plan)
     first, second = (ElixirOptimizer(module, each) for each in optimizers(given.model, plan.matrices))
-    gradients = engine_of(module).gradients
+    gradients = inside.gradients(module)
     for _ in range(2):
         first.backward(given.loss(module, given.inp))
     first.zero_grad()
@@ -310,7 +309,7 @@ def test_states_are_those_of_torch_and_go_on_in_another_home() -> None:
         mine[0].load_state_dict(theirs[0].state_dict())
         module.rehome(plan)
     assert_alike(module, plain)
-    assert isinstance(engine_of(module).arena, Arena)
+    assert isinstance(inside.arena(module), Arena)
     module.close()
 
 

@@ -15,10 +15,9 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import shards
 from elixir.wrapper.step.elementwise import check_elementwise
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
 from tests.common.twins import step_alike
 
@@ -283,7 +282,7 @@ def test_a_gradient_set_by_hand_is_not_passed_over(mode: str) -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, mode)) as pair:
         pair.train(1)
-        tracked = next(c for c in pair.engine.chunks if not pair.engine.is_ordinary(c)).slots[0]
+        tracked = next(c for c in inside.chunks(pair.module) if not inside.is_ordinary(pair.module, c)).slots[0]
         tracked.parameter.grad = torch.ones(tracked.shape, device=pair.module.device)
         with pytest.raises(InputError, match="set by hand"):
             pair.optimizer.step()
@@ -330,7 +329,7 @@ def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> 
     chunks = tuple(replace(chunk, resident=True, weight_home="device", state_home="host") for chunk in plan.chunks)
     plain = copy.deepcopy(it.model).to(gpu.DEVICE)
     module = ElixirModule(it.model, replace(plan, chunks=chunks), device=gpu.DEVICE)
-    lanes = engine_of(module).lanes
+    lanes = inside.lane_set(module)
     both: list[tuple[nn.Module, list[Any]]] = []
     weights = dict(plain.named_parameters())
     for model, wrap in (

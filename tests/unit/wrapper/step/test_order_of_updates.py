@@ -12,13 +12,11 @@ from torch import nn
 from elixir.errors import StateError
 from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.step import stepper
 from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.early import chain, needs_kernel, updating_early
 from tests.common.parity import NEVER, Pair, case, make_plan, mixed
 from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, steps
@@ -119,7 +117,7 @@ def test_shards_that_share_a_call_are_stepped_once_after_a_move() -> None:
 def test_an_early_update_ends_in_step() -> None:
     it = chain()
     with Pair(it, updating_early(it, "streamed", split_number=4), max_norm=1e9) as pair:
-        (found,) = pair.engine.steppers
+        found = inside.stepper(pair.module)
         assert isinstance(found, Stepper)
         pair.train(2)
         pair.backward()
@@ -133,13 +131,13 @@ def test_states_that_have_left_do_not_come_back() -> None:
     it = case("gpt2", layers=1)
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
-    shards = list(stepper_of(optimizer).shards)
+    shards = list(inside.shards(optimizer))
     assert {shard.state for shard in shards} == {ShardState.STEADY}
-    engine_of(module).steppers[0].give_up_states()
+    inside.stepper(module).give_up_states()
     for shard in shards:
         with pytest.raises(StateError, match="cannot go from 'left' to 'steady'"):
             shard.to(ShardState.STEADY)
-    engine_of(module).steppers[0].take_states()
+    inside.stepper(module).take_states()
     module.close()
 
 
@@ -170,7 +168,7 @@ def test_parameters_are_stepped_themselves_if_their_weights_and_states_are_resid
         ElixirOptimizer(module, torch.optim.AdamW(layer.parameters(), lr=1e-3)) for layer in it.model.layers
     )
     for optimizer in (first, second):
-        for shard in stepper_of(optimizer).shards:
+        for shard in inside.shards(optimizer):
             assert shard.is_concerned == bool(shard.segments)
             assert all((segment.weights is segment.source) == steps_parameters for segment in shard.segments)
             assert shard.copied == ([] if steps_parameters else [segment.slot for segment in shard.segments])
@@ -190,13 +188,13 @@ def test_only_steps_of_known_classes_without_gradients_are_left_out(kind: Any, p
     it = chain(2)
     module = ElixirModule(it.model, make_plan(it, "streamed", split_number=2), device="cpu")
     optimizer = ElixirOptimizer(module, kind(it.model.layers[0].parameters(), lr=0.1, momentum=0.9))
-    mine, other = sorted(stepper_of(optimizer).shards, key=lambda shard: not shard.segments)
+    mine, other = sorted(inside.shards(optimizer), key=lambda shard: not shard.segments)
     assert (mine.skips_without_gradients, other.skips_without_gradients) == (predictable, True)
     assert (mine.has_stepped, mine.has_all_states) == (False, False)
     optimizer.backward(it.loss(module, it.inp))
     optimizer.step()
     module.settle()
     assert (mine.has_stepped, mine.has_all_states) == (True, predictable)
-    assert stepper_of(optimizer).has_states
+    assert inside.stepper(optimizer).has_states
     module.close()
-    assert not stepper_of(optimizer).has_states
+    assert not inside.stepper(optimizer).has_states

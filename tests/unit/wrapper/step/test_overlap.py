@@ -12,6 +12,7 @@ import pytest
 from elixir.chunk.lanes import Lane, ThreadLane, Ticket
 from elixir.plan.plan import Plan
 from elixir.wrapper.weight_uses import WeightUses
+from tests.common import inside
 from tests.common.parity import Pair, case, make_plan
 
 WAIT_S = 20.0
@@ -58,11 +59,11 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
     with Pair(it, states_on_host(make_plan(it, "resident"))) as pair:
         pair.train(1)
         pair.backward()
-        lanes = pair.engine.lanes
+        lanes = inside.lane_set(pair.module)
         with held(lanes.refresh):
             pair.step()
             assert over(lanes.host_adam.submit(lambda: None)), "a step waited for new weights of another chunk"
-            updates = [ticket for chunk in pair.engine.chunks for ticket in chunk.home_uses.to_read()]
+            updates = [ticket for chunk in inside.chunks(pair.module) for ticket in chunk.home_uses.to_read()]
             assert len(updates) > 2
             assert not any(ticket.done() for ticket in updates)
         pair.train(2)
@@ -77,11 +78,11 @@ def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
         pair.train(1)
         pair.backward()
         first = pair.plan.order[0].chunks
-        with held(pair.engine.lanes.refresh) as holding:
+        with held(inside.lane(pair.module, "refresh")) as holding:
             pair.step()
-            pair.engine.cache.acquire(first)
+            inside.cache(pair.module).acquire(first)
             assert not holding.done(), "the fetch waited"
-            pair.engine.cache.unpin(first)
+            inside.cache(pair.module).unpin(first)
         pair.train(2)
         pair.assert_same_weights()
 

@@ -22,8 +22,7 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.chains import NUMEL, Speeds
 from tests.common.parity import Case, case, hf_loss, make_plan
 from tests.common.samples import make_hardware
@@ -63,7 +62,7 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
         loss, expected = step(module, optimizer, it), reference.step(it.inp)
         assert fused or torch.equal(loss, expected)
     module.settle()
-    for chunk in engine_of(module).chunks:
+    for chunk in inside.chunks(module):
         if chunk.plan.returns_rounded:
             assert chunk.masters is not None
             for slot in chunk.slots:
@@ -93,7 +92,7 @@ def test_the_host_keeps_what_the_plan_says() -> None:
     shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.returns_rounded]
     module, optimizer = make_run(it, plan, use_fused_kernels=True)  # whose moments fill gaps between parameters, too
     step(module, optimizer, it)
-    assert engine_of(module).arena.parts("host")["staging"] == 2 * max(shards)
+    assert inside.bytes_by_kind(module, "host")["staging"] == 2 * max(shards)
     module.settle()  # moments are there when the first step is
     step(module, optimizer, it)
     report = module.last_report
@@ -109,13 +108,13 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
     step(module, optimizer, it)
     module.settle()
     optimizer.backward(hf_loss(module, it.inp))
-    lanes = engine_of(module).lanes
+    lanes = inside.lane_set(module)
     with held(lanes.refresh):
         optimizer.step()
-        second = [part.chunk for part in engine_of(module).steppers[0].shards if part.chunk.plan.returns_rounded][1]
+        second = [part.chunk for part in inside.shards(module) if part.chunk.plan.returns_rounded][1]
         idle = lanes.host_adam.submit(lambda: None)
         assert not idle.done()
-        stepped = [ticket for stage in engine_of(module).host_buffers.of(STAGING) for ticket in stage.uses.to_write()]
+        stepped = [ticket for stage in inside.host_buffers(module, STAGING) for ticket in stage.uses.to_write()]
         assert stepped
         assert not any(ticket.done() for ticket in stepped)
         assert second.home_uses.to_read()

@@ -15,8 +15,8 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError, InputError, StateError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.engine import engine_of
 from elixir.wrapper.run_options import Debug
+from tests.common import inside
 from tests.common.early import all_early, chain
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan
@@ -144,7 +144,7 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
         its.load_state_dict(states)
     assert_same(dict(module.state_dict()), saved)
     assert_same(optimizer.state_dict(), its_optimizer.state_dict())
-    one, other = [chunk.stored for chunk in engine_of(module).chunks if chunk.stored is not None][:2]
+    one, other = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None][:2]
     with one.at_hand(), pytest.raises(StateError, match="still in use"), other.at_hand():
         pass
     module.close()
@@ -157,7 +157,9 @@ def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_pa
     plan = on_disk(make_plan(it, "streamed", split_number=4))
     with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path) as pair:
         pair.train(2)
-        (resting,) = (chunk for chunk in pair.engine.chunks if any("layers.1." in slot.name for slot in chunk.slots))
+        (resting,) = (
+            chunk for chunk in inside.chunks(pair.module) if any("layers.1." in slot.name for slot in chunk.slots)
+        )
         assert resting.stored is not None
         moved = []
         for skip in (None, 1):

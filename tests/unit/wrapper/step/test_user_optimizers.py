@@ -18,7 +18,7 @@ from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
 from tests.common.on_disk import on_disk
@@ -264,7 +264,7 @@ def test_states_can_be_dropped_as_in_pytorch(mode: str) -> None:
         assert len(pair.optimizer.state) == 0
         assert list(pair.optimizer.state.items()) == []
         pair.train(3)
-        given = pair.engine.steppers[0].user.given  # type: ignore[attr-defined]
+        given = inside.stepper(pair.module).user.given  # type: ignore[attr-defined]
         for state in (pair.optimizer.state, given.state):
             for look in (len, list, dict, lambda each: each[next(iter(pair.plain.parameters()))]):
                 with pytest.raises(InputError, match=r"state_dict\(\) of the ElixirOptimizer.*load_state_dict\(\)"):

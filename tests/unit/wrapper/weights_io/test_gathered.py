@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
 
 Write = Callable[[nn.Parameter], object]
@@ -115,7 +115,7 @@ def test_only_what_was_asked_for_is_written(mode: str) -> None:
     with make_pair(mode) as pair:
         model = pair.module.module
         asked = weight(model, "layers.2.weight")
-        chunk = next(c for c in pair.engine.chunks if any(slot.parameter is asked for slot in c.slots))
+        chunk = next(c for c in inside.chunks(pair.module) if any(slot.parameter is asked for slot in c.slots))
         others = [slot.parameter for slot in chunk.slots]
         assert len(others) > 1
         with pair.module.gathered([asked], write=True), torch.no_grad():
@@ -256,7 +256,7 @@ def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> No
         mine, plain = (weight(model, "layers.4.weight") for model in (pair.module.module, pair.plain))
         with pair.module.gathered([mine], write=True), torch.no_grad():
             pair.module(**pair.case.inp)
-            assert pair.engine.cache.held
+            assert inside.cache(pair.module).held
             mine.mul_(0.5)
             plain.mul_(0.5)
         pair.train(1)
@@ -272,13 +272,13 @@ def test_a_checkpoint_copies_weights_before_anything_changes_them() -> None:
             return [(slot.parameter._version, slot.parameter.tolist()) for slot in chunk.slots]
 
         def right() -> bool:
-            is_right, expected = found == before, {chunk.index: values(chunk) for chunk in pair.engine.chunks}
+            is_right, expected = found == before, {chunk.index: values(chunk) for chunk in inside.chunks(pair.module)}
             found.clear()
             before.update(expected)
             return is_right
 
-        before = {chunk.index: values(chunk) for chunk in pair.engine.chunks}
-        for chunk in pair.engine.chunks:
+        before = {chunk.index: values(chunk) for chunk in inside.chunks(pair.module)}
+        for chunk in inside.chunks(pair.module):
             chunk.before_write = partial(lambda chunk: found.setdefault(chunk.index, values(chunk)), chunk)
         pair.backward()
         pair.optimizer.step()

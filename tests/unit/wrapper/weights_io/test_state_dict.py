@@ -13,8 +13,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import engine_of
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 
 
@@ -53,7 +52,7 @@ def test_one_rank_copies_weights_from_where_they_lie(pair: Pair, monkeypatch: py
     def gather(*_: object) -> None:
         raise AssertionError("nothing is gathered, since one rank has all")
 
-    monkeypatch.setattr(engine_of(pair.module).group, "gather", gather)
+    monkeypatch.setattr(inside.group(pair.module), "gather", gather)
     state = pair.module.state_dict()
     state["0.weight"].zero_()  # of the caller
     monkeypatch.undo()
