@@ -329,7 +329,7 @@ def impossible(job: Job, place: Place) -> str | None:
         return None
     numel, budget = numel_of(shape_of(options)), options.get("budget_bytes")
     kind = options["kind"]
-    per_numel = BYTES_PER_NUMEL // 2 if kind == "plain-bf16" else BYTES_PER_NUMEL
+    per_numel = BYTES_PER_NUMEL // 2 if kind in ("plain-bf16", "torchao") else BYTES_PER_NUMEL
     host = options.get("host_bytes") or place.free_host_bytes()
     if kind == "elixir":
         if budget is None:

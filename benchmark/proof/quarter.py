@@ -137,7 +137,7 @@ def _more(again: Any) -> list[Job]:
     return [
         again(f"offload/{_4B.format(40)}/elixir", 30),
         _zero(40, 75, ratio=0.5),
-        _peer(40, 60, "torchao offload", "torchao"),
+        _peer(40, 60, "torchao offload chunked-loss", "torchao", loss="chunked"),
         _zero(20, 70, stage=2),
         _zero(20, 70, CLIPPED, max_norm=CLIPPED_NORM),
     ]

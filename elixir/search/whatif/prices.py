@@ -89,7 +89,7 @@ class Prices:
         if sorted({*(rows.fieldnames or ()), HOST_MEMORY}) != sorted((*COLUMNS, HOST_MEMORY)):
             found = ",".join(rows.fieldnames or ()) or "nothing"
             raise InputError(
-                f"{path}: expected the columns {','.join(COLUMNS)}, and perhaps {HOST_MEMORY}, found {found}"
+                f"{path}: expected the columns {','.join(COLUMNS)}, found {found}; {HOST_MEMORY} may be one more"
             )
         offers = []
         for (at, _), row in zip(numbered[1:], rows, strict=False):

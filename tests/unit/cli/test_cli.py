@@ -578,21 +578,6 @@ def test_an_empty_name_is_refused_with_those_that_are_known(
     assert says in said
 
 
-def test_a_model_without_parameters_is_refused_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "without_parameters.py").write_text("import torch\ndef model(): return torch.nn.ReLU()\n" + _INP)
-    monkeypatch.chdir(tmp_path)
-    argv = "profile without_parameters:model --inp without_parameters:inp --step without_parameters:step".split()
-    assert "ReLU has no parameters, so there is no step to plan" in fails(capsys, *argv)
-
-
-_INP = """
-def inp(): return {"input": torch.ones(2, 4)}
-def step(model, inp): model(**inp).sum()
-"""
-
-
 def test_progress_is_for_terminals_and_in_lines_where_a_command_asks_for_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

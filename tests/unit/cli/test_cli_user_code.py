@@ -353,3 +353,17 @@ def test_a_function_without_input_is_told_of_both_flags(folder: Path, capsys: py
     assert "(here: --inp module:function, --step module:function)" in fails(capsys, "profile", "plain_models:make")
     without_step = fails(capsys, "profile", "plain_models:make", "--inp", "plain_models:batch")
     assert without_step.strip().endswith("pass a step_fn that computes a loss (here: --step module:function)")
+
+
+def test_a_model_without_parameters_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without_parameters.py").write_text(
+        "import torch\n"
+        "def model(): return torch.nn.ReLU()\n"
+        "def inp(): return {'input': torch.ones(2, 4)}\n"
+        "def step(model, inp): model(**inp).sum()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    argv = "profile without_parameters:model --inp without_parameters:inp --step without_parameters:step".split()
+    assert "ReLU has no parameters, so there is no step to plan" in fails(capsys, *argv)
