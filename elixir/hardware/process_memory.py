@@ -101,9 +101,16 @@ class HeapLimit:
         self.expected_bytes = 0
         """The expected peak of `Resident.own_bytes`; 0 for none."""
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
+        self._unseen_bytes = 0
 
-    def set(self, expected_bytes: int) -> None:
-        """Expects a peak of `Resident.own_bytes` from here on."""
+    def set(self, expected_bytes: int, unseen_bytes: int = 0) -> None:
+        """Expects a peak of `Resident.own_bytes` from here on.
+
+        Args:
+            expected_bytes: the peak.
+            unseen_bytes: that may be taken between two looks, such as the gradient of a large weight.
+        """
+        self._unseen_bytes = unseen_bytes
         if self._file is None:
             with contextlib.suppress(OSError):
                 self._file = open(_PAGES, "rb", buffering=0)  # noqa: SIM115 - for as long as it is looked at
@@ -119,6 +126,7 @@ class HeapLimit:
         Args:
             coming_bytes: that are taken before the next look, such as the activations of a forward.
         """
+        coming_bytes = max(coming_bytes, self._unseen_bytes)
         if self._file is not None and self._held_bytes() + coming_bytes > self._next_bytes:
             give_back_freed()
             least = self._held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)

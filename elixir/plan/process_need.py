@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from elixir.hardware.process_memory import (
@@ -14,7 +15,7 @@ from elixir.hardware.process_memory import (
     Resident,
 )
 from elixir.hardware.profile import HardwareProfile
-from elixir.optimizer_states import MASTER_BYTES
+from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, is_adam
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.units import dtype_bytes
@@ -23,6 +24,11 @@ LIBRARIES_PART = "libraries"
 """Its name in `ProcessNeed.parts`: pages of files, most of them code."""
 GIVEN_PART = "state_dicts"
 """The name of the part for full state dicts and all else that the program takes between steps."""
+LOOP_TENSORS = 2
+"""Float32 tensors as large as a weight that torch's Adam makes while it steps that weight, unless it is fused: the root
+of the second moment, and its quotient. The quotient of the weight before is still there.
+
+Source: ``torch.optim.adam._single_tensor_adam`` of torch 2.13, which is the default for tensors on a CPU."""
 _LASTING = (
     "buffers",
     "rcache",
@@ -56,7 +62,7 @@ class ProcessNeed:
         return ranks * self.own_bytes + self.parts.get(LIBRARIES_PART, 0)
 
 
-def process_need(
+def process_need(  # noqa: PLR0913 - all that a process holds, by name
     plan: Plan,
     kind: str,
     *,
@@ -66,6 +72,7 @@ def process_need(
     given_bytes: int = 0,
     reserve_bytes: int = 0,
     in_heap: bool = True,
+    loops: bool = False,
 ) -> ProcessNeed:
     """The peak of one process of a run.
 
@@ -78,6 +85,7 @@ def process_need(
         given_bytes: that the user's program takes between steps, such as full state dicts.
         reserve_bytes: that the user's program takes later.
         in_heap: the C library keeps freed tensors in its heap (`MAPS_VARIABLE`).
+        loops: torch's Adam steps one weight after the other (`LOOP_TENSORS`), not by one fused kernel.
     """
     found, more, predicted = held or HELD[kind], FIRST_USE[kind], plan.predicted
     on_cpu = kind == "cpu"
@@ -99,6 +107,7 @@ def process_need(
         "device": predicted.device_peak_bytes if on_cpu else 0,
         "heap": gaps,
         "collectives": exchanged if on_cpu else 0,
+        "optimizer_step": _stepping_bytes(plan, on_cpu=on_cpu) if loops else 0,
         GIVEN_PART: max(given_bytes + gathered + left - passing - gaps, 0) if given_bytes else 0,
         "reserve": reserve_bytes,
     }
@@ -107,17 +116,52 @@ def process_need(
 
 def planned_need(plan: Plan, hardware: HardwareProfile) -> ProcessNeed:
     """The expected peak of one process, before anything runs."""
+    kind = hardware.device_kind
+    # A plan for Adam does not say which kernel steps it; on a CPU torch's default is the loop.
+    loops = plan.moments == "float32" and (kind == "cpu" if plan.optimizer in ADAM_FAMILIES else steps_in_loop(plan))
     return process_need(
         plan,
-        hardware.device_kind,
+        kind,
         host_bytes=plan.predicted.host_peak_bytes // hardware.ranks_per_host(plan.world_size),
         reserve_bytes=plan.reserve_bytes,
+        loops=loops,
     )
+
+
+def steps_in_loop(plan: Plan) -> bool:
+    """Whether the plan was made for one of torch's Adams that is not fused."""
+    return plan.moments == "float32" and plan.optimizer not in ADAM_FAMILIES and is_adam(plan.optimizer)
 
 
 def must_be_free_bytes(plan: Plan, hardware: HardwareProfile) -> int:
     """The memory of each machine that must be free for a run of the plan."""
     return planned_need(plan, hardware).machine_bytes(hardware.ranks_per_host(plan.world_size))
+
+
+def _stepping_bytes(plan: Plan, *, on_cpu: bool) -> int:
+    """Bytes of a loop's tensors, as far as they exceed what a step takes elsewhere.
+
+    The host steps a chunk while the next forward computes. A device steps once the activations are gone.
+    """
+    stepped = [chunk for chunk in plan.chunks if chunk.trainable and chunk.reduce_order is not None]
+    on_host = max((_looped_bytes(plan, chunk) for chunk in stepped if chunk.update_home == "host"), default=0)
+    on_device = [chunk for chunk in stepped if chunk.update_home == "device"]
+    if not (on_cpu and on_device):
+        return on_host
+    parts = plan.predicted.device_parts
+    at_step = sum(parts.get(name, 0) for name in _LASTING)
+    at_step += sum(chunk.weight_bytes // plan.shards for chunk in on_device)  # their gradients
+    at_step += max(_looped_bytes(plan, chunk) for chunk in on_device)
+    return on_host + max(at_step - plan.predicted.device_peak_bytes, 0)
+
+
+def _looped_bytes(plan: Plan, chunk: ChunkPlan) -> int:
+    """Bytes that a loop takes to step a chunk; of weights in fewer bits it gets float32 gradients."""
+    shard_numel = chunk.numel // plan.shards
+    sizes = [min(slot.numel, shard_numel) for slot in chunk.parameters]
+    tensors = (before + LOOP_TENSORS * now for before, now in itertools.pairwise([0, *sizes]))
+    gradients = 0 if dtype_bytes(chunk.dtype) >= MASTER_BYTES else shard_numel
+    return MASTER_BYTES * (max(tensors, default=0) + gradients)
 
 
 def _gathered_bytes(plan: Plan, given_bytes: int) -> int:

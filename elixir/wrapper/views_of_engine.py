@@ -20,6 +20,10 @@ class AnyStepper(Protocol):
         """The parameters that it steps."""
 
     @property
+    def loops(self) -> bool:
+        """Whether torch's Adam steps one weight after the other, with tensors as large as each."""
+
+    @property
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
 

@@ -18,7 +18,7 @@ from elixir.hardware.promises import Memory
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.plan.process_need import GIVEN_PART, LIBRARIES_PART, ProcessNeed, process_need
+from elixir.plan.process_need import GIVEN_PART, LIBRARIES_PART, ProcessNeed, process_need, steps_in_loop
 from elixir.units import LARGEST_BYTES, dtype_bytes
 from elixir.wrapper.engine import Engine
 
@@ -66,6 +66,8 @@ class PlanPromise:
     def need(self, plan: Plan, host_bytes: int) -> ProcessNeed:
         """The peak of this process under a plan, of which so many bytes are on the host."""
         given = self._engine.arena.given_bytes if self._engine.has_plan else {}
+        steppers = self._engine.steppers
+        loops = any(stepper.loops for stepper in steppers) if steppers else steps_in_loop(plan)
         return process_need(
             plan,
             self._engine.device.type,
@@ -75,6 +77,7 @@ class PlanPromise:
             given_bytes=max(sum(given.values()), self._between_steps_bytes),
             reserve_bytes=self._reserve_bytes,
             in_heap=MAPS_VARIABLE not in os.environ,
+            loops=loops,
         )
 
     def need_of(self, plan: Plan) -> ProcessNeed:
@@ -102,7 +105,7 @@ class PlanPromise:
             return None
         files_bytes = max(now.file_bytes - need.parts.get(LIBRARIES_PART, 0), 0)
         self._most_bytes = max(self._most_bytes, need.peak_bytes + files_bytes, self.held.peak_bytes)
-        self._limit_heap(need)
+        self._limit_heap(need, self._engine.plan)
         return now.peak_bytes, self._most_bytes
 
     def note_device_peak(self) -> None:
@@ -122,12 +125,12 @@ class PlanPromise:
         peak = torch.cuda.max_memory_allocated(self._engine.device)
         return None if peak == self._earlier_device_peak else peak
 
-    def _limit_heap(self, need: ProcessNeed) -> None:
+    def _limit_heap(self, need: ProcessNeed, plan: Plan) -> None:
         others = promises.outstanding(self.device, self)
         if self._engine.device.type == "cpu":
             # Of the memory of other models, `need` has what they held when this one was wrapped.
             expected = need.own_bytes + others.host_bytes
-            HEAP.set(max(expected, HEAP.expected_bytes) if others.plans else expected)
+            HEAP.set(max(expected, HEAP.expected_bytes) if others.plans else expected, _unseen_bytes(plan))
         elif not others.plans:
             HEAP.forget()
 
@@ -169,7 +172,14 @@ class PlanPromise:
             name=name,
             but=self,
         )
-        self._limit_heap(need)
+        self._limit_heap(need, plan)
+
+
+def _unseen_bytes(plan: Plan) -> int:
+    """Bytes that autograd may take before the heap is looked at again: a gradient of the largest weight, and its sum
+    with that of another read."""
+    trained = [chunk for chunk in plan.chunks if chunk.trainable]
+    return 2 * max((dtype_bytes(chunk.dtype) * s.numel for chunk in trained for s in chunk.parameters), default=0)
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:

@@ -92,6 +92,11 @@ class Stepper:
         return self.norm.last
 
     @property
+    def loops(self) -> bool:
+        """Whether torch's Adam steps one weight after the other, with tensors as large as each."""
+        return self.user.loops
+
+    @property
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
         return self.norm.is_wanted

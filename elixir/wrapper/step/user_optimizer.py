@@ -269,6 +269,12 @@ class UserOptimizer:
         return made
 
     @property
+    def loops(self) -> bool:
+        """Whether it is one of torch's Adams that steps one weight after the other, by no fused kernel."""
+        adam = type(self.given) in (torch.optim.Adam, torch.optim.AdamW)
+        return adam and not self.fuses and not all(group.get("fused") for group in self._groups())
+
+    @property
     def _shares_calls(self) -> bool:
         """Whether its class steps any number of tensors by one kernel, without extra memory."""
         adam = type(self.given) in (torch.optim.Adam, torch.optim.AdamW)

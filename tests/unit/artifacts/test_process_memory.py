@@ -14,11 +14,13 @@ from elixir.hardware import process_memory
 from elixir.hardware.control_groups import own_group
 from elixir.hardware.host_share import HostView, host_share
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
+from elixir.hardware.profile import preset
 from elixir.optimizer_states import MASTER_BYTES
-from elixir.plan.process_need import LIBRARIES_PART, process_need
-from elixir.search import optimal_search
+from elixir.plan.plan import Plan
+from elixir.plan.process_need import LIBRARIES_PART, LOOP_TENSORS, planned_need, process_need
+from elixir.search import optimal_search, simple_search
 from elixir.units import LARGEST_BYTES, MIB
-from tests.common.samples import make_plan
+from tests.common.samples import make_plan, make_trace
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
 
@@ -113,6 +115,32 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -
         assert with_states - only_weights == share * 64 * gathered + 1  # weights are copied from where they lie
     assert on_cpu["collectives"] == max(chunk.weight_bytes for chunk in made.chunks)
     assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
+
+
+def test_a_step_in_a_loop_has_its_tensors_in_the_peak() -> None:
+    trace, machine = make_trace(layers=3, unit=2**20), preset("cpu")
+    (numel,) = {each.numel for each in trace.parameters}
+
+    def need(home: str, optimizer: str) -> tuple[Plan, int]:
+        plan = simple_search(trace, 1, hardware=machine, shard_device=home, optimizer_type=optimizer).plan
+        return plan, planned_need(plan, machine).parts.get("optimizer_step", 0)
+
+    # A chunk's float32 gradients, the root and the quotient of one weight; on the host next to anything.
+    plan, on_host = need("cpu", "AdamW")
+    chunk, several = max((chunk.numel, len(chunk.parameters) > 1) for chunk in plan.chunks)
+    assert on_host == 4 * (chunk + (several + LOOP_TENSORS) * numel)
+    assert need("cpu", "AdamW (for-loop)")[1] == on_host
+    assert need("cpu", "SGD")[1] == 0
+    # On the device after backward, whose activations are gone.
+    plan, on_device = need("cuda", "AdamW")
+    parts = plan.predicted.device_parts
+    lasting = parts["resident_weights"] + parts["optimizer_states"] + parts.get("buffers", 0)
+    gradients = sum(chunk.weight_bytes for chunk in plan.chunks)
+    at_step = lasting + gradients + on_host
+    assert on_device == at_step - plan.predicted.device_peak_bytes > 0
+    cuda = preset("h200")
+    hosted = simple_search(trace, 1, hardware=cuda, shard_device="cpu", optimizer_type="AdamW").plan
+    assert "optimizer_step" not in planned_need(hosted, cuda).parts  # a plan counts on a fused one there
 
 
 def test_a_state_dict_gathers_only_what_does_not_lie_whole_in_memory() -> None:

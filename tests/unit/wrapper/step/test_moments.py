@@ -25,6 +25,7 @@ from elixir.kernels.adam.step import adam_step
 from elixir.models.step import default_step
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size
 from elixir.plan.plan import Plan
+from elixir.plan.process_need import LOOP_TENSORS
 from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
 from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
@@ -439,6 +440,18 @@ def test_a_step_that_is_not_compiled_takes_the_memory_that_plans_count(
     made = (dtype != torch.float32) * 2 * numel + 2 * numel  # the arguments above
     taken = living.peak_bytes - made
     assert 0.8 * STEP_TEMPORARY_BYTES[kind] * numel < taken <= STEP_TEMPORARY_BYTES[kind] * numel + 2**16
+
+
+def test_a_step_in_a_loop_takes_two_tensors_of_a_weight_and_one_of_that_before() -> None:
+    weights = [torch.nn.Parameter(torch.randn(numel)) for numel in (1000, 5000, 2000)]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()  # makes the states
+    with Living() as living:
+        optimizer.step()
+    taken = living.peak_bytes - (1000 + LOOP_TENSORS * 5000) * 4
+    assert 0 <= taken < 1000  # counts of steps
 
 
 @pytest.mark.parametrize("kind", LOW)
