@@ -110,7 +110,7 @@ class StepPhase:
         self.to(Phase.CLOSED)
 
     def refuse_closed(self) -> None:
-        """Raises `InputError` after `close`. Every call of the user's asks this first."""
+        """Raises `InputError` after `close`. Calls of the user's ask this first."""
         if self.closed:
             raise closed()
         hold_back()
