@@ -206,7 +206,7 @@ def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: p
 
 
 def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a module that the trace has not seen; without an announcement it would read an address that is none."""
+    """The trace has not seen the module; without an announcement it would read an address that is none."""
     it = Case(Stack(), {"x": torch.randn(2, 4)}, square_loss)
     plain, rows = copy.deepcopy(it.model), 0
     scripted: Any = {model.layers[0]: torch.jit.trace(model.layers[2].up, it.inp["x"]) for model in (it.model, plain)}

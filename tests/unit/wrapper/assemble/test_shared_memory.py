@@ -166,7 +166,7 @@ def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_attribute_that_was_replaced_is_let_go(mode: str) -> None:
-    """As `torch.nn.utils.spectral_norm` does it."""
+    """`torch.nn.utils.spectral_norm` replaces one in each forward."""
     it = _case(KEPT["attribute"])
     with Pair(it, make_plan(it, mode, split_number=12), plain=_make(KEPT["attribute"])) as pair:
         pair.train(1)
