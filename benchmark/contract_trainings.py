@@ -51,7 +51,7 @@ class Training:
     lora: int | None = None
     fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the search."""
+    """Options of the search."""
 
 
 TRAININGS = {

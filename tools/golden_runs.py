@@ -145,7 +145,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "moved activations": {},
     "together": {},
 }
-"""What else a plan is asked for: layers fetched as one, compiled layers, micro-batches that go through each layer
+"""Further options of a plan: layers fetched as one, compiled layers, micro-batches that go through each layer
 together, replicas, frozen weights that stay in their files, activations that wait on the host, a model with its frozen
 reference."""
 

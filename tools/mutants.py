@@ -82,7 +82,7 @@ LINES = (
 GIVEN = re.compile(r"^@given\(.*?^def (test_\w+)", re.DOTALL | re.MULTILINE)
 """Tests whose examples hypothesis draws: it is hypothesis that runs the lines."""
 STAGES = {1: "not slow and not more", 2: "not slow"}
-"""What pytest's -m says for the tests of ``make test``, and of CI."""
+"""The expression after pytest's -m for the tests of ``make test``, and of CI."""
 PYTEST = ("pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "-m")
 NOT_NOTICED = ("no", "not reached")
 COLUMNS = ("place", "change", "by", "seconds")
@@ -99,7 +99,7 @@ class Change:
 
     path: str
     function: str
-    """Where it is, such as ``Lane.submit``; empty outside of all functions and classes."""
+    """The function around it, such as ``Lane.submit``; empty outside of all functions and classes."""
     line: int
     what: str
     source: bytes

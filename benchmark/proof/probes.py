@@ -249,7 +249,7 @@ def storages(options: dict[str, Any], place: Place) -> Row:
         return {"most_bytes": most, "more_reserved_bytes": taken, "device_allocs": calls, "microseconds": once_us}
 
     def streams(recorded: bool) -> dict[str, Any]:
-        """A block that a second stream still writes is given up: who gets it next, and does the host wait?"""
+        """A block that a second stream still writes is given up: which stream gets it next, and does the host wait?"""
         first, second = empties(2)
         fill(first, options["nbytes"])
         side, address = _cuda.Stream(place.device), first.data_ptr()

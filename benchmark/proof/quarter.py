@@ -133,7 +133,7 @@ def _compiled(known: dict[str, Job], name: str) -> Sequence[Job]:
 
 
 def _more(again: Any) -> list[Job]:
-    """What may make a peer faster, or give it a row, for time that is left and for another day."""
+    """Jobs that may make a peer faster, or give it a row, for time that is left and for another day."""
     return [
         again(f"offload/{_4B.format(40)}/elixir", 30),
         _zero(40, 75, ratio=0.5),

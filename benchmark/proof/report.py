@@ -370,7 +370,7 @@ def _outcome(row: Row) -> str:
 
 
 def _waits(row: Row) -> str:
-    """Where steps of ours stood still: the host until work was issued, and compute on the device for it."""
+    """Says where steps of ours stood still: the host until work was issued, and compute on the device for it."""
     found = []
     for who, key in (("the host", "waited_s_per_step"), ("the device", "stream_waited_s_per_step")):
         waits = [f"{lane} {seconds:.3f} s" for lane, seconds in row.get(key, {}).items() if seconds >= SHOWN_WAIT_S]

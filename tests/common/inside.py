@@ -103,7 +103,7 @@ def optimizers(module: ElixirModule) -> int:
 
 
 def forget_optimizers(module: ElixirModule) -> None:
-    """As before the first optimizer was made."""
+    """Takes all optimizers off, as before the first was made."""
     engine_of(module).steppers.clear()
 
 
@@ -164,7 +164,7 @@ def updates(module: ElixirModule) -> list[Ticket]:
 
 
 def phase(module: ElixirModule) -> Phase:
-    """What the module is doing."""
+    """The phase of the step that the module is in."""
     return engine_of(module).phase.now
 
 
@@ -187,7 +187,7 @@ def may_replan(module: ElixirModule) -> bool:
 
 
 def promise(module: ElixirModule) -> PlanPromise:
-    """What the module has promised about memory."""
+    """The module's promise about memory."""
     found: PlanPromise = vars(module)["_promise"]
     return found
 

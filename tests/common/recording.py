@@ -34,7 +34,7 @@ _MARK = "elixir_test_rank"
 SECONDS = re.compile(r"[-+\d.e]+ (?:m|u|n)?s\b|[\d.]+ times|load \d+ on \d+ cores")
 """Figures in messages that differ from run to run."""
 _MOST_LINES = 60
-"""Of a difference that is shown."""
+"""The most lines of a difference that are shown."""
 CHANGING = re.compile(rf"threads of the host's Adam: .*|0x[0-9a-f]+|{tempfile.gettempdir()}/\S+")
 
 

@@ -28,13 +28,13 @@ COSTS = ROOT / "tests" / "costs.json"
 LIMIT_S, LIMIT_OF_FINDERS_S = 0.3, 1.0
 """Processor seconds that a test of the first stage may take."""
 KEPT_S = 0.05
-"""Of a test that takes less no seconds are kept."""
+"""Seconds below this are not kept."""
 LEFT_OUT = ("tests/distributed", "tests/gpu", "tests/machines", "tests/unit/proof", "tests/unit/repository")
 """Ranks, devices, and what is not about the product's code: never in the first stage."""
 RECORDED = "test_recorded_"
 """Files of recorded outcomes, which guard changes of shape and promise nothing: never in the first stage."""
 FIRST_STAGE = "not slow and not more"
-"""What pytest's -m says in ``make test``."""
+"""The expression after pytest's -m in ``make test``."""
 SAMPLES = (
     "tests/distributed/test_ddp_parity.py::test_two_ranks",
     "tests/unit/cli/test_command.py::test_a_plan_is_made_by_a_process",
@@ -45,7 +45,7 @@ STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "multiprocessing.Proc
 
 
 class Cost(TypedDict, total=False):
-    """What is known of a test; what is left out is zero."""
+    """The record of a test; a number that is left out is zero."""
 
     cpu_s: float
     """Processor seconds of its dearest quick case, ended children included."""

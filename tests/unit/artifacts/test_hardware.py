@@ -240,7 +240,7 @@ def test_an_absurd_fit_is_refused_by_name(field: str, value: Any) -> None:
         ("host_to_device", "host_to_device_bytes_per_s"),
         ("host_to_device.both.all_ranks", "host_to_device_bytes_per_s"),
         ("device_to_host.pageable", "device_to_host_bytes_per_s"),
-        ("host_budget", "host_memory_bytes_per_s"),
+        ("host_memory", "host_memory_bytes_per_s"),
         ("host_adam.8.bfloat16.all_ranks", "host_adam_numel_per_s"),
         ("device_adam", "device_adam_numel_per_s"),
         ("reduction.float32", "device_memory_bytes_per_s"),
@@ -297,7 +297,7 @@ def test_units_of_keys() -> None:
         "matmul.float32.deep",
         "attention.float32",
         "all_gather.2",
-        "host_budget",
+        "host_memory",
     )
     assert [fit_unit(key) for key in keys] == ["numel", "numel", "flops", "flops", "bytes", "bytes"]
 

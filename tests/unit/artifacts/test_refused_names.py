@@ -84,7 +84,7 @@ def test_checkpointing_that_cannot_be_turned_on(checkpoint: Any, error: type[Exc
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
-        ("transformers", r"named models and config\.json need transformers: pip install 'torch-elixir\[hf\]'"),
+        ("transformers", r"named models and config\.json need transformers: pip install 'transformers>=5\.0'"),
         (
             "transformers.models.auto.modeling_auto",
             "this transformers has no transformers.models.auto.modeling_auto: pip",

@@ -118,7 +118,7 @@ def names_in(out: Path) -> list[str]:
 
 
 def test_a_run_ends_in_its_time_whatever_starts_slowly_or_hangs(tmp_path: Path) -> None:
-    """What has taken time before jobs begin is taken from them."""
+    """Seconds that pass before jobs begin are taken from them."""
     work, out = tmp_path / "work", tmp_path / "out"
     began = time.monotonic()
     found = run("1", str(out), PYTHON=fake(tmp_path, hangs=True, starts_s=3.0), WORK=str(work), SECONDS_GIVEN="21")

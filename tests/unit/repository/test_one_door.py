@@ -38,7 +38,7 @@ def ours() -> set[str]:
 
 
 def reaches(path: Path, private: set[str]) -> set[str]:
-    """What a test file reads of the runtime's inside: attributes, imported names, and names in text that are patched."""
+    """The private names that a test file reads: attributes, imported names, and names in text that are patched."""
     tree = ast.parse(path.read_text())
     own = set(_named(tree))
     found = set()
