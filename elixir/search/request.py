@@ -110,8 +110,8 @@ class SearchRequest:
     again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, or a trace that
     follows from a model's name. None: as the model is."""
     host_budget: Size = None
-    """The budget, given instead of `host_memory`, of what Elixir itself keeps on the host of one machine, such as weights,
-    gradients and states of all its ranks. All else that must be free comes on top."""
+    """The budget, given instead of `host_memory`, of what Elixir itself keeps on the host of one machine, such as
+    weights, gradients and states of all its ranks. All else that must be free comes on top."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
