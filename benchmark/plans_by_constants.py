@@ -58,9 +58,10 @@ from elixir.models.loading import build
 from elixir.models.step import default_input, default_step
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.simulation import simulate_step
+from elixir.search.written_plan import to_plan
 from elixir.tracer.trace import trace_step
 
 MODEL = "opt"

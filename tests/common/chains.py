@@ -9,11 +9,11 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
-from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.simulation import Simulation, simulate_step
+from elixir.search.written_plan import to_plan
 from elixir.step_trace import StepTrace
 from elixir.units import MIB
 from tests.common.samples import make_hardware

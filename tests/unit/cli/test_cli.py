@@ -516,15 +516,6 @@ def test_a_hedge_ends_with_what_took_its_place(capsys: pytest.CaptureFixture[str
     assert "--assume nominal" in err
 
 
-def test_version_and_bare_call(capsys: pytest.CaptureFixture[str]) -> None:
-    import elixir
-
-    assert run(capsys, "--version")[1] == f"elixir {elixir.__version__}\n"
-    status, out, _ = run(capsys)
-    assert status == 2
-    assert "COMMAND" in out
-
-
 @pytest.mark.parametrize(
     ("argv", "form", "model"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from elixir.cli import main
 from elixir.cli.options import COMMANDS, EXAMPLES, build_parser, normalise
+from tests.common.command_line import run
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -53,3 +54,12 @@ def test_a_flag_that_is_gone_says_what_took_its_place(capsys: pytest.CaptureFixt
 
 def test_without_a_command_the_whole_help_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(["--no-such-thing"], capsys).endswith("(see elixir --help)\n")
+
+
+def test_version_and_bare_call(capsys: pytest.CaptureFixture[str]) -> None:
+    import elixir
+
+    assert run(capsys, "--version")[1] == f"elixir {elixir.__version__}\n"
+    status, out, _ = run(capsys)
+    assert status == 2
+    assert "COMMAND" in out

@@ -21,7 +21,7 @@ import pytest
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
-from elixir.search.planner import setting_for, to_plan
+from elixir.search.planner import setting_for
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import HOMES, Placement, Spill
@@ -33,6 +33,7 @@ from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibra
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.simulation import simulate_step
+from elixir.search.written_plan import to_plan
 from elixir.step_trace import Form, StepTrace
 from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers

@@ -1,0 +1,169 @@
+"""Writes a candidate down as a plan."""
+
+from __future__ import annotations
+
+import math
+
+from elixir.hardware.scenario import extremes
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+from elixir.plan.plan import Plan
+from elixir.plan.prediction import CHECKPOINT_PART, Prediction
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.propose.candidate import Candidate
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import HomeChoice
+from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+
+def to_plan(
+    space: SearchSpace,
+    best: Candidate,
+    budgets: Budgets,
+    optimizer: str,
+    placement: HomeChoice,
+    *,
+    fastest_s: float | None = None,
+) -> Plan:
+    """The candidate as a `Plan`; `fastest_s` are the seconds of the fastest one there is."""
+    trace, work, schedule = space.trace, best.work, best.schedule
+    streamed = not all(best.placement.resident)
+    chunks = _chunk_plans(trace, best)
+    spare_bytes = budgets.host_bytes - best.need.host_bytes
+    host_parts = best.need.host_parts | _for_checkpoints(space.model(work.packing.capacity_bytes), spare_bytes)
+    block_bytes = work.packing.block_bytes if streamed or best.need.grad_blocks else 0
+    return Plan(
+        model_name=trace.model_name,
+        model_fingerprint=trace.model_fingerprint,
+        hardware_name=space.hardware.name,
+        hardware_fingerprint=space.hardware.fingerprint,
+        world_size=space.setting.world_size,
+        dtype=trace.dtype,
+        optimizer=optimizer,
+        state_size=space.setting.states,
+        overlap=best.overlap,
+        placement=placement,
+        block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
+        block_bytes=block_bytes,
+        block_count=schedule.blocks,
+        prefetch_depth=schedule.prefetch_depth if streamed else 0,
+        grad_block_count=best.need.grad_blocks,
+        chunks=chunks,
+        order=work.order,
+        alignment_bytes=space.table.alignment_bytes,
+        device_budget_bytes=budgets.device_bytes,
+        host_budget_bytes=budgets.host_bytes,
+        disk_budget_bytes=budgets.disk_bytes,
+        predicted=Prediction(
+            device_peak_bytes=best.need.device_bytes,
+            device_parts=best.need.device_parts,
+            host_peak_bytes=sum(host_parts.values()),
+            host_parts=host_parts,
+            disk_peak_bytes=best.need.disk_bytes,
+            activation_bytes=max((access.live_bytes for access in trace.accesses), default=0),
+            moved_bytes={
+                "host_to_device": best.moved.host_to_device_bytes,
+                "device_to_host": best.moved.device_to_host_bytes,
+                "network": best.moved.network_bytes,
+                "replicas": best.moved.replicas_bytes,
+                "disk_read": best.moved.disk_bytes + best.moved.file_bytes,
+                "disk_write": best.moved.disk_bytes,
+            },
+            loads=best.moved.loads,
+            hits=best.moved.hits,
+            seconds=dict(best.seconds),
+            fastest_s=fastest_s,
+            range_s=step_range_s(space, best),
+            flops=trace.flops * space.setting.accumulation,
+            peak_flops_per_s=space.hardware.flops_per_s.get(main_dtype(trace)),
+        ),
+        accumulation=space.setting.accumulation * trace.pass_size,
+        moments=space.setting.moments,
+        may_update_early=space.setting.early_updates,
+        clipping=space.setting.clipping,
+        device_reserve_bytes=budgets.device_reserve_bytes,
+        host_reserve_bytes=budgets.host_reserve_bytes,
+        read_budgets=budgets.read,
+        host_threads=_host_threads(space),
+        start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
+        device_name=space.hardware.device_name,
+        step=trace.step,
+        frozen_weights=space.setting.frozen_weights,
+        replicas=space.setting.replicas,
+        pass_size=trace.pass_size,
+    )
+
+
+def _for_checkpoints(model: MemoryModel, spare_bytes: int) -> dict[str, int]:
+    """The part of host memory for copies while a checkpoint is written: what the budget has to spare, at most
+    `MemoryModel.copies_bytes`. Nothing but a save depends on it."""
+    amount = min(spare_bytes, model.copies_bytes)
+    return {CHECKPOINT_PART: amount} if amount > 0 else {}
+
+
+def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
+    """The range of the step's seconds, as far as the machine's rates are uncertain."""
+    total_s = []
+    for scenario, compute_scale in extremes(space.hardware):
+        machine = scenario.machine(space.hardware)
+        scale = compute_scale * space.compute_scale
+        cost = SimulatedCost(space.trace, machine, space.setting, compute_scale=scale, like=space.cost)
+        total_s.append(best.seconds_by(cost)["total"])
+    fastest, slowest = total_s
+    return fastest, slowest
+
+
+def _host_threads(space: SearchSpace) -> int | None:
+    setting = space.setting
+    dtype = main_dtype(space.trace)
+    ranks = setting.world_size, setting.ranks_per_host
+    rates = Rates(space.hardware, dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
+    return rates.host_threads
+
+
+def _common_dtype(best: Candidate) -> str:
+    sizes: dict[str, int] = {}
+    for chunk in best.work.packing.chunks:
+        sizes[chunk.dtype] = sizes.get(chunk.dtype, 0) + chunk.bytes
+    return max(sorted(sizes), key=lambda dtype: sizes[dtype])
+
+
+def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
+    plans, order = [], _reduce_order(trace, best)
+    for index, chunk in enumerate(best.work.packing.chunks):
+        itemsize = dtype_bytes(chunk.dtype)
+        slots = tuple(
+            ParamSlot(trace.parameters[member].name, offset // itemsize, trace.parameters[member].numel)
+            for member, offset in zip(chunk.parameters, chunk.offset_bytes, strict=True)
+        )
+        home = best.placement.homes[index]
+        plans.append(
+            ChunkPlan(
+                dtype=chunk.dtype,
+                trainable=chunk.trainable,
+                numel=chunk.bytes // itemsize,
+                parameters=slots,
+                weight_home=home.weight_home,
+                state_home=home.states,
+                resident=home.resident,
+                reduce_order=order.get(index),
+                grad_entry=best.work.grad_entry(index),
+                update=home.update,
+                matrices=best.work.chunks[index].matrices,
+            )
+        )
+    return tuple(plans)
+
+
+def _reduce_order(trace: StepTrace, best: Candidate) -> dict[int, int]:
+    """Chunks that get gradients, by their place in the order in which the last of them arrives."""
+    last: dict[int, int] = {}
+    for index, chunk in enumerate(best.work.packing.chunks):
+        accesses = [trace.parameters[member].grad_access for member in chunk.parameters]
+        arrived = [access for access in accesses if access is not None]
+        if arrived:
+            last[index] = max(arrived)
+    order = sorted(last, key=lambda index: (last[index], -index))
+    return {index: place for place, index in enumerate(order)}
