@@ -33,10 +33,10 @@ from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -60,8 +60,8 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.tracer.trace import trace_step
 
 MODEL = "opt"

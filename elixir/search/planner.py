@@ -35,10 +35,10 @@ from elixir.search.propose.regret import find_surest, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import HomeChoice, SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
 

@@ -12,8 +12,8 @@ from elixir.plan.plan import Plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import StepTrace
 from elixir.units import MIB
 from tests.common.samples import make_hardware

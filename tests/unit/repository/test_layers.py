@@ -40,7 +40,6 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"simulator"}),
         frozenset({"propose"}),
         frozenset({"budgets"}),
-        frozenset({"written_plan"}),
         frozenset({"planner"}),
         frozenset({"advise"}),
         frozenset({"batches", "replan", "searches", "whatif"}),

@@ -29,11 +29,11 @@ from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_h
 from elixir.search.propose.candidate import Candidate, updated_early, weigh
 from elixir.search.propose.placement_batch import possible_homes
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import Form, StepTrace
 from elixir.units import MIB
 from tests.common.layered_steps import layered_step, some_layers

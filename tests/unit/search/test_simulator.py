@@ -22,10 +22,10 @@ from elixir.search import plan_from_trace, simple_search
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB

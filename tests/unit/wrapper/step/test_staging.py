@@ -16,9 +16,9 @@ from elixir.plan.plan import Plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.written_plan import to_plan
 from elixir.search.simulator.replay import WorkSpan
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.written_plan import to_plan
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
