@@ -141,7 +141,7 @@ def _say_plan(
     if choice is not None and not args.brief:
         output.say_tables(tables.batch_table(choice))
     output.say(str(plan))
-    _say_need(answer)
+    _say_need(answer, args.host_memory)
     if not args.brief:
         say_parts(plan)
     if plan.uses_disk:
@@ -155,18 +155,17 @@ def _say_plan(
 def _need(answer: Answer) -> dict[str, Any]:
     """The memory that the processes of a plan take of each machine, and for what each of them takes it; libraries
     count once."""
-    ranks = answer.question.hardware.ranks_per_host(answer.plan.world_size)
-    return {"machine_bytes": answer.must_be_free_bytes, "processes": ranks, "parts": answer.process_need.parts}
+    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
+    return {"machine_bytes": need.machine_bytes(ranks), "processes": ranks, "parts": need.parts}
 
 
-def _say_need(answer: Answer) -> None:
+def _say_need(answer: Answer, given: str | int | None) -> None:
     """Says how much memory the processes of a plan take of their machine, and for what."""
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
     of_each = f"; each of {ranks} processes" if ranks > 1 else ""
-    given = answer.question.request.host_memory
-    of_given = f" of the {format_bytes(parse_bytes(given))}" if given not in (None, FREE_HERE) else ""
-    taken = f"{format_bytes(answer.must_be_free_bytes)}{of_given}"
+    of_given = f" of the {format_bytes(parse_bytes(given))}" if given is not None and given != FREE_HERE else ""
+    taken = f"{format_bytes(need.machine_bytes(ranks))}{of_given}"
     output.say(f"  must be free  {taken} of each machine's memory{of_each}: {parts}")
 
 
