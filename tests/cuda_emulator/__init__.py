@@ -226,6 +226,7 @@ def _patch(cuda: Any, device: ModuleType) -> None:
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: DEVICE_NAME,
         "get_device_capability": lambda device=None: (9, 0),
+        "_sleep": lambda cycles: None,  # nothing is queued here that a timing would have to hold back
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
         "cudart": lambda: runtime,
