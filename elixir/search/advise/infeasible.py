@@ -99,7 +99,8 @@ def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of
         return
     least = least_bytes(Unmet(question, setting), error.needed_bytes)
     if least > budgets.host_bytes:
-        yield f"host memory is short as well ({how_far(least, budgets.host_bytes)})"
+        needed = least + budgets.other_bytes
+        yield f"host memory is short as well ({how_far(needed, budgets.given_host_bytes)})"
     held = holders_text(question.trace, MOST_HOLDERS)
     if held:
         yield f"at the peak: {held}"

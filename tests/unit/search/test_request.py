@@ -163,7 +163,7 @@ def test_positions_are_those_that_users_know() -> None:
     trace = stack_trace(SMALL)
     by_position = optimal_search(trace, 1, None, "SGD", True, False, None, None, HARDWARE, PLENTY, PLENTY)
     assert by_position == plan_from_trace(
-        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_budget=PLENTY
+        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_memory=PLENTY
     )
 
 
