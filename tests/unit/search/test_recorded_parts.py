@@ -397,12 +397,10 @@ def changes_of(draw: random.Random) -> list[Any]:
         chunks = (replace(chunk, **home) for chunk, home in zip(plan.chunks, homes, strict=True))
         frozen = replace(plan, chunks=tuple(chunks))
         on_disk = replace(plan, chunks=(*plan.chunks[:-1], replace(plan.chunks[-1], state_home="disk")))
+        question = Question(layered_step(layers), machine, SearchRequest(world_size=ranks))
         for one in (plan, alone, frozen, on_disk):
-            found += [[change.action, change.hardware] for change in better_machine(one, machine)]
-        found += [
-            change.applied(Question(layered_step(layers), machine, SearchRequest(world_size=ranks)))
-            for change in better_machine(plan, machine)
-        ]
+            found += [[change.action, change.hardware] for change in better_machine(one, question)]
+        found += [change.applied(question) for change in better_machine(plan, question)]
     return [str(each) for each in found]
 
 

@@ -284,7 +284,7 @@ def changes(answer: Answer) -> list[Any]:
     again = replace(trace, step=replace(trace.step, checkpoint="non-reentrant" if trace.step.checkpointed else "none"))
     question, size = Question(again, machine, request), 16 * GIB
     more = [change for which in ("device", "host") for change in more_machine(question, which, "16GiB", size)]
-    return [*for_speed(question), *for_memory(question), *more, *better_machine(answer.plan, machine)]
+    return [*for_speed(question), *for_memory(question), *more, *better_machine(answer.plan, answer.question)]
 
 
 def words(plan: Plan) -> list[str]:

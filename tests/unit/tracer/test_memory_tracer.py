@@ -65,7 +65,6 @@ def test_a_profile_serves_as_device() -> None:
     ("change", "error"),
     [
         ({"device": "h2000"}, InputError),
-        ({"inp": [1]}, InputTypeError),
         ({"step_fn": None}, InputTypeError),
         ({"optimizer": "adma"}, InputError),
         ({"model": nn.ReLU()}, InputError),

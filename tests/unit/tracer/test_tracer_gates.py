@@ -108,8 +108,6 @@ def holding(values: torch.Tensor) -> nn.Module:
 OUTSIDE = nn.Linear(8, 4)
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "inp is a list": (lambda: cpu_trace(mlp(), [1], sum_step), InputTypeError, "dict"),
-    "inp is a tensor": (lambda: cpu_trace(mlp(), torch.ones(1), sum_step), InputTypeError, "dict"),
     "inp is sparse": (lambda: cpu_trace(mlp(), {"x": torch.eye(8).to_sparse()}, sum_step), InputError, "dense"),
     "step_fn is text": (lambda: cpu_trace(mlp(), INP, "step"), InputTypeError, "callable"),
     "no model": (lambda: cpu_trace("opt-125m", INP, sum_step), InputTypeError, "nn.Module"),
