@@ -6,6 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from tests.unit.integrations.test_private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 DOOR = ROOT / "tests" / "common" / "inside.py"
@@ -30,25 +33,28 @@ def _named(tree: ast.AST) -> Iterator[str]:
 
 
 def ours() -> set[str]:
-    """Private names of the package that no part of PyTorch has."""
+    """Private names of the package that neither PyTorch nor a library that the integrations extend has."""
     files = (ast.parse(path.read_text()) for path in (ROOT / "elixir").rglob("*.py"))
     names = {name for tree in files for name in _named(tree) if _private(name)}
     torchs = re.findall(r'"(_\w+)"', (ROOT / "pyproject.toml").read_text())  # names that ruff is to let pass
-    return names - {*torchs, "_engine_run_backward", "_save", "_memory_format"}
+    libraries = set[str]().union(*PRIVATE_NAMES.values())
+    of_tuples = set(vars(NamedTuple("Nothing", [])))  # `_replace` and the like, which every NamedTuple has
+    return names - libraries - of_tuples - {*torchs, "_engine_run_backward", "_memory_format", "_should_skip_dynamo"}
 
 
 def reaches(path: Path, private: set[str]) -> set[str]:
     """The private names that a test file reads: attributes, imported names, and names in text that are patched."""
     tree = ast.parse(path.read_text())
     own = set(_named(tree))
+    pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             found |= {node.attr} if not of_itself and node.attr not in own else set()
-        elif isinstance(node, ast.alias):
-            found.add(node.name)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
             found.add(node.value.rpartition(".")[2])
         elif isinstance(node, ast.Name) and node.id in WHOLE_RUNTIME:
             found.add(node.id)
