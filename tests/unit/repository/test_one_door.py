@@ -39,7 +39,8 @@ def ours() -> set[str]:
     torchs = re.findall(r'"(_\w+)"', (ROOT / "pyproject.toml").read_text())  # names that ruff is to let pass
     libraries = set[str]().union(*PRIVATE_NAMES.values())
     of_tuples = set(vars(NamedTuple("Nothing", [])))  # `_replace` and the like, which every NamedTuple has
-    return names - libraries - of_tuples - {*torchs, "_engine_run_backward", "_memory_format", "_should_skip_dynamo"}
+    torchs += ["_engine_run_backward", "_memory_format", "_should_skip_dynamo", "_ddp_params_and_buffers_to_ignore"]
+    return names - libraries - of_tuples - {*torchs}
 
 
 def reaches(path: Path, private: set[str]) -> set[str]:
@@ -55,7 +56,7 @@ def reaches(path: Path, private: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
-            found.add(node.value.rpartition(".")[2])
+            found |= {node.value.rpartition(".")[2]} - own
         elif isinstance(node, ast.Name) and node.id in WHOLE_RUNTIME:
             found.add(node.id)
     return found & (private | WHOLE_RUNTIME)
