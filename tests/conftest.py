@@ -132,10 +132,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing loaded yet, no wish in the environment, 48 classes per slice, so that a tiny vocabulary takes several."""
-    from elixir.kernels.model import libraries, linear_cross_entropy, registry
+    from elixir.kernels.model import linear_cross_entropy, registry
+    from tests.common import inside
 
-    monkeypatch.setattr(registry, "_loaded", {})
-    monkeypatch.setattr(libraries, "_reported", set())
+    inside.forget(monkeypatch, "model kernels")
     monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 1)
     monkeypatch.setattr(linear_cross_entropy, "MIN_SLICE_COLUMNS", 48)

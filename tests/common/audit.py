@@ -15,12 +15,12 @@ def audit(module: ElixirModule) -> None:
 
     States of a chunk are counted once all of its segments have some.
     """
-    engine = inside.engine(module)
-    for ticket in [each for chunk in engine.chunks for each in chunk.home_uses.to_write()]:
+    chunks, gradients = inside.chunks(module), inside.gradients(module)
+    for ticket in inside.updates(module):
         ticket.synchronize()  # updates, in which states are made and then counted
     found: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
     open_states = set[str]()
-    for chunk in engine.chunks:
+    for chunk in chunks:
         plan = chunk.plan
         if chunk.masters is not None and chunk.stored is None:
             found[plan.update_home]["optimizer_states"] += chunk.masters.nbytes
@@ -29,30 +29,30 @@ def audit(module: ElixirModule) -> None:
         if chunk.shard is not None:
             kind = "weight_shards" if plan.weight_home == "device" else "weights"
             found[plan.weight_home][kind] += chunk.shard.nbytes
-        gradient = engine.gradients.by_chunk.get(chunk.index)
+        gradient = gradients.by_chunk.get(chunk.index)
         if gradient is not None:
             found[plan.update_home]["gradients"] += gradient.memory.nbytes
             if gradient.kept is not None:
                 found[plan.update_home]["gradients"] += gradient.kept.memory.nbytes
-        for stepper in engine.steppers:
+        for stepper in inside.steppers(module):
             shard = stepper.shards[chunk.index] if plan.trainable else None  # type: ignore[attr-defined]
             if shard is not None and chunk.stored is None:
                 if shard.states.without_states():
                     open_states.add(plan.update_home)
                 found[plan.update_home]["optimizer_states"] += sum(each.nbytes for _, each, _ in shard.states.memory())
-    found["host"]["gradients"] += sum(buffer.memory.nbytes for buffer in engine.host_buffers.of(SUMMANDS))
-    pool = engine.cache._pool
+    found["host"]["gradients"] += sum(buffer.memory.nbytes for buffer in inside.host_buffers(module, SUMMANDS))
+    pool = inside.cache(module)._pool
     found["device"]["rcache"] = pool.count * pool.block_bytes
-    blocks = engine.gradients._blocks
+    blocks = gradients._blocks
     waiting = [leaving.memory for leaving in blocks._leaving]
-    arriving = [own.opened.memory for own in engine.gradients.by_chunk.values() if own.opened is not None]
+    arriving = [own.opened.memory for own in gradients.by_chunk.values() if own.opened is not None]
     found["device"]["gradient_blocks"] = sum(each.nbytes for each in (*blocks._free, *waiting, *arriving))
     for home, kinds in found.items():
-        counted = engine.arena.parts(home)  # type: ignore[arg-type]
+        counted = inside.bytes_by_kind(module, home)
         for kind, nbytes in kinds.items():
             if kind != "optimizer_states" or home not in open_states:
                 assert counted.get(kind, 0) == nbytes, f"{kind} on the {home}: counted {counted.get(kind, 0)}, {nbytes}"
-    cached = [chunk for chunk in engine.chunks if chunk.state in (ChunkState.CACHED, ChunkState.FETCHING)]
-    assert [chunk.index for chunk in cached] == list(engine.cache.held)
+    cached = [chunk for chunk in chunks if chunk.state in (ChunkState.CACHED, ChunkState.FETCHING)]
+    assert [chunk.index for chunk in cached] == list(inside.cache(module).held)
     assert pool.free == pool.count - len(cached)
-    assert not any(chunk.pins for chunk in engine.chunks), "something still uses a block"
+    assert not any(chunk.pins for chunk in chunks), "something still uses a block"

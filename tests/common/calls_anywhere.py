@@ -107,7 +107,7 @@ class CallsAnywhere:
         return found
 
     def lanes(self) -> Iterable[Any]:
-        return inside.lanes(self.module)
+        return inside.lanes(self.module).all()
 
     def gathered(self, write: bool) -> float:
         with self.module.gathered(self.net.head, write=write):

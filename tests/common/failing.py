@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from elixir import load_checkpoint, save_checkpoint
-from elixir.chunk import pages
 from elixir.errors import ElixirError, FileError
 from elixir.files import Files
 from elixir.plan.plan import Plan
@@ -61,8 +60,7 @@ class Fault(Files):
                     failing = _Torch(self._failing(torch.zeros, RuntimeError))
                     patched.enter_context(mock.patch("elixir.chunk.arena.torch", failing))
                 if self.kind == "pages":
-                    touched = self._failing(vars(pages)["_touched"], OSError)
-                    patched.enter_context(mock.patch("elixir.chunk.pages._touched", touched))
+                    patched.enter_context(inside.pages_made_by(lambda made: self._failing(made, OSError)))
                 yield
         finally:
             self._armed = False

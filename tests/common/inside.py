@@ -6,13 +6,26 @@ or disturbs below the public names goes through here, so that a runtime of anoth
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from elixir.checkpoint import saving, snapshot
+from elixir.checkpoint.snapshot import Snapshot
+from elixir.checkpoint.snapshot_pool import SnapshotPool
+from elixir.checkpoint_format import index as index_file
+from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.slices import WrittenFile
+from elixir.chunk import chunk as chunk_file
+from elixir.chunk import pages
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import chunk_gradient
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
@@ -21,11 +34,13 @@ from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
 from elixir.hardware.host_share import HostShare
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import phase as phase_file
 from elixir.wrapper.account.plan_promise import PlanPromise
-from elixir.wrapper.engine import Engine, engine_of
+from elixir.wrapper.engine import AnyStepper, Engine, engine_of
 from elixir.wrapper.loss_scale import LossScale
+from elixir.wrapper.one_pass.one_pass import OnePass
 from elixir.wrapper.optimizer import stepper_of
-from elixir.wrapper.phase import Phase
+from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.step.shard import Shard
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -61,6 +76,13 @@ def spare_host_bytes(module: ElixirModule) -> int:
     return engine_of(module).spare_host_bytes()
 
 
+@contextlib.contextmanager
+def pages_made_by(of: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces the function that makes memory in separate pages by what `of` returns for it, such as a failing one."""
+    with mock.patch.object(pages, "_touched", of(pages._touched)):
+        yield
+
+
 # --- chunks, and the states of their shards --------------------------------------------------------------------------
 
 
@@ -83,6 +105,16 @@ def is_ordinary(module: ElixirModule, chunk: Chunk) -> bool:
     return engine_of(module).is_ordinary(chunk)
 
 
+def transitions(of: type) -> Mapping[Any, Collection[Any]]:
+    """The table of a class with a state: which states may follow each."""
+    return {
+        Chunk: chunk_file._ALLOWED,
+        ChunkGradient: chunk_gradient._NEXT,
+        Snapshot: snapshot._ALLOWED,
+        StepPhase: phase_file._NEXT,
+    }[of]
+
+
 def shards(of: ElixirModule | ElixirOptimizer) -> list[Shard]:
     """The shards that an optimizer steps; of a module, those of its first optimizer."""
     stepper: Any = stepper_of(of) if isinstance(of, ElixirOptimizer) else engine_of(of).steppers[0]
@@ -97,17 +129,15 @@ def stepper(of: ElixirModule | ElixirOptimizer) -> Any:
     return found
 
 
-def optimizers(module: ElixirModule) -> int:
-    """How many optimizers step a module."""
-    return len(engine_of(module).steppers)
-
-
-def forget_optimizers(module: ElixirModule) -> None:
-    """Takes all optimizers off, as before the first was made."""
-    engine_of(module).steppers.clear()
+def steppers(module: ElixirModule) -> list[AnyStepper]:
+    """The steppers of all optimizers of a module."""
+    return engine_of(module).steppers
 
 
 # --- the rCache, gradients, ranks ------------------------------------------------------------------------------------
+
+LOADS, OPENS, SENDS = (RCache, "_load"), (GradientFlow, "_opened"), (GradientFlow, "_send")
+"""The methods, by class and name, that load a chunk, and that open and send its gradient."""
 
 
 def cache(module: ElixirModule) -> RCache:
@@ -118,11 +148,6 @@ def cache(module: ElixirModule) -> RCache:
 def gradients(module: ElixirModule) -> GradientFlow:
     """The way of gradients to where they live."""
     return engine_of(module).gradients
-
-
-def gradient_of(module: ElixirModule, chunk: Chunk) -> ChunkGradient:
-    """The gradients of a chunk."""
-    return engine_of(module).gradients.by_chunk[chunk.index]
 
 
 def holds_gradients(module: ElixirModule) -> bool:
@@ -143,12 +168,7 @@ def lane(module: ElixirModule, name: str) -> Lane:
     return engine_of(module).lanes.by_name()[name]
 
 
-def lanes(module: ElixirModule) -> list[Lane]:
-    """All lanes."""
-    return list(engine_of(module).lanes.all())
-
-
-def lane_set(module: ElixirModule) -> Lanes:
+def lanes(module: ElixirModule) -> Lanes:
     """All lanes, by name."""
     return engine_of(module).lanes
 
@@ -164,8 +184,19 @@ def updates(module: ElixirModule) -> list[Ticket]:
 
 
 def phase(module: ElixirModule) -> Phase:
-    """The phase of the step that the module is in."""
+    """What the module is doing."""
     return engine_of(module).phase.now
+
+
+def sweep_within(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Runs backward through the layers of a pass of several micro-batches inside of a context."""
+    sweep = OnePass._sweep
+
+    def swept(one_pass: OnePass) -> None:
+        with mode():
+            sweep(one_pass)
+
+    monkeypatch.setattr(OnePass, "_sweep", swept)
 
 
 def loss_scale(module: ElixirModule) -> LossScale:
@@ -178,6 +209,66 @@ def window(module: ElixirModule) -> StateWindow:
     return engine_of(module).window
 
 
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_pool(module: ElixirModule) -> SnapshotPool:
+    """Memory for copies of the states that a save reads, once there was a save."""
+    reader: Any = engine_of(module).state_reader
+    return reader._pool  # type: ignore[no-any-return]
+
+
+def snapshot_part(states: snapshot.LiveStates) -> Any:
+    """A chunk of a snapshot."""
+    return snapshot._Part(states)
+
+
+def updates_waiting(of: Snapshot) -> list[int]:
+    """Chunks whose updates wait for the writer of a snapshot, or have waited."""
+    return of._wanted
+
+
+def index_text(body: dict[str, Any]) -> str:
+    """An index made by hand, with the checksum that it should have."""
+    return index_file._text(body | {"checksum": index_file._checksum(body)})
+
+
+def index_of(checkpoint_id: str, files: Sequence[list[WrittenFile]], options: saving.SaveOptions) -> Index:
+    """Makes the index of the files that each rank has written."""
+    answers = [(each, saving._RankPart({}, None, {}, {})) for each in files]
+    return saving._index(checkpoint_id, 1, answers, options)
+
+
+# --- limits and memories of the process ------------------------------------------------------------------------------
+
+LIMITS = {
+    "look_s": "elixir.chunk.group._LOOK_S",  # after which a blocked rank looks whether the ranks have parted
+    "sent_bytes": "elixir.chunk.group._PIECE_BYTES",  # that rank 0 sends at once
+    "converted_numel": "elixir.wrapper.step.fused_states._PIECE_NUMEL",  # of moments, at once
+    "slow_numel": "elixir.wrapper.step.shards._SLOW_NUMEL",  # from which on a slow class of optimizer is reported
+}
+MEMORIES: dict[str, dict[str, type]] = {
+    "promises": {"elixir.hardware.promises._AT_WORK": weakref.WeakSet},  # of memory, by other models
+    "Adam kernels": {"elixir.kernels.adam.when_compiled._progress": dict},
+    "model kernels": {
+        "elixir.kernels.model.registry._loaded": dict,
+        "elixir.kernels.model.libraries._reported": set,
+    },
+}
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    """Sets limits of `LIMITS` by name."""
+    for name, value in limits.items():
+        monkeypatch.setattr(LIMITS[name], value)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """Empties one of `MEMORIES`, as in a new process."""
+    for place, kind in MEMORIES[memory].items():
+        monkeypatch.setattr(place, kind())
+
+
 # --- plans and machines ----------------------------------------------------------------------------------------------
 
 
@@ -187,7 +278,7 @@ def may_replan(module: ElixirModule) -> bool:
 
 
 def promise(module: ElixirModule) -> PlanPromise:
-    """The module's promise about memory."""
+    """What the module has promised about memory."""
     found: PlanPromise = vars(module)["_promise"]
     return found
 

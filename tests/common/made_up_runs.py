@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import random
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.checkpoint import heartbeat_group, load_checkpoint, save_checkpoint
 from elixir.errors import ElixirError, InputError
-from elixir.hardware import promises
 from elixir.hardware.process_memory import Resident
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
@@ -484,5 +482,5 @@ def known_memory() -> Iterator[None]:
         patch.setattr(plan_promise, "free_host_bytes", lambda: free_bytes.here)
         patch.setattr(step_clock, "time", Ticks())
         patch.setattr(heartbeat_group, "time", SimpleNamespace(monotonic=lambda: 0.0))  # a slow one takes more rounds
-        patch.setattr(promises, "_AT_WORK", weakref.WeakSet())  # without models of other tests
+        inside.forget(patch, "promises")
         yield

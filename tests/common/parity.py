@@ -205,7 +205,7 @@ class Pair:
         """The optimizers' steps."""
         if self.max_norm:
             torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.max_norm)
-        limits = [stepper.norm.limit for stepper in inside.engine(self.module).steppers if isinstance(stepper, Stepper)]
+        limits = [stepper.norm.limit for stepper in inside.steppers(self.module) if isinstance(stepper, Stepper)]
         clips = any(limit is not None and limit < NEVER for limit in limits)
         self.exact = self.exact and not (clips and self._sums_apart)
         self.optimizer.step()

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.gradient_flow import GradientFlow
-from elixir.chunk.rcache import RCache
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import packed_step_of, placement_of
@@ -16,8 +14,9 @@ from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.work_times import LOAD, OPEN, SEND, WorkTimes
 from elixir.step_trace import StepTrace
+from tests.common import inside
 
-_METHODS = ((RCache, "_load", LOAD), (GradientFlow, "_opened", OPEN), (GradientFlow, "_send", SEND))
+_METHODS = ((*inside.LOADS, LOAD), (*inside.OPENS, OPEN), (*inside.SENDS, SEND))
 
 
 @contextlib.contextmanager

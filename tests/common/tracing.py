@@ -12,7 +12,8 @@ from torch import nn
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.cpu import kernel_memory
+from elixir.tracer.device.cpu import cpu_target, kernel_memory
+from elixir.tracer.device.cpu.kernel_memory import KernelMemory
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 
@@ -44,7 +45,7 @@ def kernels_not_run() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
         patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
-        patch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+        patch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
         yield
 
 

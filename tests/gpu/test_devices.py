@@ -79,7 +79,7 @@ def test_an_optimizer_that_could_be_captured(mode: str, on_device: bool) -> None
         # The twin is stepped with the number that the tensor holds.
         plain = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
         pair.plain_optimizer = step_alike(plain, pair.module, dict(pair.plain.named_parameters()))
-        inside.forget_optimizers(pair.module)
+        inside.steppers(pair.module).clear()
         pair.optimizer = ElixirOptimizer(pair.module, captured(pair.module))
         pair.audited = False  # the first optimizer's states stay counted
         pair.train(3)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -305,15 +305,15 @@ def test_a_gradient_larger_than_a_block_is_used_where_autograd_made_it() -> None
 def test_a_large_gradient_leaves_from_where_it_lies(overlap: bool) -> None:
     """Backward goes on meanwhile, or waits; then the plan counts the gradient with those of autograd."""
     chunk = chunk_of((20, 20))
-    flow, arena = make_flow([chunk])
-    flow._options = replace(flow._options, overlap=overlap)
+    lanes = make_lanes(CPU)
+    flow, arena = make_flow([chunk], lanes=lanes, overlap=overlap)
     blocks_bytes, gate = arena.parts("device")["gradient_blocks"], threading.Event()
     flow.begin()
     for times in (1, 2):
         gradient = torch.ones(20, 20)
         if overlap:
             gate.clear()
-            flow._lanes.offload.submit(gate.wait)
+            lanes.offload.submit(gate.wait)
         flow.take(chunk, chunk.slots[0], gradient)
         assert arena.parts("device")["gradient_blocks"] == blocks_bytes + overlap * gradient.nbytes
         assert flow.by_chunk[0].opened is None

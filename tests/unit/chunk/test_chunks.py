@@ -15,13 +15,14 @@ import elixir.chunk.chunk as chunk_file
 from elixir.access.placeholders import is_absent
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
-from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState, become_real
+from elixir.chunk.chunk import Chunk, ChunkState, become_real
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
-from elixir.chunk.lanes import Emulation, make_lanes
+from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.errors import InputError, StateError
 from elixir.plan.chunk_plan import ChunkPlan, Memory, ParamSlot
+from tests.common import inside
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def bring(chunk: Chunk, state: ChunkState, memory: torch.Tensor) -> None:
 def test_only_transitions_of_the_table(old: ChunkState, new: ChunkState) -> None:
     chunk, memory = make_chunk(7, rank=3), torch.zeros(384)
     bring(chunk, old, memory)
-    if new in _ALLOWED[old]:
+    if new in inside.transitions(Chunk)[old]:
         chunk.to(new, memory if new in (ChunkState.CACHED, ChunkState.RESIDENT) else None)
         assert chunk.state is new
         return
@@ -183,14 +184,15 @@ def test_an_arena_cannot_free_more_than_was_taken() -> None:
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-def make_flow(chunks: list[Chunk], block_count: int = 2, delay_s: float = 0.002) -> tuple[GradientFlow, Arena]:
+def make_flow(
+    chunks: list[Chunk], block_count: int = 2, *, lanes: Lanes | None = None, overlap: bool = True
+) -> tuple[GradientFlow, Arena]:
     arena = Arena(CPU)
-    lanes = make_lanes(CPU, Emulation(delay_s=delay_s))
+    lanes = lanes or make_lanes(CPU, Emulation(delay_s=0.002))
     buffers = HostBuffers(arena)
     buffers.add(BufferKind(SUMMANDS, "gradients", 0, 2, at_once=False))
-    return GradientFlow(
-        chunks, arena, lanes, Group(), buffers, FlowOptions(block_count=block_count, block_bytes=384 * 4)
-    ), arena
+    options = FlowOptions(block_count=block_count, block_bytes=384 * 4, overlap=overlap)
+    return GradientFlow(chunks, arena, lanes, Group(), buffers, options), arena
 
 
 def backward(flow: GradientFlow, arrivals: list[tuple[Chunk, int, float]]) -> None:
@@ -253,9 +255,9 @@ def test_more_chunks_open_than_blocks_take_more_and_say_so() -> None:
 def test_a_block_is_not_written_to_before_it_has_left() -> None:
     """A flow of two chunks and one block; the offload of the first is held back."""
     chunks = [make_chunk(0), make_chunk(1)]
-    flow, _ = make_flow(chunks, block_count=1, delay_s=0.0)
-    gate = threading.Event()
-    flow._lanes.offload.submit(gate.wait)
+    gate, lanes = threading.Event(), make_lanes(CPU)
+    flow, _ = make_flow(chunks, block_count=1, lanes=lanes)
+    lanes.offload.submit(gate.wait)
     threading.Timer(0.1, gate.set).start()  # code that does not wait is past it by then
     backward(flow, [(chunk, slot, 1.0 + chunk.index) for chunk in chunks for slot in (0, 1, 2)])
     assert [held(flow, chunk, 0) for chunk in chunks] == [{1.0}, {2.0}]
@@ -264,10 +266,11 @@ def test_a_block_is_not_written_to_before_it_has_left() -> None:
 
 def test_gradients_wait_for_the_step_that_reads_the_last_ones() -> None:
     chunk = make_chunk()
-    flow, _ = make_flow([chunk], delay_s=0.0)
+    lanes = make_lanes(CPU)
+    flow, _ = make_flow([chunk], lanes=lanes)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gate, read = threading.Event(), []
-    updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    updated = lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
     flow.by_chunk[chunk.index].uses.read_by("step", updated)
     flow.clear()
     threading.Timer(0.1, gate.set).start()
@@ -279,10 +282,11 @@ def test_gradients_wait_for_the_step_that_reads_the_last_ones() -> None:
 
 def test_zeros_wait_for_the_step_that_reads_the_last_gradients() -> None:
     chunk = make_chunk()
-    flow, _ = make_flow([chunk], delay_s=0.0)
+    lanes = make_lanes(CPU)
+    flow, _ = make_flow([chunk], lanes=lanes)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gate, read = threading.Event(), []
-    updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    updated = lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
     flow.by_chunk[chunk.index].uses.read_by("step", updated)
     threading.Timer(0.1, gate.set).start()
     flow.clear(to_none=False)

@@ -11,10 +11,11 @@ import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.chunk_gradient import _NEXT, ChunkGradient, GradState
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
-from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.lanes import ThreadLane, make_lanes
 from elixir.errors import StateError
+from tests.common import inside
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def test_only_the_changes_of_the_table_are_allowed(one: GradState, other: GradState) -> None:
     gradient = ChunkGradient(make_chunk(5), Arena(CPU))
     gradient.state = one
-    if other in _NEXT[one]:
+    if other in inside.transitions(ChunkGradient)[one]:
         gradient.to(other)
         assert gradient.state is other
     else:
@@ -65,8 +66,8 @@ def test_zeros_in_the_place_of_gradients_are_at_home() -> None:
 
 
 def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> None:
-    chunk = make_chunk(0)
-    flow, _ = make_flow([chunk])
+    chunk, lanes = make_chunk(0), make_lanes(CPU)
+    flow, _ = make_flow([chunk], lanes=lanes)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     flow.begin()
     flow.take(chunk, chunk.slots[0], torch.full(chunk.slots[0].shape, 4.0))
@@ -74,7 +75,7 @@ def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> N
     for slot in chunk.slots[1:]:
         flow.drop(chunk, slot.name)
     assert gradient.state is GradState.ADDING
-    gradient.drop(chunk.slots[0].name, flow._lanes.offload, one_rank=True)
+    gradient.drop(chunk.slots[0].name, lanes.offload, one_rank=True)
     assert gradient.state is GradState.ARRIVING
     flow.flush()
     flow.settle()
@@ -83,28 +84,34 @@ def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> N
 
 
 def test_zeros_for_other_ranks_are_not_taken_for_what_was_dropped_before() -> None:
-    chunk = make_chunk(0)
-    flow, _ = make_flow([chunk])
+    chunk, lanes = make_chunk(0), make_lanes(CPU)
+    flow, _ = make_flow([chunk], lanes=lanes)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gradient = flow.by_chunk[0]
     for slot in chunk.slots:
-        gradient.drop(slot.name, flow._lanes.offload, one_rank=False)
+        gradient.drop(slot.name, lanes.offload, one_rank=False)
     assert gradient.state is GradState.NONE
     gradient.hold_zeros()
-    gradient.drop(chunk.slots[0].name, flow._lanes.offload, one_rank=False)
+    gradient.drop(chunk.slots[0].name, lanes.offload, one_rank=False)
     assert gradient.state is GradState.HOME
     gradient.clear({slot.name for slot in chunk.slots}, to_none=False)
     for slot in chunk.slots[1:]:
-        gradient.drop(slot.name, flow._lanes.offload, one_rank=False)
+        gradient.drop(slot.name, lanes.offload, one_rank=False)
     assert gradient.state is GradState.HOME
 
 
-def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened() -> None:
+def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chunks = [make_chunk(index) for index in range(3)]
     flow, _ = make_flow(chunks, block_count=3)
-    sent: list[int] = []
-    send = flow._send
-    flow._send = lambda chunk, **late: (sent.append(chunk.index), send(chunk, **late))  # type: ignore[method-assign, assignment]
+    sent, to = list[int](), ChunkGradient.to
+
+    def noted(gradient: ChunkGradient, state: GradState) -> None:
+        sent.extend([gradient.chunk.index] * (state is GradState.HOME))
+        to(gradient, state)
+
+    monkeypatch.setattr(ChunkGradient, "to", noted)
     backward(flow, [(chunks[index], 0, 1.0) for index in (2, 0, 1)])
     assert sent == [2, 0, 1]
 

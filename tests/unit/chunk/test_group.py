@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir.chunk import group as module
 from elixir.chunk.group import MESH_DIMENSIONS, Group
 from elixir.errors import InputError, RankError
+from tests.common import inside
 from tests.common.rank_threads import TIMEOUT_S, on_ranks, results
 
 FORMS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
@@ -34,7 +34,7 @@ def made(replicas: int) -> Group:
 @pytest.mark.parametrize(("size", "replicas"), FORMS)
 def test_collectives_give_what_their_names_say(size: int, replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard i of replica r has the numbers 10 r + i."""
-    monkeypatch.setattr(module, "_PIECE_BYTES", 5)
+    inside.limit(monkeypatch, sent_bytes=5)
     shards = size // replicas
 
     def work(rank: int) -> None:
@@ -175,7 +175,7 @@ def test_on_a_device_rank_0_sends_to_other_replicas_and_each_sends_on_within(mon
 
 def said(size: int, work: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, look_s: float = 0.05) -> list[str]:
     """The text of each rank's `RankError`; all further calls say the same at once."""
-    monkeypatch.setattr(module, "_LOOK_S", look_s)
+    inside.limit(monkeypatch, look_s=look_s)
 
     def rank_of(rank: int) -> str:
         group = Group()
@@ -237,7 +237,7 @@ def test_ranks_that_wait_for_each_other_find_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+    inside.limit(monkeypatch, look_s=0.02)
 
     def work(rank: int) -> list[int]:
         group = Group()
@@ -257,7 +257,7 @@ def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_find_out_while_those_between_them_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 2 part; what 1 and 3, each next to one of them, published before says nothing of it."""
-    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+    inside.limit(monkeypatch, look_s=0.02)
     parted = {rank: threading.Event() for rank in range(4)}
 
     def rank_of(rank: int) -> str:
@@ -280,7 +280,7 @@ def test_ranks_find_out_while_those_between_them_are_slow(monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    inside.limit(monkeypatch, look_s=0.05)
     there = threading.Event()
 
     def work(rank: int) -> None:

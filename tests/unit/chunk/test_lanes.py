@@ -224,7 +224,10 @@ def test_only_compute_counts_as_waiting(clock: Clock) -> None:
 class FakeStream:
     """Takes note of what a CUDA stream is told."""
 
+    last: FakeStream
+
     def __init__(self, *_: Any, **__: Any) -> None:
+        FakeStream.last = self
         self.told: list[str] = []
         self.devices: list[tuple[int, torch.device]] = []
 
@@ -269,7 +272,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 
 def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -> None:
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = lane._stream.told, threading.Event()
+    told, gate = FakeStream.last.told, threading.Event()
     lane.submit(lambda: told.append("first")).wait()
     assert told == ["wait for compute", "first"]
     assert cuda.told == ["wait for first"]
@@ -314,7 +317,7 @@ def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: 
 def test_a_stream_lane_is_busy_while_its_work_runs(cuda: FakeStream) -> None:
     lane = StreamLane(torch.device("cuda", 0))
     for copies in (["first", "second"], ["third"]):
-        lane.submit(partial(lane._stream.told.extend, copies)).wait()
+        lane.submit(partial(FakeStream.last.told.extend, copies)).wait()
     assert lane.take_busy_s() == 3.0
     lane.close()
 
@@ -336,7 +339,7 @@ def test_waits_of_streams_are_timed_while_they_last(cuda: FakeStream, monkeypatc
 def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
     """The lane's events have nothing that the host could wait for."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = lane._stream.told, threading.Event()
+    told, gate = FakeStream.last.told, threading.Event()
     assert lane.ask(lambda: len(told)) == 1
     lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
     threading.Timer(0.05, gate.set).start()
@@ -373,7 +376,7 @@ def test_work_of_a_stream_is_done_when_its_event_is_over(cuda: FakeStream, monke
 def test_a_stream_lane_ends_with_what_still_waits_for_the_host(cuda: FakeStream) -> None:
     """Its thread issues that, and stops; the caller then frees the blocks that the stream has used."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = lane._stream.told, threading.Event()
+    told, gate = FakeStream.last.told, threading.Event()
     before = set(threading.enumerate())
     lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
     (issuer,) = set(threading.enumerate()) - before
@@ -388,7 +391,7 @@ def test_the_host_waits_for_an_event_of_a_stream(cuda: FakeStream, monkeypatch: 
     """`synchronize` is for the thread that calls it, `wait` for compute."""
     lane, waited = StreamLane(torch.device("cuda", 0)), list[str]()
     monkeypatch.setattr(FakeEvent, "synchronize", lambda self: waited.append(self.what), raising=False)
-    ticket = lane.submit(lambda: lane._stream.told.append("copy"))
+    ticket = lane.submit(lambda: FakeStream.last.told.append("copy"))
     assert not waited
     ticket.synchronize()
     assert waited == ["copy"]

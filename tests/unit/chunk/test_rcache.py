@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,14 @@ NUMEL = 128
 Uses = list[tuple[tuple[int, ...], int]]
 
 
+class Cache(RCache):
+    """One that shows of what it was made."""
+
+    def __init__(self, chunks: list[Chunk], schedule: Schedule, pool: BlockPool, *args: Any, **options: Any) -> None:
+        super().__init__(chunks, schedule, pool, *args, **options)
+        self.chunks, self.pool = chunks, pool
+
+
 def make_cache(
     chunk_count: int,
     schedule: Schedule,
@@ -35,7 +45,7 @@ def make_cache(
     lanes: Lanes,
     *,
     evict_always: bool = False,
-) -> RCache:
+) -> Cache:
     """Chunk i holds the number i."""
     arena, group = Arena(CPU), Group()
     pool = BlockPool(arena, blocks, NUMEL * 4, poison=True)
@@ -49,18 +59,18 @@ def make_cache(
         chunks.append(chunk)
     end = len(schedule.windows)
     buffers = HostBuffers(Arena(torch.device("cpu")))
-    return RCache(chunks, schedule, pool, lanes, buffers, group, none, backward_from=end, evict_always=evict_always)
+    return Cache(chunks, schedule, pool, lanes, buffers, group, none, backward_from=end, evict_always=evict_always)
 
 
-def check(cache: RCache, chunks: tuple[int, ...]) -> None:
+def check(cache: Cache, chunks: tuple[int, ...]) -> None:
     """All that was acquired is there, and nothing is where it should not be."""
     for index in chunks:
         assert (cache.memory(index) == index).all()
-        assert (cache._chunks[index].slots[0].parameter == index).all()
-    in_blocks = cache._in_block.values()
-    assert len(in_blocks) + cache._pool.free == cache._pool.count
+        assert (cache.chunks[index].slots[0].parameter == index).all()
+    in_blocks = cache.held
+    assert len(in_blocks) + cache.pool.free == cache.pool.count
     assert len(set(in_blocks)) == len(in_blocks)
-    for chunk in cache._chunks:
+    for chunk in cache.chunks:
         assert (chunk.state is ChunkState.HOME) == (chunk.memory is None) == (chunk.index not in in_blocks)
 
 
@@ -81,7 +91,7 @@ def open_later(gate: threading.Event) -> None:
     threading.Timer(0.1, gate.set).start()
 
 
-def run(cache: RCache, uses: Uses) -> None:
+def run(cache: Cache, uses: Uses) -> None:
     """One step: acquire each use, and let it go after its last position."""
     cache.begin()
     pinned: list[tuple[int, tuple[int, ...]]] = []
@@ -140,7 +150,7 @@ def test_bytes_are_right_in_any_order(
         check(cache, tuple(index for item in held for index in item))
     for item in held:
         cache.unpin(item)
-    assert all(chunk.pins == 0 for chunk in cache._chunks)
+    assert all(chunk.pins == 0 for chunk in cache.chunks)
     cache.invalidate()
     check(cache, ())
     with pytest.raises(StateError, match="chunk 0 is home, it has no block"):
@@ -167,7 +177,7 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     run(cache, [((0,), 0), ((1,), 1)])
     gate = threading.Event()
-    for chunk in cache._chunks:
+    for chunk in cache.chunks:
         shard = chunk.shard
         assert shard is not None
         updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
@@ -185,16 +195,19 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
 def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
     lanes = make_lanes(CPU)
     cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
-    gate, chunk = threading.Event(), cache._chunks[0]
+    gate, chunk = threading.Event(), cache.chunks[0]
     lanes.fetch.submit(gate.wait)
     cache.begin()
-    cache._advance([0])
+    acquires = threading.Thread(target=cache.acquire, args=([0],))
+    acquires.start()
+    while chunk.filled is None:
+        time.sleep(1e-3)
     assert chunk.shard is not None
     before = chunk.shard.clone()
     written = lanes.host_adam.submit(lambda: chunk.shard.fill_(-1), after=chunk.home_uses.to_write())
     open_later(gate)
     written.synchronize()
-    cache.acquire([0])
+    acquires.join()
     assert torch.equal(cache.memory(0), before)
     cache.unpin([0])
     lanes.close()
@@ -202,18 +215,19 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
 
 def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
     lanes = make_lanes(CPU)
-    cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
+    cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     gate = threading.Event()
-    cache._chunks[0].home_uses.written_by(lanes.host_adam.submit(gate.wait))
+    cache.chunks[1].home_uses.written_by(lanes.host_adam.submit(gate.wait))
     cache.begin()
-    cache._advance([0])  # its transfer waits for the update
-    assert cache._chunks[0].state is ChunkState.FETCHING
+    cache.acquire([0])  # with the next: its transfer waits for the update
+    cache.unpin([0])
+    assert cache.chunks[1].state is ChunkState.FETCHING
     open_later(gate)
     cache.invalidate()
     assert gate.is_set()
-    cache.acquire([1])
-    check(cache, (1,))
-    cache.unpin([1])
+    cache.acquire([0])
+    check(cache, (0,))
+    cache.unpin([0])
     lanes.close()
 
 
@@ -228,8 +242,8 @@ def test_a_transfer_that_cannot_begin_leaves_its_block_free(monkeypatch: pytest.
         patched.setattr(lanes.fetch, "submit", refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             cache.acquire([0])
-    assert cache._chunks[0].state is ChunkState.HOME
-    assert cache._pool.free == 1
+    assert cache.chunks[0].state is ChunkState.HOME
+    assert cache.pool.free == 1
     cache.begin()
     cache.acquire([0])
     check(cache, (0,))
@@ -256,7 +270,7 @@ def test_prefetch_is_under_way_before_the_use() -> None:
     lanes = make_lanes(CPU, Emulation(delay_s=0.02))
     cache = make_cache(3, Schedule([(0,), (1,), (2,)], 2), 3, lanes)
     cache.acquire([0])
-    assert [chunk.state for chunk in cache._chunks] == [ChunkState.CACHED, ChunkState.FETCHING, ChunkState.FETCHING]
+    assert [chunk.state for chunk in cache.chunks] == [ChunkState.CACHED, ChunkState.FETCHING, ChunkState.FETCHING]
     cache.unpin([0])
     cache.invalidate()
     lanes.close()

@@ -266,7 +266,7 @@ def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> Non
     module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
     with pytest.raises(InputError, match=message):
         ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
-    assert inside.optimizers(module) == 0
+    assert not inside.steppers(module)
     module.close()
 
 

@@ -58,7 +58,7 @@ def fail_a_step(pair: Pair, *, late: bool = False) -> dict[str, torch.Tensor]:
     Breaking.broken, Breaking.late = True, late
     pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
     pair.optimizer.step()
-    for lane in inside.lanes(pair.module):
+    for lane in inside.lanes(pair.module).all():
         lane.submit(lambda: None).synchronize()
     Breaking.broken = False
     return before

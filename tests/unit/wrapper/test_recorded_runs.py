@@ -67,7 +67,7 @@ def steps(program: Program) -> Iterator[dict[str, Any]]:
                 program.module.settle()
         except ElixirError as raised:
             error = plain(f"{type(raised).__name__}: {raised}")
-        for lane in inside.lanes(program.module) if actions is not None else ():
+        for lane in inside.lanes(program.module).all() if actions is not None else ():
             lane.ask(lambda: None)  # what is recorded on it belongs to this step
         report = program.report()
         numbers, program.found = program.found, []

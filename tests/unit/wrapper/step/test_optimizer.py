@@ -15,7 +15,6 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.step import shards
 from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
@@ -307,7 +306,7 @@ def test_a_slow_class_on_the_host_is_said(
 ) -> None:
     it = case("opt", layers=1)
     plan = make_plan(it, "streamed")
-    monkeypatch.setattr(shards, "_SLOW_NUMEL", sum(chunk.numel for chunk in plan.chunks))
+    inside.limit(monkeypatch, slow_numel=sum(chunk.numel for chunk in plan.chunks))
     with Pair(it, plan, optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
         assert ("as long as with fused=True" in caplog.text) == told
 
@@ -329,7 +328,7 @@ def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> 
     chunks = tuple(replace(chunk, resident=True, weight_home="device", state_home="host") for chunk in plan.chunks)
     plain = copy.deepcopy(it.model).to(gpu.DEVICE)
     module = ElixirModule(it.model, replace(plan, chunks=chunks), device=gpu.DEVICE)
-    lanes = inside.lane_set(module)
+    lanes = inside.lanes(module)
     both: list[tuple[nn.Module, list[Any]]] = []
     weights = dict(plain.named_parameters())
     for model, wrap in (

@@ -59,7 +59,7 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
     with Pair(it, states_on_host(make_plan(it, "resident"))) as pair:
         pair.train(1)
         pair.backward()
-        lanes = inside.lane_set(pair.module)
+        lanes = inside.lanes(pair.module)
         with held(lanes.refresh):
             pair.step()
             assert over(lanes.host_adam.submit(lambda: None)), "a step waited for new weights of another chunk"

@@ -108,7 +108,7 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
     step(module, optimizer, it)
     module.settle()
     optimizer.backward(hf_loss(module, it.inp))
-    lanes = inside.lane_set(module)
+    lanes = inside.lanes(module)
     with held(lanes.refresh):
         optimizer.step()
         second = [part.chunk for part in inside.shards(module) if part.chunk.plan.returns_rounded][1]
