@@ -15,9 +15,9 @@ import torch
 
 from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint.user_state import restore_rng, rng_state
-from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
+from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
-from tests.common import gpu
+from tests.common import gpu, inside
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import adamw, case, make_plan
 from tests.common.resuming import Run, differing
@@ -63,7 +63,7 @@ def edited(folder: Path, edit: Edit) -> None:
     body = json.loads((folder / INDEX_NAME).read_text())
     del body["checksum"]
     edit(body)
-    (folder / INDEX_NAME).write_text(_text(body | {"checksum": _checksum(body)}))
+    (folder / INDEX_NAME).write_text(inside.index_text(body))
 
 
 @pytest.mark.parametrize("mine", [torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)])

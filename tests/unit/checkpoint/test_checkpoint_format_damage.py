@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from elixir.checkpoint_format.commit import read_index
-from elixir.checkpoint_format.index import Index, _checksum, parse_index
+from elixir.checkpoint_format.index import Index, parse_index
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from tests.common import inside
 from tests.common.checkpoints import group, same, save
 
 NUMEL = 3000
@@ -66,7 +67,7 @@ def everything(folder: Path) -> dict[str, Any]:
 def with_checksum(data: dict[str, Any]) -> bytes:
     """An index that somebody has made up with care."""
     body = {key: value for key, value in data.items() if key != "checksum"}
-    return json.dumps(body | {"checksum": _checksum(body)}).encode()
+    return inside.index_text(body).encode()
 
 
 def damage(folder: Path, dice: random.Random, bomb: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from elixir.checkpoint.snapshot import Snapshot
 from elixir.checkpoint.snapshot_pool import aligned
 from elixir.errors import CheckpointError
+from tests.common import inside
 from tests.unit.checkpoint.test_snapshot import CPU, SPAN, Chunk, Flat, Sink, _small_spans, pool_of  # noqa: F401
 
 needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal interrupts the main thread")
@@ -42,7 +43,7 @@ def release_until_time_is_up(snapshot: Snapshot) -> None:
         raise TimeoutError("time is up")
 
     def interrupt() -> None:
-        while 0 not in snapshot._wanted:
+        while 0 not in inside.updates_waiting(snapshot):
             time.sleep(1e-3)
         while not over.is_set():  # a signal wakes a thread that waits already; one about to wait handles it later
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

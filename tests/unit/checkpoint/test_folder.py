@@ -20,7 +20,8 @@ import torch
 import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
-from elixir.checkpoint.saving import SaveOptions, Saves, Saving
+from elixir.checkpoint.saving import SaveOptions, Saves
+from elixir.checkpoint.snapshot import Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
@@ -345,11 +346,11 @@ def test_memory_for_copies_of_another_size_takes_the_place_of_the_old(run: Run, 
     saves = Saves.of(user.states)
     for nbytes in (4096, 4096, 8192, 0, 4096):
         saves.start(user, SaveOptions(tmp_path, files=FILES, pool_bytes=nbytes + 1)).wait()
-        assert saves._pool is not None
-        area = saves._pool.take(64)
+        pool = inside.checkpoint_pool(run.module)
+        area = pool.take(64)
         assert parts("host").get("checkpoint", 0) == nbytes
         if area is not None:
-            saves._pool.give_back(area)
+            pool.give_back(area)
 
 
 def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
@@ -416,18 +417,25 @@ class Slow(UnsyncedFiles):
 class Late(Slow):
     """Begins to write the states when an update of the next step waits for them."""
 
-    saving: Saving | None = None
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.update_has_come, release = threading.Event(), Snapshot.release
+
+        def released(snapshot: Snapshot, index: int) -> None:
+            self.update_has_come.set()
+            release(snapshot, index)
+
+        monkeypatch.setattr(Snapshot, "release", released)
 
     def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
         if operation == "write" and "rank" in path:
-            until = time.monotonic() + 60
-            while (self.saving is None or not self.saving.snapshot._begun) and time.monotonic() < until:
-                time.sleep(0.001)
+            self.update_has_come.wait(60)
         return super().call(operation, path, function, *args)
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_host_memory_keeps_to_the_plan_during_a_save(tmp_path: Path, spare: bool) -> None:
+def test_host_memory_keeps_to_the_plan_during_a_save(
+    tmp_path: Path, spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = case("opt")
     plan = make_plan(it, "streamed")
     if not spare:
@@ -435,8 +443,7 @@ def test_host_memory_keeps_to_the_plan_during_a_save(tmp_path: Path, spare: bool
     assert bool(plan.predicted.checkpoint_bytes) is spare
     with Run(it, plan, adamw) as run:
         run.train(2)
-        disk = Late()
-        saving = disk.saving = save_checkpoint(tmp_path / "run", run.state(), files=disk)
+        saving = save_checkpoint(tmp_path / "run", run.state(), files=Late(monkeypatch))
         run.train(2)
         saving.wait()
         run.train(1)

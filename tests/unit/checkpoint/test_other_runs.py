@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,7 +203,18 @@ def test_what_is_read_in_parts_is_cut_where_spans_end(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "SPAN_BYTES", 40)
     pieces = tuple(Piece(f"{start}.safetensors", start, 25, 8, (1, 2, 3)) for start in (0, 25))
     saved = saved_tensor.SavedTensor("float32", (50,), None, None, pieces)
-    assert loading._ranges(saved, 4, 50) == [(4, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)]
+    read = list[tuple[int, int]]()
+
+    def noted(key: str, first: int, stop: int) -> torch.Tensor:
+        read.append((first, stop))
+        return torch.arange(first, stop)
+
+    index = SimpleNamespace(tensors={"weight/w": saved}, state_kinds=lambda names: {}, holds_scales=lambda *_: False)
+    source: Any = SimpleNamespace(index=index, read=noted)
+    out = torch.empty(46, dtype=torch.float64)
+    loading.CheckpointStates(source, ["w"], {}).fill("weight", "w", 4, out)
+    assert read == [(4, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)]
+    assert out.tolist() == list(range(4, 50))
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,10 @@ def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_pa
 def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) -> None:
     run = Rank(ONE, 0)
     run.step(0)
-    engine = inside.engine(run.module)
     made = []
     for number in range(3):
         save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES)
-        made.append(engine.state_reader._pool)  # type: ignore[union-attr]
+        made.append(inside.checkpoint_pool(run.module))
         run.step(number + 1)
     assert made[0] is made[1] is made[2]
     run.module.close()
@@ -213,9 +212,10 @@ def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, fil
     saving = save_checkpoint(tmp_path, state_of(run), files=files)
     failed = saving.end()
     engine = inside.engine(run.module)
-    kept = [weakref.ref(each) for each in (engine, engine.arena, engine.state_reader._pool, *engine.chunks)]  # type: ignore[union-attr]
+    parts = (engine, engine.arena, inside.checkpoint_pool(run.module), *engine.chunks)
+    kept = [weakref.ref(each) for each in parts]
     run.module.close()
-    del run, engine
+    del run, engine, parts
     gc.collect()
     assert (failed is not None) == (files is not FILES)
     assert [each() for each in kept] == [None] * len(kept)
@@ -276,7 +276,7 @@ def test_a_save_says_what_it_has_written_and_how_long_it_took(tmp_path: Path, ca
 
 
 def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(group, "_LOOK_S", 0.05)
+    inside.limit(monkeypatch, look_s=0.05)
     closed, close = [], group.Group.close
     monkeypatch.setattr(group.Group, "close", lambda self: (closed.append(self), close(self)))
 

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from elixir.checkpoint import saving
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
+from elixir.checkpoint.saving import SaveOptions
 from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
 from elixir.checkpoint_format.commit import commit, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
+from tests.common import inside
 from tests.common.checkpoints import save, write
 from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 
@@ -316,8 +317,6 @@ def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Mach
 
 def test_replicas_that_wrote_other_bytes_are_refused() -> None:
     """Each of several file systems has the file of a shard, from another replica."""
-    part = saving._RankPart({}, None, {}, {})
     same, other = (WrittenFile("0badcafe-shard-00000-of-00001.safetensors", nbytes, {}) for nbytes in (8, 16))
-    answers = [([same], part), ([same], part), ([other], part)]
     with pytest.raises(CheckpointError, match="rank 2 has other bytes of 0badcafe-shard.* than a rank before it"):
-        saving._index("0badcafe", 1, answers, saving.SaveOptions(Path("run")))
+        inside.index_of("0badcafe", [[same], [same], [other]], SaveOptions(Path("run")))

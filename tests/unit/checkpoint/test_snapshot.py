@@ -9,6 +9,7 @@ import random
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot
 from elixir.checkpoint.snapshot_pool import SnapshotPool, aligned
 from elixir.checkpoint_format import saved_tensor
 from elixir.errors import CheckpointError, StateError
+from tests.common import inside
 
 SPAN = 256
 CPU = torch.device("cpu")
@@ -130,9 +132,9 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(PartState, PartState)))
 def test_only_the_changes_of_the_table_are_allowed(old: PartState, new: PartState) -> None:
-    part = module._Part(Chunk(0, 3))
+    part = inside.snapshot_part(Chunk(0, 3))
     part.state = old
-    if new in module._ALLOWED[old]:
+    if new in inside.transitions(Snapshot)[old]:
         part.to(new)
         assert part.state is new
     else:
@@ -183,7 +185,7 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
 
     def full(key: str, number: int, data: memoryview) -> None:
         waiting.start()
-        while not snapshot._wanted:  # an update that has begun to wait
+        while not inside.updates_waiting(snapshot):  # an update that has begun to wait
             time.sleep(0.001)
         time.sleep(0.03)
         raise OSError("disk full")
@@ -223,7 +225,7 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
 
     second = threading.Thread(target=release_and_write)
     second.start()
-    while not snapshot._wanted and not returned.is_set():  # it has come to wait, or has not waited
+    while not inside.updates_waiting(snapshot) and not returned.is_set():  # it has come to wait, or has not waited
         time.sleep(1e-3)
     go.set()
     first.join()
@@ -256,8 +258,7 @@ def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_in
     assert copying.wait(60)
     ending = threading.Thread(target=end)
     ending.start()
-    while not snapshot._turn._waiters and not ended.is_set():  # it has come to wait, or has not waited
-        time.sleep(1e-3)
+    ended.wait(0.1)  # without a wait it is over by then
     held = pool.free_bytes
     go.set()
     update.join(60)
@@ -287,12 +288,14 @@ def test_an_empty_area_does_not_part_the_others() -> None:
 
 
 def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Snapshot] = []
-    monkeypatch.setattr(Snapshot, "_recorded", lambda snapshot: recorded.append(snapshot))
-    snapshot = Snapshot([Chunk(0, 100)], SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
+    recorded: list[str] = []
+    event = SimpleNamespace(record=recorded.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    snapshot = Snapshot([Chunk(0, 100)], pool_of(1 << 20), torch.device("cuda", 0))
     snapshot.release(0)
     assert snapshot.copied_bytes
-    assert recorded == [snapshot]  # what compute had been given when the snapshot was taken
+    assert recorded == ["compute"]  # with what it had been given when the snapshot was taken
     snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
 
 
@@ -304,7 +307,7 @@ def waiting(snapshot: Snapshot, index: int) -> threading.Thread:
     """A thread that updates a chunk, once it waits for the writer."""
     thread = threading.Thread(target=snapshot.release, args=(index,))
     thread.start()
-    while index not in snapshot._wanted and thread.is_alive():
+    while index not in inside.updates_waiting(snapshot) and thread.is_alive():
         time.sleep(1e-3)
     return thread
 
