@@ -21,7 +21,6 @@ from elixir.plan.plan import Plan
 from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.engine import Engine
 from tests.common import inside
 from tests.common.ddp import PLANS, Twins, batch_of, plan_for
 from tests.common.parity import ALL, Case, case, hf_loss
@@ -55,11 +54,11 @@ class Summed:
         return self._before(tensor, *args, **options)
 
 
-def _bits(engine: Engine) -> list[tuple[int, ...]]:
+def _bits(module: ElixirModule) -> list[tuple[int, ...]]:
     """A digest of this rank's weights, masters and states, which all replicas share."""
-    engine.settle()
+    module.settle()
     found = []
-    for chunk in engine.chunks:
+    for chunk in inside.chunks(module):
         kept = [chunk.shard_weights, *([] if chunk.masters is None else [chunk.masters])]
         found.append(tuple(int(each.contiguous().view(torch.uint8).long().sum()) for each in kept))
         found += [tuple(each.flatten().tolist()) for each in kept]
@@ -119,8 +118,7 @@ def _as_ddp(
         state = twins.module.state_dict()
         for name, value in twins.plain.module.named_parameters():  # buffers are those of a rank's last rows
             assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
-    mine = _bits(inside.engine(twins.module))
-    answers = inside.engine(twins.module).exchange("bits", mine)
+    answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
     assert answers[rank] == answers[(rank + 2) % 4]
     assert answers[0] != answers[1]
     twins.close()
@@ -167,7 +165,7 @@ def _uneven_counts(rank: int, world_size: int, kind: str) -> None:
         assert report is not None
         for name in COUNTED if alone else ():
             assert report.observed[name] == report.predicted[name], f"{name} with {alone}"
-    answers = inside.engine(twins.module).exchange("bits", _bits(inside.engine(twins.module)))
+    answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
     assert answers[rank] == answers[(rank + 2) % 4]
     twins.check()
     twins.close()

@@ -165,7 +165,7 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
             assert not any(own.opened for own in flow.by_chunk.values())
         twins.step()
         assert flow.extra_blocks == 0 or choices is not _CHOICES[0]
-        seen, (stepper,) = inside.arena(twins.module), inside.engine(twins.module).steppers
+        seen, stepper = inside.arena(twins.module), inside.stepper(twins.module)
         assert seen.parts(_HOME[kind])["optimizer_states"] == _state_bytes(stepper, twins.plan, _HOME[kind])
     _check_told(twins, told, kind)
     twins.backward()  # as traced; what has had a gradient once is reduced in each step, and the report knows

@@ -16,8 +16,7 @@ import torch
 from elixir.access import swapping
 from elixir.chunk.arena import Arena
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
-from elixir.chunk.gradients.transport import Transport
-from elixir.chunk.lanes import StreamLane, Ticket
+from elixir.chunk.lanes import Lane, StreamLane, Ticket
 from elixir.extents.weight_files import FileShard
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
@@ -288,9 +287,21 @@ def test_a_step_without_clipping_waits_for_nothing(mode: str, moments: str, monk
     module.close()
 
 
+def tickets_of(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
+    """A list that fills with the tickets of what a lane is given."""
+    submit, found = lane.submit, list[Ticket]()
+
+    def noted(work: Any, **options: Any) -> Ticket:
+        found.append(submit(work, **options))
+        return found[-1]
+
+    monkeypatch.setattr(lane, "submit", noted)
+    return found
+
+
 def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through two buffers that are there before the first backward; each is written again only after its sum."""
-    it, gate, passed = on_cuda("opt"), threading.Event(), []
+    it, gate = on_cuda("opt"), threading.Event()
     plan = replace(plan_of(it, "streamed"), accumulation=2)
     module = ElixirModule(it.model, plan, device="cuda")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
@@ -299,29 +310,22 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
     assert len(shards) > 2
     assert before == sum(shards) + 2 * max(shards)
     optimizer.backward(it.loss(module, it.inp))
-    add = Transport._add
-
-    def noted(transport: Transport, *args: Any, **options: Any) -> tuple[Ticket, Ticket]:
-        passed.append(add(transport, *args, **options))
-        return passed[-1]
-
-    monkeypatch.setattr(Transport, "_add", noted)
     inside.lane(module, "host_adam").submit(gate.wait)
+    gone, added = (tickets_of(inside.lane(module, name), monkeypatch) for name in ("offload", "host_adam"))
     # In a thread: once both buffers are full, backward waits for a gradient block that has left.
     backward = threading.Thread(target=optimizer.backward, args=(it.loss(module, it.inp),))
     backward.start()
     try:
         until = time.monotonic() + 60
-        while len(passed) < 3 and time.monotonic() < until:
+        while len(added) < 3 and time.monotonic() < until:
             time.sleep(0.01)
-        for gone, _ in passed[:2]:
-            gone.synchronize()
-        assert not any(gone.done() for gone, _ in passed[2:])
-        assert not any(added.done() for _, added in passed)
+        for ticket in gone[:2]:
+            ticket.synchronize()
+        assert not any(ticket.done() for ticket in (*gone[2:], *added))
     finally:
         gate.set()
         backward.join()
-    assert len(passed) == len(shards)
+    assert len(gone) == len(added) == len(shards)
     optimizer.step()
     module.settle()
     assert inside.bytes_by_kind(module, "host")["gradients"] == before

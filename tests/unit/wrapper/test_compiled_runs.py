@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -166,6 +166,11 @@ def test_a_replaced_module_with_hooks_is_refused() -> None:
     assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
 
 
+def chunks_of(pair: Pair, parameters: Iterable[nn.Parameter]) -> set[int]:
+    """The chunks with these parameters."""
+    return {inside.chunk_of(pair.module, each).index for each in parameters}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +179,19 @@ def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: p
     compiled(it.model)
     with Pair(it, plan_of(it, "streamed"), plain=plain) as pair:
         pair.train(1)
-        engine = inside.engine(pair.module)
-        units = [
-            {engine.places[parameter][0].index for parameter in layer.parameters()} for layer in it.model.model.layers
-        ]
+        cache = inside.cache(pair.module)
+        units = [chunks_of(pair, layer.parameters()) for layer in it.model.model.layers]
         asked: list[set[int]] = []
-        acquire = engine.cache.acquire
+        acquire = cache.acquire
 
         def acquires(chunks: Any) -> None:
             asked.append(set(chunks))
             acquire(chunks)
 
-        monkeypatch.setattr(engine.cache, "acquire", acquires)
+        monkeypatch.setattr(cache, "acquire", acquires)
         pair.train(1)
         held = {parameter for layer in it.model.model.layers for parameter in layer.parameters()}
-        others = {engine.places[each][0].index for each in it.model.parameters() if each not in held}
+        others = chunks_of(pair, (each for each in it.model.parameters() if each not in held))
         asked = [chunks for chunks in asked if chunks in units or not chunks <= others]
         assert asked == [*units, *reversed(units)]
 

@@ -13,6 +13,7 @@ import elixir
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
 from elixir.wrapper.weights_io import model_state
+from tests.common import inside
 
 ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB"}
 
@@ -135,7 +136,7 @@ def test_a_state_dict_of_a_part_gathers_no_more(monkeypatch: pytest.MonkeyPatch)
     wrapper, _ = wrapped()
     whole = wrapper.state_dict()
     gathered: list[int] = []
-    engine = vars(wrapper)["_engine"]
+    chunks = inside.chunks(wrapper)
 
     def noted(engine: Any, chunk: Any, **more: Any) -> torch.Tensor:
         gathered.append(chunk.index)
@@ -145,9 +146,9 @@ def test_a_state_dict_of_a_part_gathers_no_more(monkeypatch: pytest.MonkeyPatch)
     part = wrapper.state_dict(only=lambda name, parameter: name.startswith("2."), dtype=torch.bfloat16)
     assert sorted(part) == ["2.bias", "2.weight", "count"]
     assert all(torch.equal(part[name], whole[name].bfloat16()) for name in ("2.bias", "2.weight"))
-    of_part = {c.index for c in engine.chunks if any(slot.name.startswith("2.") for slot in c.slots)}
+    of_part = {c.index for c in chunks if any(slot.name.startswith("2.") for slot in c.slots)}
     assert set(gathered) == of_part
-    assert len(of_part) < len(engine.chunks)
+    assert len(of_part) < len(chunks)
     wrapper.close()
 
 

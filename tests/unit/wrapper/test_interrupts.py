@@ -17,7 +17,6 @@ import elixir
 from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.plan.plan import Plan
 from elixir.torch_private import while_nothing_compiles
-from elixir.wrapper.engine import Engine
 from elixir.wrapper.phase import Phase
 from tests.common import inside
 from tests.common.early import chain, updating_early
@@ -47,12 +46,6 @@ def nothing_is_left() -> Iterator[None]:
     assert free
 
 
-def is_at_rest(engine: Engine) -> bool:
-    """Whether no forward or backward runs, as far as the engine knows."""
-    engine.refuse_inside("a test")
-    return engine.phase.now is Phase.IDLE
-
-
 class Interrupted:
     """A model that is interrupted in steps, and its twin, which begins from its state dicts each time.
 
@@ -79,7 +72,7 @@ class Interrupted:
         assert innermost_saved_tensors_hooks() is None
         then()
         pair.optimizer.zero_grad()
-        assert is_at_rest(inside.engine(pair.module))
+        assert inside.phase(pair.module) is Phase.IDLE
         states = pair.optimizer.state_dict()
         assert (
             len({int(state["step"]) for state in states["state"].values()}) == 1
@@ -222,7 +215,7 @@ def test_a_model_trains_on_after_an_interrupt_of_a_second_forward() -> None:
             pair.optimizer.backward(loss)
         handle.remove()
         pair.optimizer.zero_grad()
-        assert is_at_rest(inside.engine(pair.module))
+        assert inside.phase(pair.module) is Phase.IDLE
         pair.train(1)
         pair.assert_same_weights()
 

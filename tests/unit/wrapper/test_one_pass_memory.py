@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.access import swapping
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.one_pass.one_pass import OnePass
 from tests.common import inside
 from tests.common.one_pass import batches, family, hf_loss, plan_for, stepping
 
@@ -65,15 +64,9 @@ class Storages:
 
 @contextmanager
 def seen_by(storages: Storages, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has the sweep of a pass run under the mode; the calls of step_fn enter it themselves."""
-    sweep = OnePass._sweep
-
-    def seen(one_pass: OnePass) -> None:
-        with storages.mode():
-            sweep(one_pass)
-
+    """Runs the sweep of a pass under the mode; the calls of step_fn enter it themselves."""
     with monkeypatch.context() as patch:
-        patch.setattr(OnePass, "_sweep", seen)
+        inside.sweep_within(patch, storages.mode)
         gc.collect()
         gc.disable()
         try:

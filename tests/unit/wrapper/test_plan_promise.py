@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -64,7 +63,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(promises, "_AT_WORK", weakref.WeakSet())  # without models of other tests
+    inside.forget(monkeypatch, "promises")
     monkeypatch.delenv(MAPS_VARIABLE, raising=False)
     yield Machine(monkeypatch)
     HEAP.forget()
@@ -79,14 +78,13 @@ def module(machine: Machine) -> Iterator[ElixirModule]:
 
 
 def test_the_memory_of_the_model_gives_way_to_that_of_the_plan(machine: Machine, module: ElixirModule) -> None:
-    promise, engine = inside.promise(module), inside.engine(module)
+    promise, live = inside.promise(module), inside.arena(module).live_bytes
     assert promise.held == machine.held
     assert machine.asked[:2] == ["give back", "resident"], "freed memory is nothing that it holds"
     need = promise.need(module.plan, 12345)
     assert need.parts["program"] == GIB - MODEL_BYTES
     assert need.parts["host"] == 12345
     assert need.parts["heap"] > 0
-    live = engine.arena.live_bytes
     promise.ranks = 3
     assert promise.taken == Memory(live("device") + BUFFER_BYTES, 3 * live("host"))
 
@@ -182,11 +180,11 @@ def test_the_memory_of_a_device_limits_no_heap(
 def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
     machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promise, engine = inside.promise(module), inside.engine(module)
-    later = module.plan.predicted.device_peak_bytes - engine.arena.live_bytes("device")
+    promise = inside.promise(module)
+    later = module.plan.predicted.device_peak_bytes - inside.live_bytes(module, "device")
     assert later > 0
     with monkeypatch.context() as there:
-        there.setattr(engine, "device", torch.device("cuda", 0))
+        inside.pretend_device(there, module, torch.device("cuda", 0))
         there.setattr(promise, "device", "cuda:0")
         there.setattr(f"{PLACE}.free_device_bytes", lambda device: later)
         promise.refuse_exceeded(module.plan)
@@ -199,10 +197,10 @@ def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
 
 
 def test_ranks_that_share_the_memory_of_a_machine_are_summed(machine: Machine, module: ElixirModule) -> None:
-    promise, engine, plan = inside.promise(module), inside.engine(module), module.plan
+    promise, plan = inside.promise(module), module.plan
     need_bytes = promise.need_of(plan).own_bytes
     here, there = host_view(), replace(host_view(), host="there")
-    engine.host_share = host_share([here, there, here, there], 0, {})
+    inside.engine(module).host_share = host_share([here, there, here, there], 0, {})
     for own_bytes in (0, 20 * GIB):  # such as a data set that this rank has loaded, which is no room for another
         machine.held = Resident(own_bytes, 0, own_bytes)
         mine = promise.coming_bytes(plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +34,7 @@ PLACE = "elixir.wrapper.account.plan_promise"
 @pytest.fixture(autouse=True)
 def known_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # models of other tests
-    monkeypatch.setattr(promises, "_AT_WORK", weakref.WeakSet())
+    inside.forget(monkeypatch, "promises")
     for place in ("elixir.search.budgets", "elixir.wrapper.account.plan_promise"):
         monkeypatch.setattr(f"{place}.free_host_bytes", lambda: FREE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError, StateError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.module import PUBLIC
-from elixir.wrapper.phase import _NEXT, Phase, StepPhase
+from elixir.wrapper.phase import Phase, StepPhase
 from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, make_plan, square_loss
 
@@ -101,7 +102,7 @@ def test_release_gives_the_model_back_with_its_weights() -> None:
 
 def test_only_a_wrapped_model_has_an_engine() -> None:
     with pytest.raises(InputTypeError, match="Linear"):
-        inside.engine(nn.Linear(1, 1))
+        inside.chunks(nn.Linear(1, 1))
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def test_only_a_wrapped_model_has_an_engine() -> None:
 def test_only_the_changes_of_the_table_are_allowed(one: Phase, other: Phase) -> None:
     phase = StepPhase(rank=3)
     phase.now = one
-    if other in _NEXT[one]:
+    if other in inside.transitions(StepPhase)[one]:
         phase.to(other)
         assert phase.now is other
     else:
@@ -123,21 +124,21 @@ def test_only_the_changes_of_the_table_are_allowed(one: Phase, other: Phase) -> 
 def test_a_step_goes_through_its_phases() -> None:
     it, seen = case("gpt2"), []
     with Pair(it, make_plan(it, "streamed")) as pair:
-        phase = inside.engine(pair.module).phase
-        handle = next(pair.module.module.children()).register_forward_hook(lambda *_: seen.append(phase.now))
+        phase = partial(inside.phase, pair.module)
+        handle = next(pair.module.module.children()).register_forward_hook(lambda *_: seen.append(phase()))
         parameter = next(pair.module.parameters())
-        parameter.register_hook(lambda _: seen.append(phase.now))
-        seen.append(phase.now)
+        parameter.register_hook(lambda _: seen.append(phase()))
+        seen.append(phase())
         pair.backward()
         handle.remove()
-        seen.append(phase.now)
+        seen.append(phase())
         pair.step()
         assert list(dict.fromkeys(seen)) == [Phase.IDLE, Phase.FORWARD, Phase.BACKWARD]
         assert seen[-1] is Phase.IDLE
         pair.train(1)
-    assert phase.now is Phase.CLOSED
+    assert phase() is Phase.CLOSED
     with pytest.raises(InputError, match="closed"):
-        phase.refuse_closed()
+        pair.module.settle()
 
 
 def test_a_forward_that_raises_leaves_no_phase() -> None:

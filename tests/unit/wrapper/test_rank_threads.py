@@ -19,7 +19,6 @@ from torch import nn
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
-from elixir.chunk import group
 from elixir.chunk.lanes import Emulation
 from elixir.errors import RankError
 from elixir.plan.plan import Plan
@@ -274,7 +273,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(tmp_path: Path, size: int, replic
 
 @pytest.mark.parametrize("way", ["clears gradients", "clears those of the module", "steps not"])
 def test_a_rank_that_does_something_else_is_told_with_the_others(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_LOOK_S", 0.05)
+    inside.limit(monkeypatch, look_s=0.05)
 
     def work(rank: int) -> None:
         run = Rank(Situation(), rank)

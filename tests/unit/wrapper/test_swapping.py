@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,32 +163,48 @@ def test_same_bits_of_every_family(name: str, own: str, swapped: str, mode: str)
     check(name, own, swapped, mode)
 
 
-def test_a_result_that_was_written_to_while_it_moved_is_refused() -> None:
-    class Still:
-        def send(self, tensor: torch.Tensor) -> Any:
-            return None
+class Sending:
+    """Takes note of what it is to move; nothing moves."""
 
-    result = torch.ones(4)
-    moved = swapping._Moved(Still(), result)
-    result.add_(1)
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        self.sent.append(tensor.data_ptr())
+
+
+def moving(mover: Sending, *swap: Result) -> Any:
+    """A context that moves these results of the first of two units."""
+    units = [SimpleNamespace(name=name) for name in "01"]
+    activations = [SimpleNamespace(unit="0", keep=None, swap=swap)]
+    step: Any = SimpleNamespace(units=units, activations=activations)
+    return swapping.Swapping(nn.Sequential(nn.Identity(), nn.Identity()), step, mover).moving("0")
+
+
+def test_a_result_that_was_written_to_while_it_moved_is_refused() -> None:
+    mover, x = Sending(), torch.ones(1024, requires_grad=True)
+    with moving(mover, Result(SAVED, 0)):
+        result = x.exp()
+    assert mover.sent == [result.data_ptr()]
+    with torch.no_grad():
+        result.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation while it moved to the host; plan without"):
-        moved.taken()
+        result.sum().backward()
 
 
 def test_empty_tensors_are_no_inputs() -> None:
     """Checkpoints of torch 2.11 save an empty tensor before a unit's inputs."""
-    sent: list[torch.Tensor] = []
 
-    class Sending:
-        def send(self, tensor: torch.Tensor) -> Any:
-            sent.append(tensor)
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*tensors)
+            return tensors[1].clone()
 
-    call = swapping._Call(Sending(), lambda number: number == 0, None, [])
-    empty, given, other = torch.empty(0), *(torch.ones(1024) for _ in range(2))
-    assert call.pack(empty) is empty
-    assert type(call.pack(given)) is swapping.MovedTensor
-    assert call.pack(other) is other
-    assert [tensor.data_ptr() for tensor in sent] == [given.data_ptr()]
+    mover, empty, (given, other) = Sending(), torch.empty(0), (torch.ones(1024, requires_grad=True) for _ in range(2))
+    with moving(mover, Result(INPUT, 0)):
+        Saves.apply(empty, given, other)
+    assert mover.sent == [given.data_ptr()]
 
 
 @pytest.mark.parametrize("place", ["itself", "inside", "around"])

@@ -18,14 +18,15 @@ from elixir.hardware.profile import preset
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search, plan_from_trace, simple_search
-from elixir.search.problem.from_plan import packed_step_of, setting_of
-from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.replan import _best_with_packing
+from elixir.search import optimal_search, plan_from_trace, replan, simple_search
+from elixir.search.planner import plan_in
+from elixir.search.problem.from_plan import packed_step_of
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
+from elixir.wrapper.weight_uses import WeightUses
 from tests.common import inside
+from tests.common.observed import steady
 from tests.common.parity import Case, case, mixed, square_loss
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, COUNTED, train
@@ -105,7 +106,19 @@ def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
     model.close()
 
 
-def test_a_unit_is_announced_once_and_pinned_through_its_backward() -> None:
+def uses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """A list that fills with the function, and the number of weights, of each use by models that are wrapped later."""
+    seen, used = list[tuple[str, int]](), WeightUses.used
+
+    def noted(uses: WeightUses, parameters: list[nn.Parameter], function: str) -> None:
+        seen.append((function, len(parameters)))
+        used(uses, parameters, function)
+
+    monkeypatch.setattr(WeightUses, "used", noted)
+    return seen
+
+
+def test_a_unit_is_announced_once_and_pinned_through_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama")
     plan = plan_of(it, "units")
     by_parameter = plan_of(it, "parameters")
@@ -117,11 +130,8 @@ def test_a_unit_is_announced_once_and_pinned_through_its_backward() -> None:
         ),
         by_parameter.block_count,
     )
+    seen = uses_of(monkeypatch)
     model = ElixirModule(it.model, plan, device="cpu")
-    seen: list[tuple[str, int]] = []
-    uses, used = inside.engine(model).uses, inside.engine(model).uses.used
-    uses.used = lambda parameters, function: (seen.append((function, len(parameters))), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
-    inside.engine(model).listen()
     loss = it.loss(model, it.inp)
     layers = [count for function, count in seen if function == "a layer"]
     assert layers == [len(list(layer.parameters())) for layer in fetched_as_one(it.model, plan.step)]
@@ -210,19 +220,18 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(monkeypatch: pyt
     it = Case(Stack(), {"x": torch.randn(2, 4)}, square_loss)
     plain, rows = copy.deepcopy(it.model), 0
     scripted: Any = {model.layers[0]: torch.jit.trace(model.layers[2].up, it.inp["x"]) for model in (it.model, plain)}
+    seen = uses_of(monkeypatch)
     model = ElixirModule(it.model, plan_of(it, "units", allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
     assert len(model.plan.step.joined) == 3
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
-    optimizer, seen, forward = ElixirOptimizer(model, optimizers[1]), [], Layer.forward
-    uses, used = inside.engine(model).uses, inside.engine(model).uses.used
-    uses.used = lambda parameters, function: (seen.append(function), used(parameters, function))[1]  # type: ignore[method-assign, assignment]
+    optimizer, forward = ElixirOptimizer(model, optimizers[1]), Layer.forward
 
     def reads(self: Layer, x: torch.Tensor) -> torch.Tensor:
         return forward(self, x) + (scripted[self](x[:rows]).sum() if self in scripted else 0)
 
     monkeypatch.setattr(Layer, "forward", reads)
     model(**it.inp)
-    assert seen.count("TorchScript") == 1
+    assert [function for function, _ in seen].count("TorchScript") == 1
     rows = 2
     assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
     model.close()
@@ -287,13 +296,21 @@ def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
 
 
 @pytest.mark.parametrize("fetch", ["units", "parameters"])
-def test_a_second_plan_fetches_as_the_first(fetch: Literal["units", "parameters"]) -> None:
+def test_a_second_plan_fetches_as_the_first(
+    fetch: Literal["units", "parameters"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = case("llama", "none")
     trace = cpu_trace(it.model, it.inp, lambda model, inp: it.loss(model, inp).backward())
     given = {"placement": "cpu", "host_budget": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
     plan = plan_from_trace(trace, preset("cpu"), 1, fetch=fetch, **given).plan
-    space = SearchSpace(trace, preset("cpu"), setting_of(plan, 1, "cpu"))
-    second = _best_with_packing(space, Budgets(plan.device_budget_bytes, plan.host_budget_bytes), plan, plan.optimizer)
-    assert second is not None
+    answers: list[Plan] = []
+
+    def answered(*question: Any) -> Plan:
+        answers.append(plan_in(*question))
+        return answers[-1]
+
+    monkeypatch.setattr(replan, "plan_in", answered)
+    replan.correct(trace, preset("cpu"), plan, [steady(plan)], plan.optimizer)
+    (second,) = answers
     assert second.step.joined == plan.step.joined
     assert bool(plan.step.joined) == (fetch == "units")

@@ -163,12 +163,12 @@ def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None
         it = chain()
         module = ElixirModule(it.model, each, device=gpu.DEVICE, **debugged({}, poison=True))
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), initial_scale=2.0**10)
-        engine = inside.engine(module)
+        scale = inside.loss_scale(module)
         for step in range(5):
             optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
             if step % 2:
                 assert bool(attempts(module)) == each.has_early_updates
-                engine.loss_scale.load({**engine.loss_scale.state(), "value": 2.0 ** (8 + step)})
+                scale.load({**scale.state(), "value": 2.0 ** (8 + step)})
             optimizer.step()
             optimizer.zero_grad()
         ends.append((module.state_dict(), optimizer.state_dict()["state"]))

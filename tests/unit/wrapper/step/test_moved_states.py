@@ -11,6 +11,7 @@ import torch
 from elixir.wrapper.step import fused_states as fused_states_module
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.states import MovedStates, SmallStates, States
+from tests.common import inside
 from tests.common.one_shard import (
     SHAPES,
     Extent,
@@ -211,7 +212,7 @@ def test_states_of_a_class_move_as_they_are(passes: bool) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("to", ["class", "float32", "bfloat16", "8bit"])
 def test_moments_move_from_any_form_to_any_other(kind: Any, to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_states_module, "_PIECE_NUMEL", 512)
+    inside.limit(monkeypatch, converted_numel=512)
     shapes, first = ((1536,), (300,)), 512
     old = fused_states(shapes, moments=kind, first=first)
     gradient = torch.linspace(1.0, 2.0, 1324)
@@ -315,7 +316,7 @@ def test_a_step_into_other_states_is_the_step_in_place_and_changes_nothing_else(
 
 
 def test_saved_moments_become_codes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_states_module, "_PIECE_NUMEL", 512)
+    inside.limit(monkeypatch, converted_numel=512)
     states = fused_states(((1536,), (300,)), moments="8bit")
     saved = saved_adam(states)
     states.load(saved)
