@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 from elixir.errors import InputError
 from elixir.hardware import memory as free_memory
+from elixir.hardware.control_groups import control_groups
 from elixir.hardware.memory import free_device_bytes, free_host_bytes, total_host_bytes
-
-GIB = 2**30
+from elixir.units import MIB
 
 
 def test_free_host_memory_is_below_the_total() -> None:
@@ -28,8 +29,11 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 
 def test_a_system_that_does_not_tell_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_meminfo_bytes", lambda name: None)
-    monkeypatch.setattr(free_memory, "_sysconf_bytes", lambda name: None)
+    def unknown(*_: object, **__: object) -> str:
+        raise OSError("there is no such file, and no such number")
+
+    monkeypatch.setattr(Path, "read_text", unknown)
+    monkeypatch.setattr(os, "sysconf", unknown)
     with pytest.raises(InputError, match="does not report free memory; give the host memory"):
         free_host_bytes()
     with pytest.raises(InputError, match="does not report its memory size"):
@@ -42,29 +46,37 @@ def write(path: Path, **files: object) -> None:
         (path / name.replace("__", ".")).write_text(f"{content}\n")
 
 
-def test_the_tightest_control_group_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
+def in_groups(monkeypatch: pytest.MonkeyPatch, root: Path, membership: Path) -> list[int]:
+    """Free and total bytes of a process in these control groups."""
+    monkeypatch.setattr(free_memory, "control_groups", lambda kind, *_: control_groups(kind, root, membership))
+    return [free_host_bytes(), total_host_bytes()]
+
+
+def test_the_page_cache_of_a_control_group_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     member = tmp_path / "cgroup"
     member.write_text("0::/job/step\n")
     write(
-        tmp_path / "v2/job", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"anon 7\ninactive_file {GIB}"
+        tmp_path / "v2/job", memory__max=9 * MIB, memory__current=5 * MIB, memory__stat=f"anon 7\ninactive_file {MIB}"
     )
-    write(tmp_path / "v2/job/step", memory__max="max", memory__current=3 * GIB)
-    assert list(free_memory._cgroup_memory(tmp_path / "v2", member)) == [(8 * GIB, 4 * GIB)]
+    write(tmp_path / "v2/job/step", memory__max="max", memory__current=3 * MIB)
+    assert in_groups(monkeypatch, tmp_path / "v2", member) == [5 * MIB, 9 * MIB]
 
 
-def test_first_version_control_groups_are_read(tmp_path: Path) -> None:
+def test_first_version_control_groups_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     member = tmp_path / "cgroup"
     member.write_text("9:name=systemd:/x\n4:cpu,memory:/not/in/this/namespace\n0::/\n")
-    write(tmp_path / "fs/memory", memory__limit_in_bytes=6 * GIB, memory__usage_in_bytes=2 * GIB)
-    assert list(free_memory._cgroup_memory(tmp_path / "fs", member)) == [(6 * GIB, 2 * GIB)]
+    write(tmp_path / "fs/memory", memory__limit_in_bytes=6 * MIB, memory__usage_in_bytes=2 * MIB)
+    assert in_groups(monkeypatch, tmp_path / "fs", member) == [4 * MIB, 6 * MIB]
 
 
-def test_a_control_group_limit_caps_free_and_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_cgroup_memory", lambda: iter([(3 * 2**20, 2**20), (2**40, 0)]))
-    assert free_host_bytes() == 2 * 2**20
-    assert total_host_bytes() == 3 * 2**20
-    monkeypatch.setattr(free_memory, "_cgroup_memory", lambda: iter([(2**20, 2**21)]))
-    assert free_host_bytes() == 0
+def test_the_tightest_control_group_caps_free_and_total(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    member = tmp_path / "cgroup"
+    member.write_text("0::/job\n")
+    write(tmp_path / "job", memory__max=3 * MIB, memory__current=MIB)
+    write(tmp_path, memory__max=2**40, memory__current=0)
+    assert in_groups(monkeypatch, tmp_path, member) == [2 * MIB, 3 * MIB]
+    write(tmp_path / "job", memory__max=MIB, memory__current=2 * MIB)
+    assert in_groups(monkeypatch, tmp_path, member) == [0, MIB]
 
 
 class FakeCuda:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elixir.cli import main, output
-from elixir.show.tables import _label, homes_table, list_table, record_of, show_value, trace_summary
+from elixir.show.tables import homes_table, list_table, record_of, record_table, show_value, trace_summary
 from elixir.units import format_bytes
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -99,7 +99,7 @@ def test_values_are_shown_in_the_unit_of_their_name(name: str, value: Any, text:
 
 def test_no_two_fields_of_a_table_have_one_label() -> None:
     for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
-        labels = [_label(name) for name in record_of(artifact)]
+        labels = list(record_table("title", record_of(artifact)).columns[0].cells)
         assert len(set(labels)) == len(labels)
 
 

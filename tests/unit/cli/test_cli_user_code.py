@@ -18,8 +18,7 @@ import pytest
 import torch
 import transformers
 
-from elixir import cli
-from elixir.cli import main
+from elixir.cli import main, show
 from elixir.errors import InputError, UserInterruptError, shortened
 from elixir.models import user_code
 from elixir.models.loading import build
@@ -286,7 +285,7 @@ def test_an_interrupt_that_compiled_code_turned_into_an_error_is_one(
             raise ImportError("initialization failed") from None
         return 0
 
-    monkeypatch.setattr(cli, "_run", importing)
+    monkeypatch.setattr(show, "run_models", importing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores interrupts
     try:
         assert main(["models"]) == 130

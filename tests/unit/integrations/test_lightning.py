@@ -305,9 +305,9 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="sync_batchnorm"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, sync_batchnorm=True)
     with pytest.raises((InputError, TraceError), match=r"self\.trainer; give ElixirStrategy\(step_fn"):
-        ElixirStrategy(**ON_HOST)._elixir_traced(Asking(), next(iter(data())))
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, Asking())
     with pytest.raises(RuntimeError, match="of the model"):
-        ElixirStrategy(**ON_HOST)._elixir_traced(Failing(), next(iter(data())))
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, Failing())
     with pytest.raises((InputError, TraceError), match="step_fn"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
 
