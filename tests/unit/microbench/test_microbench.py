@@ -460,7 +460,7 @@ def results() -> list[Measured]:
     return [
         fitted(series(line(1e-5, 2.5e10))),
         fitted(series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4)),
-        fitted(series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_budget")),
+        fitted(series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory")),
         Measured("matmul.float16.square", None, None, "not implemented"),
     ]
 
@@ -518,7 +518,7 @@ def test_scripts_stand_alone(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE_SCRIPTS.parent, env=with_path())
     assert done.returncode == 0, done.stderr
     found = {record["key"]: record for record in json.loads(out.read_text())["series"]}
-    assert {"host_budget", "host_to_device", "host_to_device.both"} <= set(found)
+    assert {"host_memory", "host_to_device", "host_to_device.both"} <= set(found)
     # Wide bounds: a factor of a thousand (a unit mixed up) falls outside, a slow or a large machine does not.
     amount, seconds = found["host_to_device"]["points"][-1]
     assert 2e8 < amount / seconds < 5e12
