@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -42,6 +43,15 @@ from elixir.wrapper.one_pass.one_pass import OnePass
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.step.shard import Shard
+
+if TYPE_CHECKING:
+    from elixir.hardware.profile import HardwareProfile
+    from elixir.microbench.bench import Effort
+    from elixir.search.problem.budgeted_trace import BudgetedTraces
+    from elixir.search.propose.kept_results import KeptResults
+    from elixir.search.request import SearchRequest
+    from elixir.search.simulator.rates import Rates
+    from elixir.step_trace import StepTrace, UnitActivations
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -301,3 +311,99 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, module: ElixirModule, device
 def engine(module: ElixirModule) -> Engine:
     """The whole runtime of a module, for the few tests of how its parts work together."""
     return engine_of(module)
+
+
+# --- planning, tracing and the command line --------------------------------------------------------------------------
+
+
+def forget_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the first step of Adam: none is compiled, and none has counted towards compiling."""
+    from elixir.kernels.adam import when_compiled
+
+    monkeypatch.setattr(when_compiled, "_progress", {})
+
+
+def cross_entropy_unchecked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean loss as on a device other than the CPU, where nobody looks whether the targets are classes."""
+    from elixir.kernels.model.linear_cross_entropy import _LinearCrossEntropy
+
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, None, target, -100, True)
+    return loss
+
+
+def measure_with(monkeypatch: pytest.MonkeyPatch, effort: Effort) -> None:
+    """Lets measurements of the CPU, quick ones and others, take this effort."""
+    from elixir.microbench import bench
+
+    monkeypatch.setattr(bench, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], effort))
+
+
+def rate_of_work(run: Callable[[], object], amount: float, clock: Callable[[], float]) -> Any:
+    """A rate that is measured briefly: of a run that amounts to something, by a clock."""
+    from elixir.microbench.brief import _Rate
+
+    return _Rate(run, amount, clock)
+
+
+def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
+    """Measures the rate of a lane and that of products while both run."""
+    from elixir.microbench.brief import _Lane
+
+    with ThreadPoolExecutor(1) as worker:
+        _Lane(lane, products, worker).turn(seconds)
+
+
+def traces_by_budget(
+    whole: StepTrace, traced: Callable[..., StepTrace], stays: Callable[[StepTrace], bool], *, uncompiled: bool
+) -> tuple[BudgetedTraces, bool]:
+    """The traces under memory budgets of compiled units that are looked at, and whether everything may stay.
+
+    Args:
+        whole: the step that keeps everything; `uncompiled` if its layers are.
+        traced: gives the step with some activations.
+        stays: says whether everything of a step stays on the device.
+    """
+    from elixir.search.advise.activations import _by_budget
+
+    return _by_budget(whole, traced, stays, uncompiled=uncompiled)
+
+
+def activations_that_fit_best(
+    kept: KeptResults, rates: Rates, hardware: HardwareProfile, request: SearchRequest
+) -> tuple[UnitActivations, ...] | None:
+    """The activations of the fastest plan; None if it keeps everything."""
+    from elixir.search.advise.activations import _Trials
+    from elixir.search.propose.swapped_units import SwappedUnits
+
+    own, _ = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request).choice()
+    return own
+
+
+def look_in_pieces(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Makes a look at many placements take them in pieces whose curves are no larger."""
+    from elixir.search.propose import placement_batch
+
+    monkeypatch.setattr(placement_batch, "_LOOK_BYTES", piece_bytes)
+
+
+def attention_is_counted_with_groups() -> bool:
+    """Whether this PyTorch counts the FLOPs of attention whose heads share keys."""
+    from elixir.tracer.operator_cache import _formulas_take_groups
+
+    return _formulas_take_groups()
+
+
+def count_attention_without_groups(monkeypatch: pytest.MonkeyPatch, formula: Callable[..., int]) -> None:
+    """Counts attention by a formula that refuses heads which share keys."""
+    from elixir.tracer import operator_cache
+
+    monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
+    for kernel in operator_cache._QUERY_AT:
+        monkeypatch.setitem(operator_cache.flop_registry, kernel, formula)
+
+
+def forget_whose_modules_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a trace look at each module again to tell the user's from those of packages."""
+    from elixir.tracer import user_objects
+
+    monkeypatch.setattr(user_objects, "_is_of_user", user_objects._is_of_user.__wrapped__)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch
 
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import native, when_compiled
-from elixir.kernels.adam.adam_rule import AdamOptions
+from elixir.kernels.adam import native
+from elixir.kernels.adam.adam_rule import AdamOptions, step_numbers
 from elixir.kernels.adam.compiled_step import Combination
 from elixir.kernels.adam.moments import MasterStates, make_moments
+from elixir.kernels.adam.native import build_kernel
 from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
 from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
+from tests.common import inside
 from tests.common.early import needs_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +32,8 @@ OPTIONS = (
     AdamOptions(lr=1e-2, beta1=0.3, decoupled=False, weight_decay=0.01, maximize=True),
 )
 run = functools.partial(subprocess.run, check=True)
+ONE_LIBRARY = Combination("cpu", torch.float32, None, "bfloat16")
+"""With float32 moments a second library is made if the first has other bits."""
 _ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
 _QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
 DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) for pair in _ALL]
@@ -35,7 +41,7 @@ DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) 
 
 @pytest.fixture(autouse=True)
 def _nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(when_compiled, "_progress", {})
+    inside.forget_compiled_steps(monkeypatch)
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
 
 
@@ -70,18 +76,19 @@ def bits(given: MasterStates, weights: torch.Tensor | None = None) -> list[bytes
     return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-def both_ways(gradient: torch.Tensor, kind: str, weight: torch.dtype | None, at: int = 0, **said: Any) -> None:
-    """Step in place and out of place; the same bits, and the old states as they were."""
-    numel = gradient.numel()
+def both_ways(gradient: torch.Tensor, kind: str, weight: torch.dtype | None, at: int = 0) -> set[str]:
+    """Step in place and out of place; the same bits, and the old states as they were. Gives the forms of the latter."""
+    numel, forms = gradient.numel(), set()
     for number, options in enumerate(OPTIONS):
         for factor in (1.0, 0.37):
             old = states(numel, kind, number, at)
             before, place, new = bits(old), copied(old, at), copied(states(numel, kind, 7, at), at)
             outs = [None if weight is None else torch.zeros(numel, dtype=weight) for _ in range(2)]
             adam_step(gradient, place.master, outs[0], place.moments, options, 3, factor, at=at or None)
-            adam_step_out_of_place(gradient, old, new, outs[1], options, 3, factor, at=at or None)
+            forms.add(adam_step_out_of_place(gradient, old, new, outs[1], options, 3, factor, at=at or None))
             assert bits(old) == before
             assert bits(new, outs[1]) == bits(place, outs[0])
+    return forms
 
 
 def gradient_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,9 +102,7 @@ def test_the_kernel_has_the_bits_of_the_step_in_place(
     gradient: torch.dtype, weight: torch.dtype | None, kind: Any, compiles: None
 ) -> None:
     for numel in (1, 15, 16, 31, 32, 33, 1000, 4096, 10_007):
-        both_ways(gradient_of(numel, gradient), kind, weight)
-    assert (background := when_compiled._progress[Combination("cpu", gradient, weight, kind)].compiling) is not None
-    assert background.step is not None  # it was the kernel, and no copy
+        assert both_ways(gradient_of(numel, gradient), kind, weight) == {ONE_PASS}
 
 
 @needs_kernel
@@ -138,8 +143,7 @@ def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_com
 
 
 def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
-    both_ways(gradient_of(1000, torch.float32), "float32", None)
-    assert [each.compiling for each in when_compiled._progress.values()] == [None]
+    assert both_ways(gradient_of(1000, torch.float32), "float32", None) == {COPIED}
     assert absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
 
 
@@ -172,26 +176,21 @@ def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = native._numbers
+    def wrong(options: AdamOptions, step: int, factor: float) -> tuple[float, ...]:
+        return step_numbers(replace(options, eps=options.eps * 1.01), step, factor)
 
-    def wrong(options: AdamOptions, step: int, factor: float, *, torchs: bool) -> Any:
-        found = right(options, step, factor, torchs=torchs)
-        found.eps *= 1.01
-        return found
-
-    monkeypatch.setattr(native, "_numbers", wrong)
-    both_ways(gradient_of(1000, torch.float32), "float32", None)
+    monkeypatch.setattr(native, "step_numbers", wrong)
+    assert both_ways(gradient_of(1000, torch.float32), "float32", None) == {COPIED}
     assert "does not give the bits of the eager step" in caplog.text
 
 
 @needs_kernel
 def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiles: None) -> None:
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
-    combination = Combination("cpu", torch.float32, None, "float32")
-    native._library(combination, ("CONTRACTED", "1"), run)
+    build_kernel(ONE_LIBRARY, run)
     made = list((tmp_path / "elixir").iterdir())
     assert len(made) == 1
-    native._library(combination, ("CONTRACTED", "1"), lambda command: pytest.fail("compiled again"))
+    build_kernel(ONE_LIBRARY, lambda command: pytest.fail("compiled again"))
 
 
 @pytest.mark.sampled
@@ -201,15 +200,14 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
-    combination = Combination("cpu", torch.float32, None, "float32")
-    native._library(combination, ("CONTRACTED", "1"), run)
+    build_kernel(ONE_LIBRARY, run)
     (made,) = (tmp_path / "elixir").iterdir()
     assert [path.stat().st_mode & 0o077 for path in (made, made.parent)] == [0, 0]
     (made if what == "library" else made.parent).chmod(0o777)
     made.write_bytes(b"planted")
-    loaded = []
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()))
-    native._library(combination, ("CONTRACTED", "1"), run)
+    loaded, load = [], ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()) or load(path))
+    build_kernel(ONE_LIBRARY, run)
     assert [content[:4] for content in loaded] == [b"\x7fELF"]
     assert ("chmod go-w" in caplog.text) == (what == "folder")
     assert [path.name for path in made.parent.iterdir()] == [made.name]
@@ -219,7 +217,7 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
 @needs_kernel
 def test_a_form_without_a_kernel_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no kernel"):
-        native._library(Combination("cpu", torch.float64, None, "float32"), ("CONTRACTED", "1"), run)
+        build_kernel(Combination("cpu", torch.float64, None, "float32"), run)
 
 
 def test_other_memory_of_another_size_is_refused() -> None:

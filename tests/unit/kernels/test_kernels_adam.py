@@ -13,8 +13,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ from elixir.kernels.adam.compiled_step import CompiledStep
 from elixir.kernels.adam.eager import eager_step
 from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
-from elixir.optimizer_states import moments_size
+from elixir.optimizer_states import MomentKind, moments_size
+from tests.common import inside
 from tests.common.early import needs_kernel
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +41,7 @@ KINDS = ("float32", "bfloat16", "8bit")
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled unless a test asks, and what a test left of combinations does not reach the next."""
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
-    monkeypatch.setattr(when_compiled, "_progress", {})
+    inside.forget_compiled_steps(monkeypatch)
 
 
 def recorded(
@@ -207,7 +210,8 @@ def test_pieces_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -
     weights, gradients = recorded(3000, 3, torch.bfloat16)
     results = []
     for piece_numel in (2**20, 512):
-        monkeypatch.setattr("elixir.kernels.adam.eager._piece_numel", lambda *_, n=piece_numel, **__: n)
+        monkeypatch.setattr("elixir.kernels.adam.eager.LARGEST_PIECE_NUMEL", piece_numel)
+        monkeypatch.setattr("elixir.kernels.adam.eager.LARGEST_HOST_PIECE_NUMEL", piece_numel)
         master, moments = weights.clone(), make_moments(3000, kind)
         for step, gradient in enumerate(gradients, 1):
             adam_step(gradient, master, None, moments, AdamOptions(), step)
@@ -283,8 +287,8 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     cost_s = when_compiled.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * when_compiled.SMALL_NUMEL["float32"]
     monkeypatch.setitem(when_compiled.COMPILE_COST_S, "cpu", cost_s)
     moments = make_moments(when_compiled.SMALL_NUMEL["float32"])
-    step_once(when_compiled.SMALL_NUMEL["float32"] - 1)
-    assert not when_compiled._progress  # small shards do not count
+    for _ in range(2):
+        step_once(when_compiled.SMALL_NUMEL["float32"] - 1)  # small shards do not count
     for begun in (False, False, True):
         step_once(when_compiled.SMALL_NUMEL["float32"], moments)
         assert bool(started) is begun
@@ -382,18 +386,24 @@ def test_a_process_ends_at_once_while_a_child_compiles() -> None:
         os.kill(int(done.stdout), 0)
 
 
-def test_a_child_that_fails_says_why_and_none_begins_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_that_fails_says_why_and_none_begins_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(compiling.atexit, "register", at_exit.append)
+    runs: list[compiling.Run] = []
     for command, why in (
         (["false"], "false ended with 1"),
         (["sh", "-c", "echo no room >&2; exit 3"], "no room"),
     ):
-        step = CompiledStep("test", lambda run, command=command: run(command))  # type: ignore[misc]
+        step = CompiledStep("test", lambda run, command=command: (runs.append(run), run(command)))  # type: ignore[misc]
         with caplog.at_level(logging.WARNING):
             step.wait()
         assert f"test could not be compiled and stays as it is: {why}" in caplog.text
-    step._stop()
-    with pytest.raises(RuntimeError, match="this process ends"):
-        step._run_child(["true"])
+    for end, run in zip(at_exit, runs, strict=True):
+        end()
+        with pytest.raises(RuntimeError, match="this process ends"):
+            run(["true"])
 
 
 @pytest.mark.sampled
@@ -435,7 +445,9 @@ COMBINATIONS = [
 @needs_kernel
 def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever gradients are: sparse, absent for a while, no numbers; and however many threads step."""
+    compiled: list[str] = []
     monkeypatch.setattr(when_compiled, "SMALL_NUMEL", dict.fromkeys(when_compiled.SMALL_NUMEL, 2))
+    monkeypatch.setattr(when_compiled, "CompiledStep", lambda *given: compiled.append(given[0]) or CompiledStep(*given))
     for kind, gradient_dtype, weight_dtype in COMBINATIONS:
         for numel, at in ((3, None), (1000, 300), (5000, None), (5003, 256)):
             results = []
@@ -454,7 +466,7 @@ def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.
                 results.append([master, *moments.tensors(), *([] if out is None else [out])])
             for mine, theirs in zip(*results, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
-    assert len(when_compiled._progress) == len(COMBINATIONS)
+    assert len(compiled) == len(set(compiled)) == len(COMBINATIONS)
 
 
 @pytest.mark.slow
@@ -490,19 +502,29 @@ def test_each_device_has_compiled_code_of_its_own(monkeypatch: pytest.MonkeyPatc
     """It launches on the device that its example was on, whatever the device of the tensors that it is given."""
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
-    monkeypatch.setattr(when_compiled, "_progress", {})
     monkeypatch.setattr(when_compiled, "build_step", lambda combination, run: combination.device)
     for device in ("cuda:0", "cuda:1", "cuda:0"):
         combination = compiling.Combination(device, torch.bfloat16, torch.bfloat16, "bfloat16")
         assert when_compiled.compiled_step(combination, 2**20) == device
-    example = when_compiled._example(compiling.Combination("meta", torch.bfloat16, torch.bfloat16, "bfloat16"))
-    assert {tensor.device.type for tensor in example if tensor is not None} == {"meta"}
 
 
-def test_each_combination_has_a_code_object_of_its_own() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_to_compile_with_is_on_the_device(kind: MomentKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: object, example: Sequence[torch.Tensor | None]) -> None:
+        raise RuntimeError(" ".join(sorted({str(each.device) for each in example if each is not None})))
+
+    monkeypatch.setattr(when_compiled, "compile_step", refuse)
+    with pytest.raises(RuntimeError, match=r"^meta$"):
+        when_compiled.build_step(compiling.Combination("meta", torch.bfloat16, torch.bfloat16, kind))
+
+
+def test_each_combination_has_a_code_object_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo finds compiled code by it, and there are no guards to tell combinations apart."""
-    twins = [compiling._twin(adam_) for _ in range(2)]
-    assert len({id(twin.__code__) for twin in (*twins, adam_)}) == 3
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    values = [torch.ones(2) for _ in range(4)]
+    example = (*values[:2], None, *values[2:], adam_scalars(AdamOptions(), 1))
+    compiled: list[Any] = [compiling.compile_step(adam_, example)[0] for _ in range(2)]
+    assert len({id(each.__code__) for each in (*compiled, adam_)}) == 3
 
 
 @pytest.mark.slow

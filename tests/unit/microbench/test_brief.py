@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from elixir.hardware.profile import preset
 from elixir.microbench import brief, measure_briefly
 from elixir.microbench.brief import BLOCK_OPERATORS, CUDA_BLOCK_OPERATORS, between_products
 from elixir.tracer.trace import trace_step
+from tests.common import inside
 
 ROWS = (64, 128)
 
@@ -36,7 +36,7 @@ class Clock:
 
 def test_a_rate_is_all_work_over_all_time() -> None:
     clock = Clock()
-    rate = brief._Rate(lambda: clock.work(0.25), amount=10.0, clock=clock)
+    rate = inside.rate_of_work(lambda: clock.work(0.25), 10.0, clock)
     rate.turn(1.0)
     clock.work(100.0)  # others have their turns
     rate.turn(0.0)
@@ -89,9 +89,8 @@ def test_what_lanes_take_from_products_is_seen() -> None:
             clock.work(4.0)
             worked.release()
 
-    products, lane = (brief._Rate(run, 1.0, clock) for run in (product, of_the_lane))
-    with ThreadPoolExecutor(1) as worker:
-        brief._Lane(lane, products, worker).turn(15.0)
+    products, lane = (inside.rate_of_work(run, 1.0, clock) for run in (product, of_the_lane))
+    inside.run_lane_next_to_products(lane, products, 15.0)
     assert (products.done, products.spent_s) == (3.0, 15.0)
     assert lane.done >= 3.0
 

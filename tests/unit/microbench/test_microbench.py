@@ -37,6 +37,7 @@ from elixir.microbench.ranks import Ranks, joined
 from elixir.microbench.report import as_json, as_table, format_rate
 from elixir.microbench.script import run_script
 from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series, transfer_jobs
+from tests.common import inside
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
@@ -48,7 +49,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machi
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of 2 MiB and two runs each: enough to see what is measured, if not how fast it is."""
-    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    inside.measure_with(monkeypatch, TINY)
 
 
 def line(
@@ -297,7 +298,7 @@ def test_copies_go_both_ways_at_once_with_a_series_each() -> None:
 
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    inside.measure_with(monkeypatch, TINY)
     monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.series()])
     jobs = [*transfer_jobs(QUICK), *machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
@@ -345,7 +346,8 @@ def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: py
         return real(bench, dtype, key)
 
     monkeypatch.setattr(adam, "adam_series", series)
-    job = adam._host_job("", QUICK, torch.float32, 3)
+    monkeypatch.setattr(adam, "thread_counts", lambda: [3])
+    job = adam.adam_jobs(QUICK)[0]
     (found,) = job.series()
     assert (job.keys, found.key) == (("host_adam.3",), "host_adam.3")
     assert "3 threads" in found.how
@@ -377,7 +379,7 @@ def test_devices_dtypes_and_kinds_that_cannot_be_measured_are_refused() -> None:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> tuple[HardwareProfile, list[str]]:
     """A measurement on tiny buffers in which every copy has a fit and every Adam step is without."""
-    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    inside.measure_with(monkeypatch, TINY)
 
     def judged(job: Job) -> list[Measured]:
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 
 from elixir.errors import InputError, RankError
 from elixir.microbench import brief, measure_briefly, ranks, script
-from elixir.microbench.bench import Bench
 from elixir.microbench.disk import disk_jobs
 from elixir.microbench.fitting import fit_points
 from elixir.microbench.ranks import Ranks, joined, spawn
@@ -39,10 +39,13 @@ def test_a_fit_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
         fit_points([(float(amount), float(amount)) for amount in range(1, 9)])
 
 
-def test_a_disk_is_measured_by_one_rank(tmp_path: Path) -> None:
-    bench = Bench(torch.device("cpu"), quick=True, ranks=PAIR)
-    with pytest.raises(InputError, match="measured by one process"):
-        script._in_folder(disk_jobs, str(tmp_path), bench)
+def test_a_disk_is_measured_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "joined", lambda: contextlib.nullcontext(PAIR))
+    with pytest.raises(SystemExit):
+        script.run_script(disk_jobs, None, ["--device=cpu", f"--disk-folder={tmp_path}"], needs_folder=True)
+    assert "measured by one process" in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from benchmark.proof import contenders, ours
 from benchmark.proof.place import Place
 from elixir.hardware.profile import preset
-from elixir.kernels.adam import when_compiled
+from tests.common import inside
 
 TOY: dict[str, Any] = {
     "model": "opt-125m",
@@ -158,7 +158,7 @@ def test_a_row_says_what_became_of_states_made_early(tmp_path: Path, monkeypatch
 
 
 def test_a_timed_run_without_the_kernel_fails_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(when_compiled, "_progress", {})
+    inside.forget_compiled_steps(monkeypatch)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no one-pass kernel .* CPU Adam would copy"):
         ours.run(_early(contenders.MAX_NORM), Place(tmp_path, rehearse=True), tmp_path / "saved")
