@@ -19,17 +19,17 @@ from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace
-from elixir.search.advise.activations import _by_budget, _Trials, that_keeps_everything, trace_that_keeps
+from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
 from elixir.search.advise.changes import CHOOSE_ACTIVATIONS, for_memory
 from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
 from elixir.step_trace import StepTrace, UnitActivations, UnitForward
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import inside
 from tests.common.parity import MODES, Case
 from tests.common.tracing import CPU, H200, cpu_trace
 from tests.unit.search.test_activations import by_name, step_of, wide
@@ -99,7 +99,9 @@ def test_no_more_budgets_are_looked_at_than_decide() -> None:
         step = replace(whole, model_name="as set" if given else "uncompiled")
         step = step if alone else replace(step, forwards=(UnitForward(("other",), (), 0, 0),))
         names = set(map(str, staying))
-        traces, stays = _by_budget(step, traced, lambda trace: trace.model_name in names, uncompiled=not given)
+        traces, stays = inside.traces_by_budget(
+            step, traced, lambda trace: trace.model_name in names, uncompiled=not given
+        )
         return [traces.largest, *traces.under], stays
 
     assert found("uncompiled", None) == ([None], True)
@@ -364,7 +366,7 @@ def test_units_have_a_budget_if_they_are_as_fast_with_it_and_keep_less() -> None
     rates = Rates(CPU, "float32", 1, 1)
     kept = KeptResults(traces, rates)
     assert kept.activations(0) == with_budgets([0.0, 0.0])
-    own, _ = _Trials(kept, SwappedUnits(kept, rates), rates, CPU, request).choice()
+    own = inside.activations_that_fit_best(kept, rates, CPU, request)
     assert own == with_budgets([0.99, 0.99])  # more than all of these fits
 
 

@@ -16,7 +16,7 @@ from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose import local_search, placement_batch
+from elixir.search.propose import local_search
 from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import weigh
 from elixir.search.propose.climb import NEAR
@@ -24,6 +24,7 @@ from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.units import GIB, MIB
+from tests.common import inside
 from tests.common.searching import HARDWARE
 from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
@@ -105,7 +106,7 @@ def test_the_curves_of_many_variants_are_made_piece_by_piece(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(variants.model, "device", noted)
-    monkeypatch.setattr(placement_batch, "_LOOK_BYTES", 2000)
+    inside.look_in_pieces(monkeypatch, 2000)
     pieces = variants.look(codes, 130 * GIB)
     assert np.array_equal(together.blocks, pieces.blocks)
     assert len(np.unique(pieces.blocks)) > 1

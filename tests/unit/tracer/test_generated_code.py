@@ -18,7 +18,6 @@ from elixir.hardware import preset
 from elixir.kernels.model.fused_ops import torch_rms_norm
 from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.step_trace import StepTrace, UnitActivations
-from elixir.tracer import generated_code
 from elixir.tracer.joint_graph import JointGraph
 from elixir.tracer.pretended_cuda import pretended_cuda
 from elixir.tracer.trace import trace_step
@@ -71,9 +70,9 @@ def test_weights_of_a_layer_are_free_to_be_saved_and_what_it_is_given_is_not() -
 
 
 def test_a_kind_of_layer_is_generated_once_and_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[Any] = []
-    real = generated_code._generated
-    monkeypatch.setattr(generated_code, "_generated", lambda *args: kinds.append(args[0]) or real(*args))
+    kinds: list[JointGraph] = []
+    given = JointGraph.as_dynamo_gives_it
+    monkeypatch.setattr(JointGraph, "as_dynamo_gives_it", lambda layer: kinds.append(layer) or given(layer))
     with torch.device("meta"):
         model = Model()
     shared: dict[Any, Any] = {}

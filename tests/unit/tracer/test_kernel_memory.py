@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.tracer.device.common.meta_kernels import KERNELS
-from elixir.tracer.device.cpu import kernel_memory, recurrent
+from elixir.tracer.device.cpu import cpu_target, kernel_memory, recurrent
 from elixir.tracer.device.cpu.kernel_memory import KernelMemory
 from tests.common.tracing import cpu_trace, predicted_bytes
 
@@ -186,7 +186,7 @@ def test_a_large_convolution_is_told_from_smaller_batches_and_says_so(monkeypatc
     model, inp = convolves(16)
     measured = cpu_trace(model, inp, lambda m, b: m(b["x"]).relu_().sum().backward())
     assert measured.assumptions == ()
-    monkeypatch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+    monkeypatch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
     monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", 6e6)  # a forward of 16 takes 9.4e6
     trace = cpu_trace(model, inp, lambda m, b: m(b["x"]).relu_().sum().backward())
     assert trace.curve == measured.curve
@@ -198,7 +198,7 @@ def test_a_large_convolution_is_told_from_smaller_batches_and_says_so(monkeypatc
 
 def test_what_cannot_be_run_is_said_with_its_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inp = convolves(2)
-    monkeypatch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+    monkeypatch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
     monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", 1.0)
     monkeypatch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 1.0)
     (said,) = cpu_trace(model, inp, step).assumptions

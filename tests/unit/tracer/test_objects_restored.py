@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.tracer import user_objects
 from elixir.tracer.user_objects import MOST_ENTRIES, user_objects_restored
+from tests.common import inside
 from tests.unit.tracer import test_user_objects
 from tests.unit.tracer.test_user_objects import INP, LOSSES, Meter, Owner, by_name
 
@@ -131,7 +131,7 @@ def test_classes_modules_and_containers_of_the_user_are_as_before_and_queues_kee
 
 def test_names_of_a_notebook_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module has no file, as has one of Python's own."""
-    monkeypatch.setattr(user_objects, "_is_of_user", user_objects._is_of_user.__wrapped__)
+    inside.forget_whose_modules_are(monkeypatch)
     monkeypatch.delattr("__main__.__file__", raising=False)
     counts = []
     for module in ("__main__", "builtins"):

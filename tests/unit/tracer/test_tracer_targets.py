@@ -18,9 +18,10 @@ from elixir.step_trace import StepTrace
 from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.attention import Attention
-from elixir.tracer.device.routed_functions import _FusedRmsNorm
+from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB
+from tests.common import inside
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
 
 MASK = (2, 1, 128, 128)
@@ -379,10 +380,8 @@ def test_attention_whose_heads_share_keys_costs_as_if_they_did_not(
         return 7 * sum(map(math.prod, shapes))
 
     if not takes_groups:
-        monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
-        for kernel in operator_cache._QUERY_AT:
-            monkeypatch.setitem(operator_cache.flop_registry, kernel, refuses)
-    elif not operator_cache._formulas_take_groups():
+        inside.count_attention_without_groups(monkeypatch, refuses)
+    elif not inside.attention_is_counted_with_groups():
         pytest.skip("this PyTorch does not take groups")
     flops = [attending(8, kv_heads).flops for kv_heads in (8, 2, 1)]
     assert flops[0] > 0
@@ -462,6 +461,7 @@ def test_a_convolution_lays_its_result_out_as_the_real_one_does(image: str, turn
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_fused_rms_norm_keeps_one_factor_a_row(axes: int) -> None:
     x, shape = torch.zeros(3, 4, 8, dtype=torch.bfloat16, device="meta"), [4, 8][2 - axes :]
-    output, factor = _FusedRmsNorm.apply(x, shape, None, None)
+    with routed(target_for(H200)):
+        output, factor = torch.ops.aten._fused_rms_norm(x, shape, None, None)
     assert (output.shape, output.dtype) == (x.shape, x.dtype)
     assert (factor.numel(), factor.dim(), factor.dtype) == (12 if axes == 1 else 3, 3, torch.float32)
