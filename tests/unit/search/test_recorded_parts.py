@@ -14,6 +14,7 @@ import json
 import math
 import operator
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def measured_machine(draw: random.Random) -> HardwareProfile:
     fits = dict(machine.fits)
     for key in KEYS:
         if draw.random() < 0.4:
-            family = key.split(".")[0].split("_read")[0].split("_write")[0]
+            family = re.sub("_(read|write).*", "", key.split(".")[0])
             fits[key] = some(least.get(family, 1e10))
     if draw.random() < 0.6:
         for threads, ending in itertools.product((1, 4, 16), ("", ".bfloat16", ".all_ranks", ".bfloat16.all_ranks")):
