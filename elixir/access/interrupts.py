@@ -60,7 +60,7 @@ def raise_waiting() -> None:
     """Raises an interrupt that waits, where the runtime can bear it as it bears an exception of user code."""
     handler = _handler_of(signal.SIGINT)
     if isinstance(handler, _Handler) and handler.waits and threading.current_thread() is threading.main_thread():
-        handler.raise_now(sys._getframe())
+        handler.raise_now()
 
 
 def runs(frame: FrameType) -> bool:
@@ -84,9 +84,10 @@ class _Handler:
         self._traced: Any = None  # the thread's trace function meanwhile
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.waits:
-            self.raise_now(frame)  # the first; unless it raises, this one is passed on as well
-            self.before(number, frame)
+        if self._frame is not None:
+            caller = self._frame.f_back
+            self.raise_now()  # the first; unless it raises, this one is passed on as well
+            self.before(number, caller)
             return
         call = _call_of_runtime(frame)
         enters = call is not None and call.f_code.co_name == "__enter__"
@@ -104,19 +105,23 @@ class _Handler:
         """Whether an interrupt waits for the end of a call."""
         return self._frame is not None
 
-    def raise_now(self, frame: FrameType | None) -> None:
-        """Calls the handler before this one, which by default raises `KeyboardInterrupt`."""
-        if self._frame is not None:
-            self._frame.f_trace, self._frame.f_trace_lines, self._frame.f_trace_opcodes = None, True, False
-            self._frame = None
-            sys.settrace(self._traced)  # which Python drops if this raises
+    def raise_now(self) -> None:
+        """Calls the handler before this one, which by default raises `KeyboardInterrupt`, for the one that waits."""
+        if self._frame is None:
+            return
+        # Of the caller: a handler of the user's may pass it on to another one of these, which would wait again.
+        frame = self._frame.f_back
+        self._frame.f_trace, self._frame.f_trace_lines, self._frame.f_trace_opcodes = None, True, False
+        self._frame = None
+        sys.settrace(self._traced)  # which Python drops if this raises
         self.before(signal.SIGINT, frame)
 
     def _goes_on(self, frame: FrameType, event: str, arg: Any) -> Any:
         """The call returns, or the context that it has entered is open."""
-        if event != "exception":  # which the call may handle
-            self.raise_now(frame)
-        return self._goes_on
+        if event == "exception":  # which the call may handle
+            return self._goes_on
+        self.raise_now()
+        return None  # as another result would be the frame's trace function again
 
 
 def _of_no_other_frame(frame: FrameType, event: str, arg: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -178,6 +179,40 @@ def test_a_handler_of_the_users_is_called_once_at_the_end() -> None:
         assert signal.getsignal(signal.SIGINT) is handle
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_users_may_call_the_one_before() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert callable(before)
+    signal.signal(signal.SIGINT, lambda number, frame: before(number, frame))
+    hold_back()
+    with pytest.raises(KeyboardInterrupt):
+        call(interrupt)
+    assert done == ["interrupted", "call"]
+    assert sys.gettrace() is None
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_does_not_raise_is_called_once_where_lines_are_traced() -> None:
+    """As by a debugger."""
+    hold_back_no_more()
+    before, traced = signal.signal(signal.SIGINT, lambda *_: done.append("handled")), sys.gettrace()
+
+    def trace(*_: object) -> Any:
+        return trace
+
+    def enters() -> None:
+        with RUNTIME["Context"](interrupt, nothing):
+            done.append("inside")
+
+    hold_back()
+    sys.settrace(trace)
+    try:
+        enters()
+    finally:
+        sys.settrace(traced)
+        signal.signal(signal.SIGINT, before)
+    assert done == ["interrupted", "entered", "handled", "inside", "left"]
 
 
 def test_a_handler_that_is_set_meanwhile_stays() -> None:
