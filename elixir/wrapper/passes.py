@@ -20,15 +20,22 @@ Pass = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
 """Gives the arguments as the model gets them, and a function that finishes its output."""
 
 
-class _Open(NamedTuple):
+class _Begun(NamedTuple):
     """A pass that has begun."""
 
-    begun: Pass
+    whole: Pass
     finished: Callable[[Any], Any]
     handled: BaseException | None
     """The exception that the caller was handling."""
+
+
+class _Open(NamedTuple):
+    """A call of a model."""
+
     call: FrameType
     """Calls the model's hooks and its forward."""
+    begun: _Begun | None
+    """None inside of a pass, and in backward."""
 
 
 class Passes:
@@ -43,7 +50,7 @@ class Passes:
 
     def __init__(self, models: Iterable[nn.Module], begin: Callable[[nn.Module, Any, Any], Pass]) -> None:
         self._models, self._begin = list(models), begin
-        self._open: dict[int, list[_Open | None]] = {}  # by thread; None is a call inside of a pass
+        self._open: dict[int, list[_Open]] = {}  # by thread
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -64,24 +71,25 @@ class Passes:
         outermost = next(iter(self._open.get(threading.get_ident(), ())), None)
         if outermost is not None and not runs(outermost.call):
             del self._open[threading.get_ident()]
-            with suppress(KeyboardInterrupt):
-                outermost.begun.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+            if outermost.begun is not None:
+                with suppress(KeyboardInterrupt):
+                    outermost.begun.whole.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
         self.leave_ended()
         open_here = self._open.setdefault(threading.get_ident(), [])
         if open_here or backward_is_running():
-            open_here.append(None)
+            open_here.append(_Open(sys._getframe(1), None))
             return None
         begun = self._begin(model, args, kwargs)
         arguments, finished = begun.__enter__()
-        open_here.append(_Open(begun, finished, sys.exc_info()[1], sys._getframe(1)))
+        open_here.append(_Open(sys._getframe(1), _Begun(begun, finished, sys.exc_info()[1])))
         return arguments
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         thread = threading.get_ident()
         open_here = self._open.get(thread, [])
-        found = open_here.pop() if open_here else None  # none is open if the pass could not begin
+        found = open_here.pop().begun if open_here else None  # none is open if the pass could not begin
         if not open_here:
             self._open.pop(thread, None)
         if found is None:
@@ -90,5 +98,5 @@ class Passes:
         error = sys.exc_info()
         if error[1] is found.handled:
             error = (None, None, None)
-        found.begun.__exit__(*error)
+        found.whole.__exit__(*error)
         return None if error[0] is not None else found.finished(output)

@@ -241,3 +241,27 @@ def test_models_under_one_plan_train_on_after_an_interrupt() -> None:
             it.loss(pair.module, it.inp)
         handle.remove()
         pair.assert_same_weights()
+
+
+def test_models_under_one_plan_have_passes_after_an_interrupted_backward() -> None:
+    """A model that is called in backward is in no pass; nothing of that call is left."""
+    model = elixir.together(policy=nn.Linear(8, 8), reference=nn.Linear(8, 8).requires_grad_(False))
+    policy, phases = model.get_submodule("policy"), list[Phase]()
+
+    def loss(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+        again = torch.utils.checkpoint.checkpoint(models.policy, inp["x"], use_reentrant=False)
+        found: torch.Tensor = (again - models.reference(inp["x"])).square().mean()
+        return found
+
+    it = Case(model, {"x": torch.randn(4, 8)}, loss)
+    with Pair(it, make_plan(it, "streamed", split_number=2), device="cpu") as pair:
+        policy.register_forward_pre_hook(lambda *_: phases.append(inside.phase(pair.module)))
+        output = it.loss(pair.module, it.inp)
+        handle = interrupting(policy)
+        with pytest.raises(KeyboardInterrupt):
+            pair.optimizer.backward(output)
+        handle.remove()
+        pair.optimizer.zero_grad()
+        phases.clear()
+        pair.train(1)
+        assert phases == [Phase.FORWARD, Phase.BACKWARD]
