@@ -84,7 +84,8 @@ class SharedWeights:
             InputError: a buffer was written to, which has not its weight's values now.
         """
         engine, moved = self._engine, False
-        self._forget_replaced()
+        if engine.group.size == 1:  # otherwise all ranks gather the weight of an attribute that one rank still has
+            self._forget_replaced()
         for copy in self._copies:
             chunk, _ = copy.weight
             chunk.synchronize_weights()

@@ -222,6 +222,25 @@ def test_a_rank_may_use_fewer_layers_than_the_others() -> None:
     results(2, work)
 
 
+def test_a_rank_may_replace_an_attribute_in_the_memory_of_a_weight() -> None:
+    """The weight is gathered for the other rank's attribute, which takes both."""
+
+    def work(rank: int) -> bool:
+        inner: Any = model_of().eval()
+        inner[4].kept = inner[4].weight.detach()
+        module = ElixirModule(inner, plan_of(2, "host", torch.float32), device="cpu")
+        optimizer = ElixirOptimizer(module, torch.optim.SGD([*inner[4].parameters()], lr=1.0))
+        if rank == 0:
+            inner[4].kept = None
+        optimizer.backward(loss_of(module, batch_of(rank, 0)))
+        optimizer.step()
+        weight = module.state_dict()["4.weight"]
+        module.close()
+        return rank == 0 or torch.equal(inner[4].kept, weight)
+
+    assert results(2, work) == [True, True]
+
+
 def test_a_step_inside_of_no_sync_is_for_one_rank_alone() -> None:
     def work(rank: int) -> None:
         run = Rank(Situation(), rank)
