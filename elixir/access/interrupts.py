@@ -117,8 +117,10 @@ class _Handler:
         self.before(signal.SIGINT, frame)
 
     def _goes_on(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """The call returns, or the context that it has entered is open."""
-        if event == "exception":  # which the call may handle
+        """The call returns, or the context that it has entered is open, or has raised."""
+        # A call may handle its exception. That of a context is the caller's, whose first instruction afterwards is too
+        # late: Python would keep the exception as the one that the thread handles, with all that its frames hold.
+        if event == "exception" and not frame.f_trace_opcodes:
             return self._goes_on
         self.raise_now()
         return None  # as another result would be the frame's trace function again

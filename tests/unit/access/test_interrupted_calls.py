@@ -139,6 +139,22 @@ def test_a_context_that_is_entered_is_left(kind: str) -> None:
     assert done == ["entered", "inside", "interrupted", "left"]
 
 
+@pytest.mark.parametrize("kind", ["context", "Context"])
+def test_no_exception_of_a_context_is_kept(kind: str) -> None:
+    def fails() -> None:
+        interrupt()
+        raise ValueError
+
+    def enters() -> None:
+        with contextlib.suppress(ValueError), RUNTIME[kind](fails, nothing):
+            done.append("inside")
+
+    with pytest.raises(KeyboardInterrupt):
+        enters()
+    assert done == ["interrupted"]
+    assert sys.exc_info() == (None, None, None)
+
+
 def test_a_context_that_was_entered_around_a_call_is_left() -> None:
     """A `with` whose body returns calls `__exit__` after the call, where nothing would leave it any more."""
 
