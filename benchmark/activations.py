@@ -167,7 +167,7 @@ def main() -> int:
                 question(it.model, it.tokens, "non-reentrant").trace(preset(it.machine))  # what only a first trace does
             rows.append(row(it))
             print(rows[-1], flush=True)
-    columns = ("model", "tokens", "host_budget", "best_s", "kept_s", "chosen_s", "floor_s", "kept_ratio", "ratio")
+    columns = ("model", "tokens", "host_memory", "best_s", "kept_s", "chosen_s", "floor_s", "kept_ratio", "ratio")
     print_table("seconds of a step, simulated", columns, [[each[name] for name in columns] for each in rows])
     if not args.no_record:
         append_rows("activations", rows)

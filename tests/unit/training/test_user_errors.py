@@ -52,7 +52,7 @@ def test_the_short_form_works_where_there_is_no_gpu(
 
 
 def test_a_named_machine_takes_no_memory_from_this_one(no_gpu: None) -> None:
-    with pytest.raises(InputError, match="--host-budget 512GiB"):
+    with pytest.raises(InputError, match="--host-memory 512GiB"):
         optimal_search(small(), 1, inp=BATCH, step_fn=step, hardware="h200")
 
 
@@ -68,7 +68,7 @@ def test_the_command_line_does_the_same(
     assert "of 19.00 GiB, 1.00 GiB kept back" in shown
     assert shown.count("kept back") == 1
     assert main(["plan", trace, "--brief", "--hardware", "h200"]) == 2
-    assert "--host-budget" in capsys.readouterr().err
+    assert "--host-memory" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------- values and types
