@@ -59,7 +59,8 @@ def plan_for_all(group: Group, plan: Plan) -> Plan:
                 logger.info("ranks have read different free memory, so all run plan %s of rank %d", name, rank)
             found: Plan = group.exchange("the plan for all", plan if group.rank == rank else None)[rank]
             return found
-    given = " and ".join(f"{kind}_memory={size} ({format_bytes(size)})" for kind, size in budgets.items())
+    options = {"device": "device_memory", "host": "host_budget"}
+    given = " and ".join(f"{options[kind]}={size} ({format_bytes(size)})" for kind, size in budgets.items())
     raise InputError(
         f"ranks have read different free memory, and no rank's plan fits what all of them have; plan with {given}"
     )
