@@ -23,6 +23,8 @@ from typing import Any, TypedDict
 
 import pytest
 
+from tests.common.tiny_models import FAMILIES, tiny
+
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = ROOT / "tests" / "costs.json"
 LIMIT_S, LIMIT_OF_FINDERS_S = 0.3, 1.0
@@ -104,6 +106,11 @@ class Costs:
         self._processes = set[str]()
         self._running = ""
         sys.addaudithook(self._notice)
+
+    def pytest_collection_finish(self) -> None:
+        """Imports what models need, so that no test pays for all."""
+        for family in FAMILIES:
+            tiny(family)
 
     def _notice(self, event: str, _: Any) -> None:
         if event in STARTS and self._running:
