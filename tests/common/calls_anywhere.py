@@ -139,11 +139,11 @@ class CallsAnywhere:
         """Gets to one moment after the other, tries all there, and trains on."""
         module, net, first = self.module, self.net, self.first
         clips = ("clip", "clip all", "clip all strictly") if len(self.program.optimizers) > 1 else ()
-        inside: Calls = {"zero": module.zero_grad, "close": module.close}
+        within: Calls = {"zero": module.zero_grad, "close": module.close}
         self.tried("before the first step")
         yield "before the first step"
 
-        hook = net.layers[1].register_forward_hook(lambda *_: self.tried("in forward", more=inside))
+        hook = net.layers[1].register_forward_hook(lambda *_: self.tried("in forward", more=within))
         self.loss()
         hook.remove()
         self.tried("before backward", but=("rehome", "save"))
@@ -154,7 +154,7 @@ class CallsAnywhere:
 
         def passed(model: nn.Module, ids: torch.Tensor) -> None:
             loss = loss_of(model, ids)
-            closes = inside if self.program.run.plan.pass_size > 1 else {}
+            closes = within if self.program.run.plan.pass_size > 1 else {}
             self.tried("in accumulate()", but=(*WRITES, *clips, "forward", "a layer"), more=closes)
             first.backward(loss)
 
@@ -164,7 +164,7 @@ class CallsAnywhere:
 
         def watched(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(lambda gradient: self.tried("in backward", more=inside))
+                output.register_hook(lambda gradient: self.tried("in backward", more=within))
 
         hook = net.layers[1].register_forward_hook(watched)
         first.backward(self.loss())

@@ -210,7 +210,7 @@ def test_a_handler_of_the_users_may_call_the_one_before() -> None:
 
 
 def test_a_handler_that_does_not_raise_is_called_once_where_lines_are_traced() -> None:
-    """As by a debugger."""
+    """A debugger traces so."""
     hold_back_no_more()
     before, traced = signal.signal(signal.SIGINT, lambda *_: done.append("handled")), sys.gettrace()
 
