@@ -102,15 +102,15 @@ def cost_text(row: SweepRow, cost: RunCost, currency: str, amount: float | None)
         f"({several if offer.devices < row.world_size else ''}{offer.source}, read on {offer.read_on}), "
         f"{cost.per_million:.3g} {currency} a million {cost.unit}"
     )
+    if amount is not None:
+        days = cost.of(amount) / cost.per_hour / 24
+        text += f", {cost.of(amount):,.2f} {currency} and {days:,.1f} days for {amount:,.0f} {cost.unit}"
     if offer.host_memory_bytes is None and row.must_be_free_bytes is not None:
         text += (
             f"; see that {format_bytes(row.must_be_free_bytes)} of host memory are free on each machine, which the "
             "price file does not say"
         )
-    if amount is None:
-        return text
-    days = cost.of(amount) / cost.per_hour / 24
-    return f"{text}, {cost.of(amount):,.2f} {currency} and {days:,.1f} days for {amount:,.0f} {cost.unit}"
+    return text
 
 
 def _states(row: SweepRow) -> str:
