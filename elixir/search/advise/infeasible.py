@@ -41,6 +41,10 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
         plans_bytes = needed_bytes - budgets.other_bytes
         needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question) or 0))
+        # On a CPU a plan with more on the device may need less in all than the one that came nearest.
+        error = PlanError(
+            error.what, needed_bytes=min(error.needed_bytes, needed_bytes), available_bytes=available_bytes
+        )
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
     job = list(for_memory(question))
     machine = list(more_machine(question, "device" if short_of_device else "host", size, needed_bytes))

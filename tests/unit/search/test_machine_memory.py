@@ -15,7 +15,7 @@ from elixir.hardware.profile import preset
 from elixir.search import Answer, plan_from_trace, simple_search
 from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
-from elixir.units import GIB, MIB
+from elixir.units import GIB, MIB, parse_bytes
 from tests.common.samples import make_trace
 
 TRACE = make_trace(layers=3, unit=2**24)
@@ -71,6 +71,13 @@ def test_a_cpu_without_a_device_budget_has_all_that_is_left() -> None:
     with pytest.raises(PlanError, match="in which its devices lie") as caught:
         plan_from_trace(TRACE, preset("cpu"), 1, host_memory=1, assume="nominal")
     assert caught.value.available_bytes == 1
+
+
+def test_what_is_said_to_be_needed_is_no_more_than_what_suffices() -> None:
+    with pytest.raises(PlanError, match="all that must be free") as caught:
+        plan_from_trace(TRACE, preset("cpu"), 1, host_memory=1000 * MIB, assume="nominal")
+    (offer,) = [dict(lever.options) for lever in caught.value.levers if dict(lever.options).keys() == {"host_memory"}]
+    assert caught.value.needed_bytes <= parse_bytes(offer["host_memory"])
 
 
 def test_a_plan_by_hand_is_held_to_it() -> None:
