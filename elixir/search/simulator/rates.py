@@ -400,7 +400,8 @@ def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per
         return False
     logger.warning(
         "%d ranks span several machines, and hardware %r does not say how fast the network between them is: taken as "
-        "fast as between devices of one machine; give 'network_bytes_per_s' in a JSON profile",
+        "fast as between devices of one machine; give network_bytes_per_s (--network), or devices_per_host "
+        "(--devices-per-host) if one machine has as many",
         world_size,
         hardware.name,
     )
