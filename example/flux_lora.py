@@ -1,7 +1,7 @@
 """A LoRA step of Flux.1's transformer at 1024 x 1024 pixels, to plan on paper (`pip install diffusers peft`).
 
 cd example && elixir plan flux_lora:make_model --inp flux_lora:batch --step flux_lora:train_step \
-    --hardware rtx4090 --host-memory 64GiB
+    --hardware rtx4090 --host-budget 64GiB
 
 The text encoders and the autoencoder are left out: their outputs are computed once, before the training.
 """

@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument("--checkpoint", dest="activation_checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device-memory", help="budget of one device, such as 300MiB; what is free by default")
-    parser.add_argument("--host-memory", help="budget of the machine; what is free by default")
+    parser.add_argument("--host-memory", help="memory that the machine has for the run; what is free by default")
     parser.add_argument("--disk-memory", help="budget of the machine's disk for optimizer states; none by default")
     parser.add_argument("--disk-folder", nargs="+", help="a folder on that disk, or one on each drive; measured first")
     parser.add_argument(
