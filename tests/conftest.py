@@ -28,6 +28,12 @@ settings.load_profile("elixir")
 torch.set_num_threads(1)
 
 
+LAUNCH = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables by which torchrun tells a process which rank it is."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cuda",
@@ -102,6 +108,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """``make test`` does not import files of which no test is in the first stage."""
     asked = config.getoption("markexpr") == stages.FIRST_STAGE and not config.getoption("file_or_dir")
     return True if asked and collection_path in stages.later_files() else None
+
+
+@pytest.fixture(autouse=True)
+def no_launch_is_left() -> Iterator[None]:
+    """Takes back what frameworks write into the environment about ranks: the next test's framework would believe it."""
+    before = {name: os.environ.get(name) for name in LAUNCH}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)

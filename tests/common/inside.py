@@ -194,7 +194,7 @@ def updates(module: ElixirModule) -> list[Ticket]:
 
 
 def phase(module: ElixirModule) -> Phase:
-    """What the module is doing."""
+    """The phase of the step that the module is in."""
     return engine_of(module).phase.now
 
 
@@ -285,7 +285,7 @@ def may_replan(module: ElixirModule) -> bool:
 
 
 def promise(module: ElixirModule) -> PlanPromise:
-    """What the module has promised about memory."""
+    """The module's promise about memory."""
     found: PlanPromise = vars(module)["_promise"]
     return found
 
@@ -314,7 +314,7 @@ def engine(module: ElixirModule) -> Engine:
 
 
 def forget_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As before the first step of Adam: none is compiled, and none has counted towards compiling."""
+    """Forgets all steps of Adam: none is compiled, and none has counted towards compiling."""
     from elixir.kernels.adam import when_compiled
 
     monkeypatch.setattr(when_compiled, "_progress", {})

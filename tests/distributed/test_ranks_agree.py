@@ -141,7 +141,7 @@ def test_ranks_step_by_the_same_options(kind: str, apart: str, told: str) -> Non
 
 
 def _digest(values: torch.Tensor) -> Any:
-    """What a rank tells the others of a buffer."""
+    """The digest that a rank tells the others of a buffer."""
     told, model = [], torch.nn.Module()
     model.register_buffer("values", values)
 

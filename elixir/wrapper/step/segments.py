@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def own_ranges(chunk: Chunk, group_of: Mapping[nn.Parameter, int]) -> list[slice
     """
     ranges: list[slice] = []
     start, held = 0, list(chunk.held.values())
-    for each, after in zip(held, [*held[1:], None], strict=True):
+    for each, after in zip_longest(held, held[1:]):  # a shard of padding alone holds none
         stop = chunk.shard_numel if after is None else after.part.start
         if each.slot.parameter in group_of:
             joins = bool(ranges) and ranges[-1].stop == start

@@ -33,7 +33,7 @@ OPTIONS = (
 )
 run = functools.partial(subprocess.run, check=True)
 ONE_LIBRARY = Combination("cpu", torch.float32, None, "bfloat16")
-"""With float32 moments a second library is made if the first has other bits."""
+"""A case with one library: with float32 moments a second one is made if the first has other bits."""
 _ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
 _QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
 DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) for pair in _ALL]

@@ -355,6 +355,8 @@ def test_a_gap_belongs_to_the_parameter_before_it_and_a_frozen_one_to_its_optimi
         ((), []),
     ):
         assert own_ranges(chunk, dict.fromkeys(own, 0)) == expected
+    chunk.held = {}  # padding alone, as the last rank may have it
+    assert own_ranges(chunk, {first: 0}) == []
 
 
 @pytest.mark.parametrize("update_home", ["device", "host"])
