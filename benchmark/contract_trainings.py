@@ -15,6 +15,7 @@ each training to ``results/contract_trainings.csv``; fails where one is killed, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROOT = Path(__file__).resolve().parent.parent
+GROUPS = Path("/sys/fs/cgroup/memory")
 SECONDS = 400
 """The seconds after which a training is given up."""
 MIB = 1 << 20
@@ -223,10 +225,26 @@ def ran(arguments: list[str], group: Path | None) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE)
 
 
+class Group:
+    """A memory control group for the processes of one run; `folder` is None where none can be made."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = GROUPS / f"elixir_contract_{os.getpid()}"
+        try:
+            self.folder.mkdir()
+            (self.folder / "memory.limit_in_bytes").read_text()
+        except OSError:
+            self.folder = None
+
+    def remove(self) -> None:
+        """Removes it, once its processes have ended."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+
 def tried(name: str, folder: Path, limit_bytes: int | None) -> dict[str, Any]:
     """One try; says how it ended, and what its ranks noted."""
-    from benchmark.contract import Group
-
     group = Group()
     inside = None if limit_bytes is None else group.folder
     if inside is not None:
