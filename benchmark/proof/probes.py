@@ -40,7 +40,7 @@ OPTIONS = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=Fal
 
 
 class _Copies(threading.Thread):
-    """Copies both ways over the link, one buffer after the other, until it is told to stop."""
+    """Copies both ways over the link, one buffer after the other, until the probe ends it."""
 
     def __init__(self, place: Place, nbytes: int) -> None:
         super().__init__(daemon=True)

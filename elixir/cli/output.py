@@ -101,7 +101,7 @@ def progress(*, lines: bool = False, bar: bool = True) -> Iterator[Progress]:
     """Tells on standard error what comes next, by a bar on a terminal.
 
     Args:
-        lines: a line for each without a bar; otherwise nothing is told then.
+        lines: without a bar, print a line for each; otherwise nothing is printed then.
         bar: False: no bar on a terminal either.
     """
     if not (bar and sys.stderr.isatty()):

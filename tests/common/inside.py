@@ -313,13 +313,6 @@ def engine(module: ElixirModule) -> Engine:
 # --- planning, tracing and the command line --------------------------------------------------------------------------
 
 
-def forget_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets all steps of Adam: none is compiled, and none has counted towards compiling."""
-    from elixir.kernels.adam import when_compiled
-
-    monkeypatch.setattr(when_compiled, "_progress", {})
-
-
 def cross_entropy_unchecked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The mean loss as on a device other than the CPU, where nobody looks whether the targets are classes."""
     from elixir.kernels.model.linear_cross_entropy import _LinearCrossEntropy

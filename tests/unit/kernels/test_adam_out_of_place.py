@@ -41,7 +41,7 @@ DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) 
 
 @pytest.fixture(autouse=True)
 def _nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.forget_compiled_steps(monkeypatch)
+    inside.forget(monkeypatch, "Adam kernels")
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
 
 

@@ -41,7 +41,7 @@ KINDS = ("float32", "bfloat16", "8bit")
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled unless a test asks, and what a test left of combinations does not reach the next."""
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
-    inside.forget_compiled_steps(monkeypatch)
+    inside.forget(monkeypatch, "Adam kernels")
 
 
 def recorded(

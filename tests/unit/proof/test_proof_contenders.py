@@ -158,7 +158,7 @@ def test_a_row_says_what_became_of_states_made_early(tmp_path: Path, monkeypatch
 
 
 def test_a_timed_run_without_the_kernel_fails_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.forget_compiled_steps(monkeypatch)
+    inside.forget(monkeypatch, "Adam kernels")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no one-pass kernel .* CPU Adam would copy"):
         ours.run(_early(contenders.MAX_NORM), Place(tmp_path, rehearse=True), tmp_path / "saved")

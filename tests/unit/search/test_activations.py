@@ -18,6 +18,7 @@ from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
@@ -107,6 +108,16 @@ def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(
     )
 
 
+def assert_same_bits(it: Case, plain: nn.Module, plan: Plan) -> None:
+    """Trains a case under a plan as its copy in plain PyTorch."""
+    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    model = ElixirModule(it.model, plan, device="cpu")
+    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    model.close()
+
+
 def test_units_that_run_several_times_give_the_same_bits() -> None:
     it = calling(wide(layers=2), "with references")
     plain, trace = copy.deepcopy(it.model), cpu_trace(it.model, it.inp, step_of(it))
@@ -114,12 +125,7 @@ def test_units_that_run_several_times_give_the_same_bits() -> None:
     options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
     plan = optimal_search(it.model, 1, device_memory=kept * 2 // 3, host_memory="1GiB", **options).plan
     assert [each.unit for each in plan.activations] == ["model.layers.0", "model.layers.1"]
-    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    model = ElixirModule(it.model, plan, device="cpu")
-    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    model.close()
+    assert_same_bits(it, plain, plan)
 
 
 def test_each_change_keeps_more_and_takes_less_time() -> None:
@@ -150,12 +156,7 @@ def test_the_chosen_step_fits_runs_faster_and_gives_the_same_bits(checkpoint: st
     assert plan.predicted.device_peak_bytes <= between
     every = optimal_search(wide("non-reentrant").model, 1, **options).plan
     assert plan.predicted.step_s < every.predicted.step_s
-    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    model = ElixirModule(it.model, plan, device="cpu")
-    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    model.close()
+    assert_same_bits(it, plain, plan)
 
 
 def test_a_little_room_next_to_resident_weights_is_used() -> None:
