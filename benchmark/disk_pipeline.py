@@ -59,7 +59,7 @@ class Pipeline:
         self.states, self.parts = [], []
         for index in range(chunks):
             states = StoredStates(self.window, f"chunk {index}", size)
-            with states.at_hand(write=True):
+            with states.in_memory(write=True):
                 part = [states.region(name, self.numel, torch.float32) for name in (MASTERS, "exp_avg", "exp_avg_sq")]
                 for name, tensor in zip((MASTERS, "exp_avg", "exp_avg_sq"), part, strict=True):
                     states.show(self, tensor, name)

@@ -120,7 +120,7 @@ class _ChunkReader:
         """The tensors after those of the weights."""
         chunk = states.chunk
         # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
-        exposed = chunk.masters is None and chunk.whole is not None
+        exposed = chunk.masters is None and chunk.weights is not None
         self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
 
     def slices(self) -> list[Slice]:

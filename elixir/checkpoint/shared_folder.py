@@ -16,11 +16,11 @@ from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format.commit import (
     abandon,
     commit,
+    finish_commit,
     rank_mark,
     read_index,
     remove_checkpoint,
     remove_stale,
-    settle,
 )
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.run_folders import (
@@ -107,7 +107,7 @@ class SharedFolder:
         common = newest_of_all(each for each in ranks.exchange(mine) if each is not None)
         if self.leads:
             if mine:
-                settle(self.folder, common or mine[0], files=self.files)
+                finish_commit(self.folder, common or mine[0], files=self.files)
             else:
                 self.files.remove(self.folder / PREVIOUS_NAME, missing_ok=True)
             with contextlib.suppress(CheckpointCorrupt):  # what it names is unknown; it goes when it is replaced
@@ -170,14 +170,14 @@ class SharedFolder:
                 self._take_back(index.id, before)
             raise CheckpointError(f"rank {failed[0]}: {failed[1]}") from problem
         if self.leads:
-            committed = settle(self.folder, index.id, files=self.files)
+            committed = finish_commit(self.folder, index.id, files=self.files)
             remove_stale(self.folder, committed, files=self.files)
 
     def _take_back(self, checkpoint_id: str, before: str | None) -> None:
         """Restores the checkpoint before, since another file system could not commit."""
         with contextlib.suppress(FileError, CheckpointError):
             if before is not None:
-                settle(self.folder, before, files=self.files)
+                finish_commit(self.folder, before, files=self.files)
             else:
                 self.files.remove(self.folder / INDEX_NAME, missing_ok=True)
                 self.files.sync_folder(self.folder)

@@ -2,7 +2,7 @@
 
 One process of each file system calls these, after all ranks have written and synchronised their files. With several
 file systems, each has a separate index, and the renames happen at different moments. So `commit` keeps the index
-before it as ``index.previous.json`` until `settle` says which of the two is the one that all of them have.
+before it as ``index.previous.json`` until `finish_commit` says which of the two is the one that all of them have.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
     """Makes `index` the checkpoint of a folder. Killed at any moment, the folder holds the one before or this one.
 
     All files that it names and that are on this file system are written and synchronised. Afterwards the index before
-    it is in ``index.previous.json``, until `settle`.
+    it is in ``index.previous.json``, until `finish_commit`.
 
     Raises:
         CheckpointError: an earlier commit was never settled.
@@ -86,7 +86,9 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
     text = index.to_json().encode()
     current, previous = (os.path.join(os.fspath(folder), name) for name in (INDEX_NAME, PREVIOUS_NAME))
     if os.path.lexists(previous):
-        raise CheckpointError(f"{previous} is left from a commit that was cut off; call settle before the next one")
+        raise CheckpointError(
+            f"{previous} is left from a commit that was cut off; call finish_commit before the next one"
+        )
     replacing = os.path.lexists(current)
     try:
         if replacing:
@@ -107,7 +109,7 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
         raise
 
 
-def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Index:
+def finish_commit(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Index:
     """Ends a commit: the checkpoint with this id, which all file systems have, becomes the only one of the folder.
     Returns its index.
 
@@ -145,7 +147,7 @@ def remove_stale(folder: PathLike, only: Index | None = None, *, files: Files = 
 
     Args:
         folder: of the checkpoint.
-        only: the index that `settle` gave; None: read what is there.
+        only: the index that `finish_commit` gave; None: read what is there.
         files: the operations it uses.
 
     Raises:

@@ -186,14 +186,14 @@ class Chunk:
         host."""
         self.shard: torch.Tensor | None = None
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
-        self.whole: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
-        self.gathered: torch.Tensor | None = None
+        self.shown: torch.Tensor | None = None
         """Memory that the parameters point to, in any state, while they are shown outside of a step."""
         self.masters: torch.Tensor | None = None
         """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
         states, in float32 or wider. None where the weights themselves are there and no less precise. Look at the values
-        inside of `at_hand` only: on a disk they are in memory at no other time."""
+        inside of `in_memory` only: on a disk they are in memory at no other time."""
         self.filed: FileShard | None = None
         """This rank's part of frozen weights that live in files; `shard` is None then."""
         self.stored: StoredStates | None = None
@@ -232,9 +232,9 @@ class Chunk:
             return self.shard
         if self.filed is not None:
             return self.filed.read()
-        if self.whole is None:
+        if self.weights is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no weights yet")
-        return self.whole[self.mine]
+        return self.weights[self.mine]
 
     def _held(self) -> Iterator[Held]:
         for place, slot in enumerate(self.slots):
@@ -265,7 +265,7 @@ class Chunk:
             if memory is not None:
                 self.point_into(memory if self.marked is None else self.marked)
                 self.watch_writes()
-            elif state is ChunkState.HOME and self.gathered is None:
+            elif state is ChunkState.HOME and self.shown is None:
                 self.hold_placeholders()
 
     def point_into(self, memory: torch.Tensor) -> None:
@@ -282,18 +282,17 @@ class Chunk:
 
     def drop_memory(self) -> None:
         """Lets go of weights, masters and gathered weights; nothing can use the chunk afterwards."""
-        self.shard = self.whole = self.masters = self.memory = self.marked = self.gathered = self._lent = None
+        self.shard = self.weights = self.masters = self.memory = self.marked = self.shown = self._lent = None
         self.filed = self.stored = None
         self.dropped = True
 
     def wants(self, slot: Slot) -> bool:
         """Whether this rank keeps any element of a parameter."""
-        return self.whole is not None or slot.name in self.held
+        return self.weights is not None or slot.name in self.held
 
     @contextlib.contextmanager
-    def at_hand(self, *, write: bool = False, makes_states: bool = False) -> Iterator[None]:
-        """Holds masters and optimizer states in memory for as long as this lasts: the one way to use them outside of a
-        step, for one chunk at a time.
+    def in_memory(self, *, write: bool = False, makes_states: bool = False) -> Iterator[None]:
+        """Inside, masters and states that are kept on a disk are in memory; others always are. One chunk at a time.
 
         Args:
             write: they are changed.
@@ -305,7 +304,7 @@ class Chunk:
         if self.stored is None:
             yield
         else:
-            with self.stored.at_hand(write, makes_states=makes_states):
+            with self.stored.in_memory(write, makes_states=makes_states):
                 yield
 
     def about_to_write(self) -> None:
@@ -334,8 +333,8 @@ class Chunk:
         """Takes `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
         self.about_to_write()
         flat, held = slot.flattened(values), self.held.get(slot.name)
-        if self.whole is not None:
-            self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
+        if self.weights is not None:
+            self.weights[slot.offset : slot.offset + slot.numel].copy_(flat)
         if held is None:
             return
         own = flat[held.first : held.first + held.numel]
@@ -343,7 +342,7 @@ class Chunk:
         if self.shard is not None:
             self.shard[held.part].copy_(own)
         if self.masters is not None:
-            with self.at_hand(write=True):
+            with self.in_memory(write=True):
                 self.masters[held.part].copy_(own)
 
     def refuse_unlike_file(self, slot: Slot, own: torch.Tensor) -> None:
@@ -358,7 +357,7 @@ class Chunk:
 
     def synchronize_weights(self) -> None:
         """Blocks until the weights at home, and the gathered ones of a resident chunk, are those of the last step."""
-        gathered = [] if self.whole is None or self.filled is None else [self.filled]
+        gathered = [] if self.weights is None or self.filled is None else [self.filled]
         for ticket in (*self.home_uses.to_read(), *gathered):
             ticket.synchronize()  # this thread reads what the step writes
 
@@ -369,10 +368,10 @@ class Chunk:
         if self.stored is None and self.masters.device.type == "cpu" and not self._were_written(self.masters).any():
             return  # new states that are being made of the masters stay right
         self.about_to_write()
-        with self.at_hand():
+        with self.in_memory():
             if self.stored is not None and not self._were_written(self.masters).any():
                 return  # nothing to write back to the disk
-            with self.at_hand(write=True):
+            with self.in_memory(write=True):
                 _follow(self.masters, self.shard_weights)
 
     def _were_written(self, masters: torch.Tensor) -> torch.Tensor:
@@ -383,9 +382,9 @@ class Chunk:
         """Writes the gathered weights of some parameters from `memory` into their home."""
         self.about_to_write()
         for slot in slots:
-            if self.whole is not None:
+            if self.weights is not None:
                 begin, stop = slot.offset, slot.offset + slot.numel
-                self.whole[begin:stop].copy_(memory[begin:stop])
+                self.weights[begin:stop].copy_(memory[begin:stop])
             if slot.name in self.held:
                 part = self.held[slot.name].part
                 self.refuse_unlike_file(slot, memory[self.mine][part])
@@ -403,12 +402,12 @@ class Chunk:
         """Whether a forward may write to its weights, see `take_written`: not to files, and masters have to be in
         memory, or to follow in the next step."""
         in_memory = self.stored is None and self.filed is None
-        return in_memory or (self.whole is not None and self.on_one_rank)
+        return in_memory or (self.weights is not None and self.on_one_rank)
 
     def take_written(self, parameter: nn.Parameter) -> None:
         """Keeps what was written to a parameter while the gathered weights are there."""
         place, slot = next((at, slot) for at, slot in enumerate(self.slots) if slot.parameter is parameter)
-        memory = self.memory if self.whole is None else self.whole
+        memory = self.memory if self.weights is None else self.weights
         if memory is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no gathered weights that were written to")
         if slot.name in self.held:
@@ -424,11 +423,11 @@ class Chunk:
     def lend(self, data: torch.Tensor) -> torch.Tensor:
         """Returns ``data`` of a parameter; `data_writes` counts what is written through it if it lies in the resident
         weights. PyTorch gives the tensor another count each time."""
-        if self.whole is None or data.dtype != self.dtype or storage_of(data) != storage_of(self.whole):
+        if self.weights is None or data.dtype != self.dtype or storage_of(data) != storage_of(self.weights):
             return data
         if self._lent is None:
             with torch.inference_mode(False):  # otherwise it would have no count
-                self._lent = self.whole.data
+                self._lent = self.weights.data
         return self._lent.as_strided(data.shape, data.stride(), data.storage_offset())
 
     @property
@@ -460,7 +459,7 @@ class Chunk:
     def with_moved(self, weights: torch.Tensor) -> torch.Tensor:
         """`weights`, gathered or masters of them, with the values of parameters that have other memory now: a copy, if
         there are any. What somebody keeps of their memory before stays as it is."""
-        moved = [] if self.whole is None else self.moved(self.whole)
+        moved = [] if self.weights is None else self.moved(self.weights)
         if not moved:
             return weights
         found = weights.clone()
@@ -473,12 +472,12 @@ class Chunk:
     def show(self, slot: Slot) -> None:
         """Lets the parameter point to where it does while no block holds the chunk."""
         with DisableTorchFunctionSubclass():
-            slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
+            slot.parameter.data = slot.placeholder if self.weights is None else slot.part_of(self.weights)
 
     def shows(self, slot: Slot) -> bool:
         """Whether the parameter points into the chunk, so that only the chunk has its weights."""
         with DisableTorchFunctionSubclass():
-            memory = slot.placeholder if self.whole is None else self.whole
+            memory = slot.placeholder if self.weights is None else self.weights
             return storage_of(slot.parameter) == storage_of(memory)
 
     def attach(self) -> None:
@@ -488,12 +487,12 @@ class Chunk:
                 become_real(slot.parameter, slot.placeholder)
             if not self.shows(slot):
                 self.show(slot)
-        if self.whole is not None and self.state is ChunkState.HOME:
-            self.to(ChunkState.RESIDENT, self.whole)
+        if self.weights is not None and self.state is ChunkState.HOME:
+            self.to(ChunkState.RESIDENT, self.weights)
 
     def let_go(self) -> None:
         """Gives up all memory, because others have the weights now."""
-        self.shard = self.whole = self.masters = self.filed = None
+        self.shard = self.weights = self.masters = self.filed = None
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""
@@ -503,8 +502,8 @@ class Chunk:
             found.append(error)
         if self.stored is not None:
             self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed
-        if found and self.whole is not None and self.gathered is None:
-            self.point_into(self.whole)  # its parameters were to show it once it is updated, which is over
+        if found and self.weights is not None and self.shown is None:
+            self.point_into(self.weights)  # its parameters were to show it once it is updated, which is over
         return found
 
     def parameter_at(self, offset: int) -> nn.Parameter:

@@ -6,7 +6,7 @@ shape and dtype, and no memory: a read gives NaN, a write raises.
 
 A step of a chunk is a chain of three: the disk lane reads the extent into a buffer, the CPU-Adam lane steps it there,
 the disk lane writes it back. The lane reads as far ahead as there are buffers: read 0, read 1, read 2, write 0, read 3,
-write 1, ... Whatever else looks at masters or states does so inside of `StoredStates.at_hand`.
+write 1, ... Whatever else looks at masters or states does so inside of `StoredStates.in_memory`.
 
 An optimizer's class that makes its states itself makes them in separate memory. For such a chunk the window gives up
 all buffers but one, which has room for the masters only, and the states are written to the extent through that. So the
@@ -88,7 +88,7 @@ class StoredStates(StoredTensors):
         self.extent_uses.failures()
 
     @contextlib.contextmanager
-    def at_hand(self, write: bool = False, *, makes_states: bool = False) -> Iterator[None]:
+    def in_memory(self, write: bool = False, *, makes_states: bool = False) -> Iterator[None]:
         """Holds masters and states in memory for as long as this lasts; inside of another one, nothing is moved.
 
         Args:

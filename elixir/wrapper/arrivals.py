@@ -54,7 +54,7 @@ class Arrivals:
                     self._places[parameter] = chunk, slot
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._waiting.append))
                 elif parameter.requires_grad:
-                    # It holds numbers, not the chunk: the garbage collector cannot see through autograd.
+                    # The hook must not reference the chunk: autograd would keep it alive for ever.
                     hook = partial(arrived, chunk.index, place)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 

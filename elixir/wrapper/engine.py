@@ -488,9 +488,9 @@ class Engine:
         if wanted is None:
             wanted = [(chunk, chunk.slots) for chunk in self.chunks]
         take_back(
-            (chunk, chunk.whole, slots)
+            (chunk, chunk.weights, slots)
             for chunk, slots in wanted
-            if slots and chunk.whole is not None and self.is_ordinary(chunk)
+            if slots and chunk.weights is not None and self.is_ordinary(chunk)
         )
 
     def weights_changed(self, updates: Iterable[Ticket]) -> None:

@@ -41,9 +41,9 @@ from elixir.wrapper.assemble.frozen_weights import FrozenWeights, open_frozen
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
+from elixir.wrapper.calls import Calls
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes, refuse_compiled_around
-from elixir.wrapper.passes import Passes
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.run_options import Debug, RunOptions, folders_of
 from elixir.wrapper.weights_io.gathered import shown
@@ -180,17 +180,17 @@ class ElixirModule(nn.Module):
             engine.spare_host_bytes = self._promise.spare_host_bytes
             self._shared_weights.attach(engine)
             promises.enter(self._promise)
-            self._passes = self._passes_of(module)
+            self._calls = self._calls_of(module)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own method reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module = module
 
-    def _passes_of(self, module: nn.Module) -> Passes | None:
+    def _calls_of(self, module: nn.Module) -> Calls | None:
         if not isinstance(module, Together):
             return None
-        found = Passes(module.children(), self._pass)
+        found = Calls(module.children(), self._call)
         found.attach()
         return found
 
@@ -211,15 +211,15 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if self._passes is not None:
+        if self._calls is not None:
             return run_user_code(self.module, *args, **kwargs)
-        with self._pass(None, args, kwargs) as ((args, kwargs), finished):
+        with self._call(None, args, kwargs) as ((args, kwargs), finished):
             output = run_user_code(self.module, *args, **kwargs)
         return finished(output)
 
     @contextlib.contextmanager
-    def _pass(self, part: nn.Module | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-        """A forward of the model, or of one of several models under the plan; see `Passes`."""
+    def _call(self, part: nn.Module | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+        """A forward of the model, or of one of several models under the plan; see `Calls`."""
         engine, buffers = self._engine, self._shared_buffers
         refuse_compiled_around(engine)
         with engine.phase.alone():
@@ -350,8 +350,8 @@ class ElixirModule(nn.Module):
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
         self._shared_weights.attach(engine)
         self._account.another_plan()
-        if self._passes is not None:
-            self._passes.attach()  # outside of the new hooks of the engine
+        if self._calls is not None:
+            self._calls.attach()  # outside of the new hooks of the engine
 
     def settle(self) -> None:
         """Waits for all lanes and empties the blocks.
@@ -528,8 +528,8 @@ class ElixirModule(nn.Module):
                 if self._frozen is not None:
                     ends.callback(self._frozen.files.close)
                 ends.callback(engine.stop)
-                if self._passes is not None:
-                    ends.callback(self._passes.remove)
+                if self._calls is not None:
+                    ends.callback(self._calls.remove)
                 ends.callback(self._state.remove)
                 unread = self._origins.give_back(engine, alone=not engine.end())
                 self._shared_weights.give_back()

@@ -254,7 +254,7 @@ class TrainingStates:
         for states in self.chunks():
             chunk = states.chunk
             chunk.about_to_write()
-            with chunk.at_hand(write=True):
+            with chunk.in_memory(write=True):
                 target = states.target
                 try:
                     for name, held in chunk.held.items():
@@ -279,8 +279,8 @@ class TrainingStates:
         """Makes the model read the loaded weights, once all ranks have loaded."""
         lanes, group = self._engine.lanes, self.group
         for chunk in self._engine.chunks:
-            if chunk.whole is not None and group.size > 1:
-                whole, mine = chunk.whole, chunk.shard_weights
+            if chunk.weights is not None and group.size > 1:
+                whole, mine = chunk.weights, chunk.shard_weights
                 # This thread or compute reads the resident weights next, and must find those of all ranks.
                 lanes.network.submit(partial(group.gather, whole, mine, "loaded weights")).synchronize()
         self._engine.cache.invalidate()

@@ -306,7 +306,7 @@ class WeightUses:
         """Points a view to its chunk's present memory; the chunk has been fetched."""
         part: _ChunkView = view.elixir_place
         self._refuse_changed(part, "a view of it was made")
-        memory = self._chunks[part.chunk].gathered
+        memory = self._chunks[part.chunk].shown
         if memory is None:
             memory = self._cache.marked_memory(part.chunk)
         if view.elixir_memory is not memory:
@@ -438,7 +438,7 @@ class WeightUses:
                 "plan with every chunk on the device (placement='cuda')"
             )
         self._refuse_changed(part, "it was saved")
-        if (gathered := self._chunks[part.chunk].gathered) is not None:
+        if (gathered := self._chunks[part.chunk].shown) is not None:
             return part.of(gathered)
         if not backward_is_running():  # user code looks at what a node has saved
             self._cache.acquire([part.chunk])
@@ -483,9 +483,9 @@ class WeightUses:
         if chunk.filled is not None:
             chunk.filled.wait()  # the step before writes the weights that are read next
             chunk.filled = None
-            if chunk.whole is not None:  # see `publish`
+            if chunk.weights is not None:  # see `publish`
                 with _hidden_from_modes():
-                    chunk.point_into(chunk.whole)
+                    chunk.point_into(chunk.weights)
 
     def _enter_node(self, state: _ThreadState, reads: int = 0) -> None:
         """Ends the uses of the node before, unless the one that runs now `reads` a parameter of the same unit."""

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 def whole(engine: Engine, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
     """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
-    if chunk.gathered is not None:
-        return chunk.gathered
+    if chunk.shown is not None:
+        return chunk.shown
     found = precisely(engine, chunk, copy)[0] if precise else gathered(engine, chunk, copy=copy)
     return chunk.with_moved(found) if engine.is_ordinary(chunk) else found
 
@@ -28,7 +28,7 @@ def precisely(engine: Engine, chunk: Chunk, copy: bool = True) -> tuple[torch.Te
         return gathered(engine, chunk, copy=copy), None
     found: torch.Tensor | None = None
     try:
-        with chunk.at_hand():
+        with chunk.in_memory():
             chunk.follow_writes()
             found = gathered(engine, chunk, chunk.masters, copy)
     except (DiskError, NoMemoryError) as error:
@@ -47,8 +47,8 @@ def gathered(engine: Engine, chunk: Chunk, shard: torch.Tensor | None = None, co
     """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks. Without `copy` a rank that
     has all of them in memory gives what it has, on the host too: to be read, before the next step."""
     if shard is None:
-        if chunk.whole is not None:
-            return chunk.whole
+        if chunk.weights is not None:
+            return chunk.weights
         shard = chunk.shard_weights
     if not copy and chunk.on_one_rank and chunk.stored is None:
         return shard

@@ -24,8 +24,8 @@ def audit(module: ElixirModule) -> None:
         plan = chunk.plan
         if chunk.masters is not None and chunk.stored is None:
             found[plan.update_home]["optimizer_states"] += chunk.masters.nbytes
-        if chunk.whole is not None:
-            found["device"]["resident_weights"] += chunk.whole.nbytes
+        if chunk.weights is not None:
+            found["device"]["resident_weights"] += chunk.weights.nbytes
         if chunk.shard is not None:
             kind = "weight_shards" if plan.weight_home == "device" else "weights"
             found[plan.weight_home][kind] += chunk.shard.nbytes

@@ -14,11 +14,11 @@ from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.commit import (
     abandon,
     commit,
+    finish_commit,
     new_id,
     rank_file,
     read_index,
     remove_stale,
-    settle,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
 from elixir.checkpoint_format.run_folders import next_sequence
@@ -110,7 +110,7 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], *, files: Files = FI
     """Saves a checkpoint as a run on one file system does; what fails leaves the one before."""
     folder.mkdir(exist_ok=True)
     with contextlib.suppress(CheckpointNotFound):
-        settle(folder, read_index(folder, files=files).id, files=files)
+        finish_commit(folder, read_index(folder, files=files).id, files=files)
     remove_stale(folder, files=files)
     index = write(folder, tensors, files=files, **options)
     try:
@@ -119,7 +119,7 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], *, files: Files = FI
         with contextlib.suppress(FileError):
             abandon(folder, index.id, files=files)
         raise
-    settle(folder, index.id, files=files)
+    finish_commit(folder, index.id, files=files)
     remove_stale(folder, files=files)
     return index
 

@@ -129,8 +129,8 @@ def move_chunks(
             has_masters = chunk.stored is not None
             _make_memory(chunk, plan, arena, window, frozen)
             _copy_weights(old, chunk, has_masters=has_masters)
-        if chunk.whole is not None and old.whole is None:
-            group.gather(chunk.whole, old.shard_weights.to(arena.device), f"chunk {chunk.index}, which stays")
+        if chunk.weights is not None and old.weights is None:
+            group.gather(chunk.weights, old.shard_weights.to(arena.device), f"chunk {chunk.index}, which stays")
         yield chunk
         if old.stored is not None:
             old.stored.forget(old)
@@ -166,12 +166,12 @@ def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
         for held in chunk.held.values():
             chunk.refuse_unlike_file(held.slot, shard[held.part])
     if chunk.masters is not None and not has_masters:
-        with old.at_hand(), chunk.at_hand(write=True):
+        with old.in_memory(), chunk.in_memory(write=True):
             chunk.masters.copy_(shard if old.masters is None else old.masters)
     if chunk.shard is not None:
         chunk.shard.copy_(shard)
-    elif chunk.whole is not None and old.whole is not None:
-        chunk.whole.copy_(old.whole)
+    elif chunk.weights is not None and old.weights is not None:
+        chunk.weights.copy_(old.weights)
 
 
 def _make_memory(
@@ -198,7 +198,7 @@ def _make_memory(
         pin = not chunk.low_precision
         chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=pin)
     if plan.resident:
-        chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
+        chunk.weights = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
     else:
         chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, _kind_of_shard(plan))
 
@@ -208,8 +208,8 @@ def _count_memory(chunk: Chunk, arena: Arena) -> None:
     plan = chunk.plan
     if chunk.masters is not None and chunk.stored is None:
         arena.count(chunk.masters.nbytes, plan.update_home, "optimizer_states")
-    if chunk.whole is not None:
-        arena.count(chunk.whole.nbytes, "device", "resident_weights")
+    if chunk.weights is not None:
+        arena.count(chunk.weights.nbytes, "device", "resident_weights")
     if chunk.shard is not None and plan.weight_home != "files":
         arena.count(chunk.shard.nbytes, plan.weight_home, _kind_of_shard(plan))
 
@@ -219,7 +219,7 @@ def _kind_of_shard(plan: ChunkPlan) -> str:
 
 
 def _load_weights(chunk: Chunk, source: WeightSource) -> None:
-    with chunk.at_hand(write=True):
+    with chunk.in_memory(write=True):
         for slot in chunk.slots:
             if chunk.wants(slot):
                 chunk.write(slot, source.parameter(slot.name))

@@ -127,7 +127,7 @@ class Origins:
                 except _SHORTAGES as error:  # another rank is gone, so that the rest cannot be gathered either
                     problem = error
             if memory is None:
-                memory = chunk.whole  # in the dtype of the run
+                memory = chunk.weights  # in the dtype of the run
             if memory is None:
                 missing += [slot.name for slot in chunk.slots]
             for slot in chunk.slots:
@@ -153,7 +153,7 @@ class Origins:
         unread: ElixirError | None = None
         if has_wide_masters(chunk) and chunk.masters is not None:
             try:
-                with chunk.at_hand():
+                with chunk.in_memory():
                     chunk.follow_writes()
                     self._give_chunk(engine, chunk, chunk.masters)
                     given = True
@@ -255,8 +255,8 @@ def _as_rounded(error: Exception | None) -> ElixirError | None:
 def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
     """The weights of a chunk in the best precision that memory holds; on one rank without a copy."""
     masters = chunk.masters if chunk.stored is None else None  # those on a disk are not in memory
-    if chunk.whole is not None and masters is None:
-        return chunk.whole
+    if chunk.weights is not None and masters is None:
+        return chunk.weights
     shard = chunk.shard_weights if masters is None else masters
     if engine.group.size == 1:
         return shard

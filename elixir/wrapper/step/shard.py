@@ -162,7 +162,7 @@ class WrittenWeights:
     @property
     def exist(self) -> bool:
         """Whether resident weights were written to since the last step."""
-        if self._chunk.whole is None:
+        if self._chunk.weights is None:
             return False
         written = self._chunk.data_writes != self._data_writes
         return written or any(slot.parameter._version != self._seen[slot.name] for slot in self._slots)
@@ -180,7 +180,7 @@ class WrittenWeights:
 
 
 class Shard:
-    """One optimizer's part of one chunk. Create it while masters and states are at hand (`Chunk.at_hand`).
+    """One optimizer's part of one chunk. Create it while masters and states are at hand (`Chunk.in_memory`).
 
     Args:
         engine: the engine of the chunk.
@@ -299,7 +299,7 @@ class Shard:
     def load(self, saved: SavedStates) -> set[str]:
         """Loads other states; returns notes on inexact ones.
 
-        Nothing else may read or step the chunk meanwhile. It must be at hand (`Chunk.at_hand`).
+        Nothing else may read or step the chunk meanwhile. It must be at hand (`Chunk.in_memory`).
         """
         self.end_early(None)
         notes = self.states.load(saved)
@@ -373,7 +373,7 @@ class Shard:
         """
         self.writes.copy_to_masters()
         self.chunk.about_to_write()
-        with self.chunk.at_hand(write=True):
+        with self.chunk.in_memory(write=True):
             self.states.set_options(options)
             self.states.call(method)
             arrived = [(segment, segment.weights.detach()) for segment in self.segments]

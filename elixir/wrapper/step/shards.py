@@ -84,12 +84,13 @@ class Shards:
         passes = {slot.name for _, shard in self._left for slot in shard.chunk.slots}
         for shard in self:
             leaving = self._engine.leaving.get(shard.chunk.index)
-            with contextlib.nullcontext() if leaving is None else leaving.at_hand(), shard.chunk.at_hand(write=True):
+            left = contextlib.nullcontext() if leaving is None else leaving.in_memory()
+            with left, shard.chunk.in_memory(write=True):
                 mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
                 moved = MovedStates(mine, passes)
                 self._make_states(shard, moved)
                 shard.load(moved)
-            for segment in shard.segments:  # only now, since the write to a disk at the end of `at_hand` may fail
+            for segment in shard.segments:  # only now, since the write to a disk at the end of `in_memory` may fail
                 self._moving.pop(segment.name, None)
             give_back_freed()  # or all states would be there twice
         while self._left:
@@ -99,14 +100,14 @@ class Shards:
     def _make_shards(self) -> None:
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
-                with chunk.at_hand(makes_states=self._user.begins_with_states):
+                with chunk.in_memory(makes_states=self._user.begins_with_states):
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
 
     def _make_states(self, shard: Shard, moved: MovedStates | None = None) -> bool:
         """Calls `Shard.make_states` on the threads that step them, so that memory is close to their cores."""
         made = [True]
         if shard.chunk.stored is not None:
-            with shard.chunk.at_hand():
+            with shard.chunk.in_memory():
                 made.append(shard.make_states(moved))
                 shard.move_to_extent()
         elif shard.chunk.plan.state_home == "host":

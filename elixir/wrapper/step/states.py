@@ -158,7 +158,7 @@ class SavedStates(Protocol):
 
 
 class States(Protocol):
-    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.at_hand`).
+    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.in_memory`).
 
     An implementation inherits from it.
     """

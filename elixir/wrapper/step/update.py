@@ -190,10 +190,10 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
 
 def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
     """Gathers the new weights of a resident chunk on all ranks; returns the work that readers wait for, if any."""
-    if chunk.whole is None:
+    if chunk.weights is None:
         return None
     after = chunk.home_uses.to_read() if chunk.plan.update_home == "host" else []
-    group, whole = engine.group, chunk.whole
+    group, whole = engine.group, chunk.weights
     if group.size == 1:
         if after:
             _withhold(chunk, after[0])

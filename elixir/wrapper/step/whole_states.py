@@ -41,7 +41,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
     for shard in stepper.shards:
         kinds = found.of_chunk.get(shard.chunk.index, {})
-        with shard.chunk.at_hand():
+        with shard.chunk.in_memory():
             for kind in sorted(kinds):
                 whole: torch.Tensor | None = None  # lets go of the last one
                 give_back_freed()  # it stays in the heap, where one of another size may not fit
@@ -130,7 +130,7 @@ def load_whole_states(
     for shard in stepper.shards:
         shard.chunk.about_to_write()
         if source is not None:
-            with shard.chunk.at_hand(write=True):
+            with shard.chunk.in_memory(write=True):
                 shard.load(source)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)

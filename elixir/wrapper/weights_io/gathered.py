@@ -40,15 +40,15 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                 continue
             if write:
                 chunk.about_to_write()  # before versions change, at which a checkpoint would raise
-            memory = chunk.gathered
+            memory = chunk.shown
             if memory is None:  # otherwise another `gathered` around this one holds it
                 memory = whole(engine, chunk)
-                if memory is chunk.whole:
+                if memory is chunk.weights:
                     # Writes must not reach the weights before the end, and without `write` never; writes through `data`
                     # are not announced.
                     memory = memory.clone()
                 chunk.point_into(memory)
-                chunk.gathered = memory
+                chunk.shown = memory
             opened.append((chunk, memory, asked))
             writable = {slot.parameter for slot in asked} if write else set()
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
@@ -72,21 +72,21 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
 def _hide(chunks: Iterable[Chunk]) -> None:
     """Points the parameters of chunks back to where they pointed before, and frees the shown memory."""
     for chunk in chunks:
-        chunk.gathered = None
-        if chunk.whole is None:
+        chunk.shown = None
+        if chunk.weights is None:
             chunk.hold_placeholders()
         else:
-            chunk.point_into(chunk.whole)
+            chunk.point_into(chunk.weights)
 
 
 def _moved_by_user(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
     """The memory that the user has given to plain parameters, which get it back afterwards."""
-    plain = [chunk for chunk in engine.chunks if chunk.gathered is None and engine.is_ordinary(chunk)]
+    plain = [chunk for chunk in engine.chunks if chunk.shown is None and engine.is_ordinary(chunk)]
     return {
         slot.parameter: slot.parameter.data
         for chunk in plain
-        if chunk.whole is not None
-        for slot in chunk.moved(chunk.whole)
+        if chunk.weights is not None
+        for slot in chunk.moved(chunk.weights)
     }
 
 

@@ -69,7 +69,7 @@ class SharedWeights:
             chunk, slot = weight
             in_place = engine.is_ordinary(chunk) and chunk.masters is None and home is None
             alike = (tensor.dtype, tensor.device) == (chunk.dtype, slot.parameter.device)
-            if in_place and chunk.whole is not None and alike:
+            if in_place and chunk.weights is not None and alike:
                 with DisableTorchFunctionSubclass():
                     tensor.data = shared.of(slot.parameter.data, 0)
             else:
@@ -145,7 +145,7 @@ class SharedWeights:
 
     def _values(self, copy: _Copy) -> torch.Tensor:
         chunk, slot = copy.weight
-        here = chunk.whole is None and chunk.on_one_rank
+        here = chunk.weights is None and chunk.on_one_rank
         memory = chunk.shard_weights if here else whole(self._engine, chunk)
         return copy.shared.of(memory, slot.offset)
 
@@ -153,7 +153,7 @@ class SharedWeights:
     def _state_of(copy: _Copy) -> tuple[int, ...]:
         chunk, slot = copy.weight
         with DisableTorchFunctionSubclass():
-            address = slot.parameter.data_ptr() if chunk.whole is not None else 0
+            address = slot.parameter.data_ptr() if chunk.weights is not None else 0
         return chunk.index, id(chunk), slot.parameter._version, chunk.writes, chunk.data_writes, address
 
 

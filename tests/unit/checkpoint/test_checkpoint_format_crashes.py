@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import abandon, commit, read_index, remove_checkpoint, remove_stale, settle
+from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint, remove_stale
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.run_folders import newest_checkpoints
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
@@ -159,22 +159,22 @@ def test_file_systems_that_commit_at_different_moments_keep_what_all_have(tmp_pa
     # ... and killed. Nothing that either index names is stale yet.
     assert remove_stale(places[0]) == ()
     for place, index in zip(places, old, strict=True):
-        settle(place, index.id)
-        settle(place, index.id)  # again, as after another kill
+        finish_commit(place, index.id)
+        finish_commit(place, index.id)  # again, as after another kill
         remove_stale(place)
         assert generation_in(place) == 1
         assert len(list(place.iterdir())) == 3
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        settle(places[0], new[0].id)
+        finish_commit(places[0], new[0].id)
 
 
 def test_a_commit_over_one_that_was_never_settled_is_refused(tmp_path: Path) -> None:
     save_generation(tmp_path, 1)
     index = write(tmp_path, states(2))
     commit(tmp_path, index)
-    with pytest.raises(CheckpointError, match="settle"):
+    with pytest.raises(CheckpointError, match="finish_commit"):
         commit(tmp_path, write(tmp_path, states(3)))
-    settle(tmp_path, index.id)
+    finish_commit(tmp_path, index.id)
     assert not (tmp_path / "index.previous.json").exists()
 
 

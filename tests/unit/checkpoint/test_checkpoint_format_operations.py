@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import abandon, commit, read_index, remove_checkpoint, settle
+from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
@@ -81,18 +81,18 @@ def test_commits_settle_and_abandon_in_this_order(tmp_path: Path) -> None:
     first = uncommitted(tmp_path)
     commit(tmp_path, first, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == ["sync_folder folder", *NEW_INDEX, "sync_folder folder"]
-    settle(tmp_path, first.id, files=(files := RecordingFiles()))
+    finish_commit(tmp_path, first.id, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == ["sync_folder folder"]
     second = uncommitted(tmp_path)
     commit(tmp_path, second, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == [LINK, "sync_folder folder", *NEW_INDEX, "sync_folder folder"]
-    settle(tmp_path, first.id, files=(files := RecordingFiles()))
+    finish_commit(tmp_path, first.id, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == ["rename previous to index", "sync_folder folder"]
     abandon(tmp_path, second.id, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == ["sync_folder folder", "remove rank-00000-of-00001"]
     third = uncommitted(tmp_path)
     commit(tmp_path, third)
-    settle(tmp_path, third.id, files=(files := RecordingFiles()))
+    finish_commit(tmp_path, third.id, files=(files := RecordingFiles()))
     assert operations(files, tmp_path) == ["remove previous", "sync_folder folder"]
     assert remove_checkpoint(tmp_path, files=(files := RecordingFiles()))
     assert operations(files, tmp_path)[:2] == ["remove index", "sync_folder folder"]

@@ -48,7 +48,7 @@ def made(rank: int = 0, ranks: int = 1, *, resident: bool = True, masters: bool 
     plan = ChunkPlan("bfloat16", True, NUMEL, slots, weight_home=home, state_home="host", resident=resident)
     chunk = Chunk(3, plan, parameters, rank=rank, world_size=ranks)
     if resident:
-        chunk.whole = torch.zeros(NUMEL, dtype=torch.bfloat16)
+        chunk.weights = torch.zeros(NUMEL, dtype=torch.bfloat16)
     else:
         chunk.shard = torch.zeros(NUMEL // ranks, dtype=torch.bfloat16)
     if masters:
@@ -88,8 +88,8 @@ def test_values_are_written_to_all_that_holds_them(ranks: int, resident: bool, m
         expected = torch.zeros(NUMEL)
         expected[8:13] = values
         assert chunk.writes == len(it.announced) == 1
-        if chunk.whole is not None:
-            assert torch.equal(chunk.whole, expected.bfloat16())
+        if chunk.weights is not None:
+            assert torch.equal(chunk.weights, expected.bfloat16())
         assert torch.equal(chunk.shard_weights, expected.bfloat16()[chunk.mine])
         if chunk.masters is not None:
             assert torch.equal(chunk.masters, expected[chunk.mine])
@@ -126,13 +126,13 @@ def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
     asked: list[bool] = []
 
     @contextlib.contextmanager
-    def at_hand(write: bool, *, makes_states: bool) -> Iterator[None]:
+    def in_memory(write: bool, *, makes_states: bool) -> Iterator[None]:
         asked.append(write)
         yield
 
     chunk = made(resident=False).chunk
     chunk.write(chunk.slots[2], torch.full((5,), FINE))
-    chunk.stored = SimpleNamespace(at_hand=at_hand)  # type: ignore[assignment]
+    chunk.stored = SimpleNamespace(in_memory=in_memory)  # type: ignore[assignment]
     chunk.follow_writes()
     assert asked == [False]
     assert chunk.shard is not None
@@ -190,7 +190,7 @@ def test_a_write_to_a_block_that_is_announced_is_kept_and_no_error() -> None:
 def test_parameters_with_other_memory_are_found_and_taken_back() -> None:
     """Two parameters exchange their values by ``data``; the others are left alone, and copied nowhere."""
     it = made()
-    chunk, whole = it.chunk, it.chunk.whole
+    chunk, whole = it.chunk, it.chunk.weights
     assert whole is not None
     whole.copy_(torch.arange(float(NUMEL)))
     assert chunk.moved(whole) == []

@@ -94,7 +94,7 @@ def test_parameters_point_where_the_weights_are() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_chunk_whose_weights_stay_is_resident_once_attached(device: str) -> None:
     chunk = make_chunk(device=device)
-    chunk.whole = torch.arange(384.0)
+    chunk.weights = torch.arange(384.0)
     for _ in range(2):
         chunk.attach()
         assert chunk.state is ChunkState.RESIDENT
@@ -360,7 +360,7 @@ def test_parameters_that_show_gathered_weights_keep_them_when_the_block_goes() -
         chunk, block = make_chunk(), torch.zeros(384)
         bring(chunk, ChunkState.CACHED, block)
         if gathered is not None:
-            chunk.gathered = gathered
+            chunk.shown = gathered
             chunk.point_into(gathered)
         chunk.to(ChunkState.HOME)
         assert is_absent(chunk.slots[0].parameter) == (gathered is None)
@@ -369,11 +369,11 @@ def test_parameters_that_show_gathered_weights_keep_them_when_the_block_goes() -
 def test_resident_weights_whose_update_failed_are_shown_unless_gathered_ones_are() -> None:
     for gathered in (False, True):
         chunk, lane = make_chunk(), make_lanes(CPU).host_adam
-        chunk.whole = torch.zeros(384)
+        chunk.weights = torch.zeros(384)
         chunk.attach()
         elsewhere = torch.ones(384)
         chunk.point_into(elsewhere)
-        chunk.gathered = elsewhere if gathered else None
+        chunk.shown = elsewhere if gathered else None
         assert chunk.failures() == []
         assert chunk.slots[0].parameter.data.eq(1).all()
         chunk.home_uses.written_by(lane.submit(lambda: [][0]))

@@ -142,15 +142,15 @@ def window(draw: random.Random) -> list[Any]:
                 elif what == "keep":
                     with it.window.keeping():
                         for part in range(2):
-                            with chunk.at_hand(write=True), chunk.at_hand():
+                            with chunk.in_memory(write=True), chunk.in_memory():
                                 masters[part * 500 : (part + 1) * 500] += 3
                 elif what == "both":
-                    with chunk.at_hand(), it.chunks[(index + 1) % 3].at_hand():
+                    with chunk.in_memory(), it.chunks[(index + 1) % 3].in_memory():
                         pass
                 elif what == "settle":
                     it.window.settle()
                 else:
-                    with chunk.at_hand(write=what == "write", makes_states=draw.random() < 0.3):
+                    with chunk.in_memory(write=what == "write", makes_states=draw.random() < 0.3):
                         error = str([masters.unique().tolist(), chunk.is_at_hand])
                         if what == "write":
                             masters.add_(4)

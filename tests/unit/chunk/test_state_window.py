@@ -46,7 +46,7 @@ class Window:
                 chunk.show(self, tensors[-1], name)
             for what in ("fill", "store"):
                 setattr(chunk, what, self._logged(f"{what} {index}", getattr(chunk, what)))
-            with chunk.at_hand(write=True):
+            with chunk.in_memory(write=True):
                 for tensor in (self.masters[index], *self.states[index : index + 1]):
                     tensor.fill_(float(index))
         self.log.clear()
@@ -73,7 +73,7 @@ class Window:
         """The masters, all elements of each the same."""
         found = []
         for index, chunk in enumerate(self.chunks):
-            with chunk.at_hand():
+            with chunk.in_memory():
                 (value,) = set(self.masters[index].tolist())
                 found.append(value)
         return found
@@ -133,13 +133,13 @@ def test_states_that_are_still_to_be_written_count_as_read_next(tmp_path: Path) 
 def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Path) -> None:
     it = Window(tmp_path, UnsyncedFiles())
     first, second = it.chunks[:2]
-    with first.at_hand(), first.at_hand(write=True):
+    with first.in_memory(), first.in_memory(write=True):
         assert first.is_at_hand
         it.masters[0].fill_(7.0)
     assert not first.is_at_hand
     with it.window.keeping():
         for _ in range(2):
-            with second.at_hand():
+            with second.in_memory():
                 assert it.masters[1].tolist() == [1.0] * NUMEL
         assert it.masters[1].tolist() == [1.0] * NUMEL, "it stays until others are asked for"
     assert it.masters[1].isnan().all()
@@ -147,7 +147,7 @@ def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Pat
     assert it.values() == [7.0, 1.0, 2.0]
 
     def both() -> None:
-        with first.at_hand(), second.at_hand():
+        with first.in_memory(), second.in_memory():
             pass
 
     with pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
@@ -158,11 +158,14 @@ def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Pat
 def test_a_step_lets_go_of_states_that_were_kept_and_refuses_those_in_use(tmp_path: Path) -> None:
     it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
     with it.window.keeping():
-        with it.chunks[1].at_hand(write=True):
+        with it.chunks[1].in_memory(write=True):
             it.masters[1].fill_(8.0)
         it.step(1, lambda: it.masters[1].add_(1), adam)
     assert it.values() == [0.0, 9.0, 2.0]
-    with it.chunks[0].at_hand(), pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
+    with (
+        it.chunks[0].in_memory(),
+        pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"),
+    ):
         it.window.begin_step(it.chunks[1])
     it.close()
     adam.close()
@@ -247,7 +250,7 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
     """The extent grows, and with it the buffer that holds it; masters and states stay what they are."""
     it = Window(tmp_path, UnsyncedFiles())
     chunk, more = it.chunks[1], list[torch.Tensor]()
-    with chunk.at_hand(write=True):
+    with chunk.in_memory(write=True):
         more.append(chunk.region("max_exp_avg_sq", NUMEL, torch.float32))
         chunk.show(it, more[0], "max_exp_avg_sq")
         more[0].fill_(7.0)
@@ -255,9 +258,9 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (it.states[1] == 1.0).all()
     assert chunk.used_bytes > 2 * BLOCK
     assert it.arena.parts("disk") == {"optimizer_states": 2 * 2 * BLOCK + 3 * BLOCK}
-    with it.chunks[0].at_hand():
+    with it.chunks[0].in_memory():
         assert (it.masters[0] == 0.0).all()
-    with chunk.at_hand():
+    with chunk.in_memory():
         assert (more[0] == 7.0).all()
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()

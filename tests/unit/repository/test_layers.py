@@ -59,7 +59,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         ),
         frozenset({"engine"}),
         frozenset({"whole_weights"}),
-        frozenset({"account", "address_errors", "assemble", "late_units", "one_pass", "passes", "step", "weights_io"}),
+        frozenset({"account", "address_errors", "assemble", "calls", "late_units", "one_pass", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
         frozenset({"training_states"}),
     ),

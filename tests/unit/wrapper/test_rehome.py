@@ -134,7 +134,7 @@ def test_masters_and_buffers_move_too(mode: str) -> None:
                 if step == 1:
                     for pair in (moved, stays):
                         for chunk in inside.chunks(pair.module):
-                            if chunk.whole is not None:  # its masters take this in the next step
+                            if chunk.weights is not None:  # its masters take this in the next step
                                 chunk.slots[0].parameter.data.view(-1)[0] = 3.0
                     moved.module.rehome(with_homes(plan, mode))
             mine, theirs = moved.module.state_dict(), stays.module.state_dict()

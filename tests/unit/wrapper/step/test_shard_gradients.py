@@ -87,7 +87,7 @@ def test_writes_to_weights_reach_masters_once() -> None:
     seen: list[str] = []
     slots = [*(each.slot for each in segments), SimpleNamespace(parameter=other, name="other")]
     chunk: Any = SimpleNamespace(
-        slots=slots, whole=torch.ones(1), data_writes=0,
+        slots=slots, weights=torch.ones(1), data_writes=0,
         synchronize_weights=lambda: seen.append("synchronize"), follow_writes=lambda: seen.append("follow"),
     )  # fmt: skip
     writes = WrittenWeights(chunk, [segments[0], segments[2]], {theirs, idle})  # another rank has the second
@@ -107,7 +107,7 @@ def test_writes_to_weights_reach_masters_once() -> None:
     assert writes.exist
     writes.copy_to_masters()
     assert not writes.exist
-    chunk.data_writes, chunk.whole = 5, None
+    chunk.data_writes, chunk.weights = 5, None
     assert not writes.exist
 
 

@@ -145,7 +145,7 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
     assert_same(dict(module.state_dict()), saved)
     assert_same(optimizer.state_dict(), its_optimizer.state_dict())
     one, other = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None][:2]
-    with one.at_hand(), pytest.raises(StateError, match="still in use"), other.at_hand():
+    with one.in_memory(), pytest.raises(StateError, match="still in use"), other.in_memory():
         pass
     module.close()
     twin.close()

@@ -1,4 +1,4 @@
-"""A pass ends with the error of the call that it is made of, and else with its output."""
+"""The context around a call ends with the error of the call, and otherwise with its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.wrapper.passes import Arguments, Passes
+from elixir.wrapper.calls import Arguments, Calls
 
 
 class Halving(nn.Module):
@@ -25,7 +25,7 @@ def refuse_negative(model: nn.Module, args: Any, output: torch.Tensor) -> None:
         raise ValueError("negative")
 
 
-def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
+def test_the_context_ends_with_the_error_of_its_call_or_with_its_output() -> None:
     model, ended = Halving(), list[Any]()
     model.register_forward_hook(refuse_negative)
 
@@ -38,8 +38,8 @@ def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
             raise
         ended.append("well")
 
-    passes = Passes([model], begin)
-    passes.attach()
+    calls = Calls([model], begin)
+    calls.attach()
     with pytest.raises(ValueError, match="nothing to halve") as raised:
         model(torch.zeros(2))
     try:
@@ -48,6 +48,6 @@ def test_a_pass_ends_with_the_error_of_its_call_or_with_its_output() -> None:
         assert model(torch.full((2,), 4.0)).tolist() == [3.0, 3.0]
     with pytest.raises(ValueError, match="negative") as refused:
         model(-torch.ones(2))
-    passes.remove()
+    calls.remove()
     assert model(torch.full((2,), 4.0)).tolist() == [2.0, 2.0]
     assert ended == [raised.value, "well", refused.value]

@@ -1,4 +1,4 @@
-"""`Passes`: every call of one of several models under a plan is a pass, by whatever method it comes."""
+"""`Calls`: enters a context around each outermost call of one of several models, by whatever method it comes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elixir.access.autograd import backward_is_running
 from elixir.access.interrupts import runs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Pass = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
+Around = AbstractContextManager[tuple[Arguments, Callable[[Any], Any]]]
 """Gives the arguments as the model gets them, and a function that finishes its output."""
 
 
 class _Begun(NamedTuple):
-    """A pass that has begun."""
+    """An outermost call that has begun."""
 
-    whole: Pass
+    context: Around
     finished: Callable[[Any], Any]
     handled: BaseException | None
     """The exception that the caller was handling."""
@@ -32,23 +32,23 @@ class _Begun(NamedTuple):
 class _Open(NamedTuple):
     """A call of a model."""
 
-    call: FrameType
+    frame: FrameType
     """Calls the model's hooks and its forward."""
     begun: _Begun | None
-    """None inside of a pass, and in backward."""
+    """None inside of another call, and in backward."""
 
 
-class Passes:
-    """Opens a pass when a model is called outside of a pass, and closes it when the call returns or raises.
+class Calls:
+    """Enters a context when a model is called outside of another call, and leaves it when the call returns or raises.
 
-    `generate`, or any other method of a model, makes a pass of each call of the model that it contains.
+    `generate`, or any other method of a model, enters it for each call of the model that it contains.
 
     Args:
         models: those under the plan.
-        begin: ``begin(model, args, kwargs)`` makes a pass.
+        begin: ``begin(model, args, kwargs)`` makes the context.
     """
 
-    def __init__(self, models: Iterable[nn.Module], begin: Callable[[nn.Module, Any, Any], Pass]) -> None:
+    def __init__(self, models: Iterable[nn.Module], begin: Callable[[nn.Module, Any, Any], Around]) -> None:
         self._models, self._begin = list(models), begin
         self._open: dict[int, list[_Open]] = {}  # by thread
         self._handles: list[RemovableHandle] = []
@@ -67,13 +67,13 @@ class Passes:
             self._handles.pop().remove()
 
     def leave_ended(self) -> None:
-        """Closes the pass of a call that was interrupted on this thread: PyTorch calls no hook then."""
+        """Leaves the context of a call that was interrupted on this thread: PyTorch calls no hook then."""
         outermost = next(iter(self._open.get(threading.get_ident(), ())), None)
-        if outermost is not None and not runs(outermost.call):
+        if outermost is not None and not runs(outermost.frame):
             del self._open[threading.get_ident()]
             if outermost.begun is not None:
                 with suppress(KeyboardInterrupt):
-                    outermost.begun.whole.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+                    outermost.begun.context.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
         self.leave_ended()
@@ -89,7 +89,7 @@ class Passes:
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         thread = threading.get_ident()
         open_here = self._open.get(thread, [])
-        found = open_here.pop().begun if open_here else None  # none is open if the pass could not begin
+        found = open_here.pop().begun if open_here else None  # none is open if the call could not begin
         if not open_here:
             self._open.pop(thread, None)
         if found is None:
@@ -98,5 +98,5 @@ class Passes:
         error = sys.exc_info()
         if error[1] is found.handled:
             error = (None, None, None)
-        found.whole.__exit__(*error)
+        found.context.__exit__(*error)
         return None if error[0] is not None else found.finished(output)
