@@ -30,7 +30,9 @@ def assert_early_states_are_kept_unless_clipped(rows: list[dict[str, Any]]) -> N
     for row in clipped:
         assert row["early_states_kept"] == 0
         assert row["clipped_steps"] == row["steps"]
-        assert set(row["host_adam_forms"]) <= {"in pieces"}
+        # An early update of the warm-up may end while the first timed step runs: CPU Adam does not wait for reports.
+        assert set(row["host_adam_forms"]) <= {"in pieces", "one pass"}
+        assert row["host_adam_forms"].get("one pass", 0) <= row["host_state_chunks"]
     for row in others:
         assert row["early_states_kept"] == row["early_states_made"] > 0
         assert row["clipped_steps"] == 0

@@ -224,13 +224,14 @@ def test_plans_made_before_are_found_until_what_they_depend_on_changes(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("card", quarter.CARDS)
 def test_runs_on_the_emulated_device_that_are_killed_lose_no_finished_case(card: str, tmp_path: Path) -> None:
-    """The first is killed in its middle, on a machine that is then emptied; the second gets the archive, and ends."""
+    """Both are killed in their middle, on a machine that is then emptied; the next gets the archive, and the last ends."""
     out, home = tmp_path / "out", tmp_path / "home"
     ahead = tmp_path / "ahead"
     assert run("--emulated", "prepare", WORK=str(ahead / "work")).returncode == 0
     rows: list[dict[str, Any]] = []
-    for number in (1, 2):
-        machine = tmp_path / f"machine{number}"
+    for number, kills_after in ((1, 12), (2, 1), (2, None)):
+        before = len(rows)
+        machine = tmp_path / f"machine{number}{'' if kills_after else ' again'}"
         shutil.copytree(ahead / "quarter_carry", machine / "quarter_carry")
         if rows:
             shutil.copy(out / "proof.tar.xz", machine)
@@ -241,10 +242,10 @@ def test_runs_on_the_emulated_device_that_are_killed_lose_no_finished_case(card:
             (tmp_path / f"said{number}").open("w") as said,
             subprocess.Popen(command, env=os.environ | known, stdout=said, stderr=said) as process,
         ):
-            while process.poll() is None and not (number == 1 and len(rows) >= 12):
+            while process.poll() is None and not (kills_after and len(rows) >= before + kills_after):
                 time.sleep(1.0)
                 rows = unpacked(out, home)
-            if number == 1:
+            if kills_after:
                 assert process.poll() is None, (tmp_path / f"said{number}").read_text(encoding="utf-8")
                 process.kill()
         time.sleep(10.0)  # what it has started has ended as well
