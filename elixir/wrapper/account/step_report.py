@@ -11,6 +11,8 @@ import torch
 
 from elixir.chunk.rcache import CacheCounts
 from elixir.hardware.profile import preset_names
+from elixir.kernels.adam.eager import IN_PIECES, PLAIN
+from elixir.kernels.adam.step import COMPILED, COPIED, ONE_PASS
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, DISK_LINKS
 from elixir.plan.step_traffic import Backwards, step_traffic
@@ -32,11 +34,11 @@ SHORT_S = 0.02
 PAUSED = "no chunk is updated early any more, until a step is not clipped: those before discarded all early updates"
 """The remark on a step whose plan has early updates, but which began none."""
 _FORMS = {
-    "compiled": "by the C++ kernel",
-    "one pass": "by the C++ kernel, early",
-    "copied": "in place on a copy, early",
-    "in pieces": "by torch's fused Adam",
-    "plain": "by PyTorch's operators",
+    COMPILED: "by the C++ kernel",
+    ONE_PASS: "by the C++ kernel, early",
+    COPIED: "in place on a copy, early",
+    IN_PIECES: "by torch's fused Adam",
+    PLAIN: "by PyTorch's operators",
 }
 """Form of a step on the host (`StepReport.host_forms`) -> words."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "process_peak", "disk_peak")
