@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ran the tests in the background; some interrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--write-costs"):
         config.pluginmanager.register(stages.Costs())
     if not config.getoption("--cuda"):
