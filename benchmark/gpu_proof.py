@@ -13,7 +13,7 @@ expected to end in time; a further run with the same ``--out`` goes on with thos
 newer and what Elixir needs; no network; DeepSpeed takes part where it can be imported.
 
 ``links`` measures the machine first, so that plans are made for it; each run ends by comparing simulated with measured
-steps. docs/appendix/gpu_proof_bars.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed
+steps. benchmark/proof/README.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed
 case fails), 2 without a CUDA device.
 """
 

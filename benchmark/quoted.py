@@ -32,8 +32,6 @@ from typing import Any
 
 import pandas as pd
 
-from benchmark import predictions
-
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 SOURCES = ROOT / "docs" / "src"
@@ -42,28 +40,20 @@ MADE = "<!-- Made from {source} by `make figures`. -->"
 """The last line of a page that is made: edits belong elsewhere."""
 
 CASES: dict[str, tuple[str, ...]] = {
-    "adam_out_of_place": ("moments", "step", "what", "numel"),
     "adam_speed": ("part", "what", "numel"),
     "checkpoint_speed": ("model", "layers", "ranks", "figure"),
-    "disk_pipeline": ("file_system", "states_bytes", "figure"),
     "disk_steps": ("model", "tokens", "homes", "disk"),
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "finetune": ("ranks", "how", "seed"),
     "gpu_proof_h200": ("part", "case", "contender"),
-    "host_peak": ("model", "homes", "world_size"),
-    "integration_overhead": ("model", "layers", "hidden"),
-    "onednn_scratchpads": ("dtype", "rows", "inner", "columns", "left_transposed"),
     "overlap_speed": ("figure",),
     "peer_estimates": ("model", "dtype"),
-    "predictions": ("card", "model"),
-    "plans_by_constants": ("model", "machine", "device_share", "other"),
     "runtime_speed": ("figure",),
     "search_optimality": ("part", "case", "world_size", "device_bytes", "host_bytes"),
     "search_vs_original": ("hardware", "model", "batch", "seq", "device_gib", "world_size"),
     "simulated_vs_measured": ("model", "tokens", "homes", "transfers_over_compute"),
     "situations": ("situation",),
-    "early_update_simulated": ("model", "tokens", "homes", "transfers_over_compute"),
     "early_update_speed": ("figure",),
     "transformers_classes": ("class", "device"),
     "trace_speed": ("part", "model", "what", "batch", "seq", "dtype"),
@@ -83,9 +73,6 @@ AGGREGATES: dict[str, Callable[[Any], float]] = {
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 STEPS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
-TABLES = {"predictions": predictions.table}
-"""Results that a source takes as a table, ``{{table:predictions}}``, and what makes one of the newest rows."""
-TABLE = re.compile(r"\{\{table:(?P<name>\w+)\}\}")
 PLACE = re.compile(r"\{\{(?P<name>\w+):(?P<format>,?\.\d+f)\}\}")
 _BRACES = re.compile(r"\{\{[^}]*\}\}")
 
@@ -145,7 +132,7 @@ def _holds(rows: Any, condition: str) -> Any:
 
 def documents() -> list[Path]:
     """All pages for readers."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    pages = [page for pattern in ("*.md", "docs/**/*.md", "benchmark/*/*.md") for page in ROOT.glob(pattern)]
     return sorted(page for page in pages if not page.is_relative_to(SOURCES))
 
 
@@ -187,11 +174,10 @@ def filled_in(source: Path) -> str:
 
     text = source.read_text(encoding="utf-8")
     for braces in _BRACES.findall(text):
-        if not (PLACE.fullmatch(braces) or TABLE.fullmatch(braces)):
+        if not PLACE.fullmatch(braces):
             raise QuoteError(f"{source.name}: expected a name and a format such as {{{{name:.2f}}}}, found {braces}")
     made = MADE.format(source=source.relative_to(ROOT).as_posix()) if source.is_relative_to(ROOT) else ""
-    text = TABLE.sub(lambda place: TABLES[place["name"]](newest_rows(place["name"])), PLACE.sub(figure, text))
-    return f"{text.rstrip()}\n\n{made}\n"
+    return f"{PLACE.sub(figure, text).rstrip()}\n\n{made}\n"
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ OperatorKind = Literal[
     "elementwise",
 ]  # fmt: skip
 """The bound of an operator: a class of matrix products, attention, or memory-bound work of three sorts. The measured
-rates of a profile have the same names (docs/appendix/hardware_fits.md)."""
+rates of a profile have the same names (docs/appendix/formulas.md)."""
 
 
 @dataclass(frozen=True)

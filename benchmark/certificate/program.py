@@ -1,6 +1,6 @@
 """The linear program under `benchmark.certificate.lower_bound`: what every plan must do, whatever its chunks.
 
-Rows are explained in docs/appendix/lower_bound.md, with the proof that each plan satisfies them.
+Rows are explained in docs/appendix/proofs.md, with the proof that each plan satisfies them.
 """
 
 from __future__ import annotations

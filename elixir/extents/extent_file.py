@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_BYTES = 8 * MIB
 """Bytes of one call; the kernel cuts it into requests of the drive, so that one call is many of them in flight. On the
-disks that were measured, neither larger nor more calls were faster (docs/appendix/hardware_fits.md)."""
+disks that were measured, neither larger nor more calls were faster (docs/appendix/formulas.md)."""
 
 
 @dataclass(frozen=True)

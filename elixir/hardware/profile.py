@@ -124,7 +124,7 @@ class HardwareProfile(Artifact):
     """ISO date of the measurement; None for a preset."""
     fits: dict[str, RateFit] = field(default_factory=dict)
     """Latency and rate by what was measured, such as ``host_to_device.both``; of a preset, what its source says of all
-    ranks at once. docs/appendix/hardware_fits.md lists the keys; `rate` and `seconds` answer for those that are not
+    ranks at once. docs/appendix/formulas.md lists the keys; `rate` and `seconds` answer for those that are not
     there."""
     network_bytes_per_s: float | None = None
     """Bandwidth between machines, per machine and direction, all its network cards together."""
@@ -307,7 +307,7 @@ class HardwareProfile(Artifact):
         """Seconds that `amount` of what `key` names takes; see `rate`.
 
         Args:
-            key: one of those in docs/appendix/hardware_fits.md, such as ``host_to_device.both`` or
+            key: one of those in docs/appendix/formulas.md, such as ``host_to_device.both`` or
                 ``matmul.bfloat16.square``.
             amount: bytes, elements or FLOPs, as the key counts.
 

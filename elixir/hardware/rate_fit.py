@@ -27,7 +27,7 @@ _KEY_FORMS = (
     r"(all_gather|reduce_scatter)\.[1-9]\d*",
     r"(disk_read|disk_write)(\.both)?",
 )
-"""The form of a key of `HardwareProfile.fits`; docs/appendix/hardware_fits.md lists all keys."""
+"""The form of a key of `HardwareProfile.fits`; docs/appendix/formulas.md lists all keys."""
 _KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
 PLAIN_FIELDS = {
     "host_to_device": "host_to_device_bytes_per_s",
@@ -117,7 +117,7 @@ def check_key(key: object) -> None:
         raise InputError(
             f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', "
             "'host_adam.2', 'matmul.bfloat16.square', "
-            "'attention.bfloat16', 'all_gather.8' (docs/appendix/hardware_fits.md lists them)"
+            "'attention.bfloat16', 'all_gather.8' (docs/appendix/formulas.md lists them)"
         )
 
 

@@ -1,7 +1,7 @@
 """A plan's numbers worked out again from the plan and its trace alone, access by access; shares no code with the
 search.
 
-The formulas are those of `docs/appendix/plan_memory.md`. Slow and plain on purpose: no slots, no prefix sums, no bits.
+The formulas are those of `docs/appendix/formulas.md`. Slow and plain on purpose: no slots, no prefix sums, no bits.
 """
 
 from __future__ import annotations

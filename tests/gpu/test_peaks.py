@@ -1,6 +1,6 @@
 """A step on a CUDA device takes what its trace says, by `torch.cuda.max_memory_allocated`.
 
-`docs/appendix/gpu_proof_rules.md` says which rules a GPU has confirmed, and at what a failure here points.
+`benchmark/proof/README.md` says which rules a GPU has confirmed, and at what a failure here points.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class BytesMoved(StepTraffic):
 
 
 def traffic(model: MemoryModel, placement: Placement, schedule: Schedule, blocks: int) -> BytesMoved:
-    """Bytes of one rank; formulas in `docs/appendix/packing.md`."""
+    """Bytes of one rank; formulas in `docs/appendix/formulas.md`."""
     chunks, setting = model.work.chunks, model.setting
     loads = schedule.step(blocks, setting.accumulation)
     always, per_load = model.link_bytes

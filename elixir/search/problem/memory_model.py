@@ -1,4 +1,4 @@
-"""Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/plan_memory.md`.
+"""Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/formulas.md`.
 
 All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
 placement is a batch of one. Device bytes are per rank, over the stretches of `StepFacts`; host and disk bytes of all

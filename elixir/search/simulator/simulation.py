@@ -1,7 +1,7 @@
 """How long a step takes under a plan: the runtime's schedule, replayed with the speeds of a machine.
 
 `simulate_step` answers for one plan, with everything worth drawing; `SimulatedCost` answers thousands of times for the
-search. Both walk the same events (`work_times`) on the same resources (`replay`). `docs/design/simulator.md` says what
+search. Both walk the same events (`work_times`) on the same resources (`replay`). `docs/design/search.md` says what
 is modelled and what is not.
 """
 

@@ -159,7 +159,7 @@ def test_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plain_trainer_goes_on_once_it_has_the_states(tmp_path: Path) -> None:
-    """The order of calls is that of docs/trainer.md."""
+    """The order of calls is that of docs/integrations.md."""
     plain = train(PLAIN, tmp_path / "plain")
     train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST)
     checkpoint = tmp_path / "again" / "checkpoint-2"

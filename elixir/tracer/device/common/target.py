@@ -3,7 +3,7 @@
 Meta runs the device-independent part of PyTorch. The part that differs per device, and matters for memory, is here and
 in `CudaTarget` and `CpuTarget`: whether dropout keeps a mask or a noise tensor, how sizes are rounded, how attention is
 computed, what libraries keep for themselves, how the optimizer runs, and what kernels hold only while they run. Each
-rule names its source; `docs/appendix/tracer_rules.md` says which ones a measurement has confirmed.
+rule names its source; `docs/design/tracer.md` says which ones a measurement has confirmed.
 """
 
 from __future__ import annotations
