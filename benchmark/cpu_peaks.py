@@ -8,8 +8,7 @@ The real step runs under torch.profiler, whose allocation events are summed up; 
 
 In bf16 oneDNN's matrix products take scratchpads through PyTorch's allocator, of a size that depends on the processor.
 A case that misses `BAR_PERCENT` is therefore run once more with oneDNN switched off: if it then agrees, the scratchpad
-was all there was to the difference. Fails if a case misses in any other way. The scratchpads of single products go to
-``results/onednn_scratchpads.csv``.
+was all there was to the difference. Fails if a case misses in any other way.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ OPTIMIZER_KERNELS: tuple[OptimizerKernel, ...] = ("for-loop", "foreach", "fused"
 OPTIMIZER_FAMILIES = ("opt", "llama")
 OPTIMIZER_TOKENS = 32
 """Few enough that the optimizer's temporaries, if any, set the peak and not the activations."""
-
-PRODUCTS = ((1024, 256, 1024), (256, 1024, 1024), (1024, 1024, 256), (4096, 1024, 4096), (8192, 4096, 4096))
-"""(rows, inner, columns) of the products whose scratchpads are listed."""
 
 _LAYERS, _HIDDEN, _HEADS = 3, 256, 4
 _SHAPES = {
@@ -232,30 +228,6 @@ def optimizer_row(family: str, dtype: torch.dtype, kernel: OptimizerKernel) -> R
     }
 
 
-def scratchpad_row(dtype: torch.dtype, sizes: tuple[int, int, int], transposed: bool) -> Row:
-    """Bytes that one matrix product allocates apart from its result; `transposed` as in the gradient of a weight."""
-    rows, inner, columns = sizes
-    left = torch.zeros(inner, rows, dtype=dtype).t() if transposed else torch.zeros(rows, inner, dtype=dtype)
-    right = torch.zeros(inner, columns, dtype=dtype)
-    torch.mm(left, right)
-    with quiet_profiler():
-        observed = observe(lambda: torch.mm(left, right))
-    return {
-        "dtype": dtype_name(dtype),
-        "rows": rows,
-        "inner": inner,
-        "columns": columns,
-        "left_transposed": transposed,
-        "scratchpad_bytes": observed.peak_bytes - rows * columns * dtype.itemsize,
-        **conditions(),
-    }
-
-
-def run_scratchpads() -> list[Row]:
-    """All products; the larger ones take a few seconds."""
-    return [scratchpad_row(*case) for case in itertools.product(DTYPES, PRODUCTS, (False, True))]
-
-
 def passes(row: Row) -> bool:
     """Within the bar, or outside it for oneDNN's scratchpads alone; and all that must be exact is."""
     within = abs(row["difference_percent"]) <= BAR_PERCENT
@@ -324,13 +296,7 @@ def main() -> int:
     arguments = parser.parse_args()
     steps = run_steps(arguments.families, arguments.quick)
     optimizers = run_optimizers(arguments.families, arguments.quick)
-    scratchpads = [] if arguments.quick else run_scratchpads()
-    columns = ("dtype", "rows", "inner", "columns", "left_transposed", "scratchpad_bytes")
-    if scratchpads:
-        print_table("scratchpads of matrix products", columns, ([row[key] for key in columns] for row in scratchpads))
     if not arguments.no_record:
-        if scratchpads:
-            append_rows("onednn_scratchpads", scratchpads)
         append_rows("cpu_peaks", steps)
         if optimizers:
             append_rows("cpu_optimizer", optimizers)

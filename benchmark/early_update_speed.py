@@ -1,6 +1,6 @@
 """Steps whose gradients are clipped, or may be, with early updates and without.
 
-    python benchmark/early_update_speed.py [--rounds 15] [--models opt] [--no-record]
+    python benchmark/early_update_speed.py [--rounds 15] [--no-record]
 
 The runtime's CPU backend, links emulated, as in `overlap_speed`, with its model, and batch and link that it sets so
 that Adam is a third of a step that waits. All weights are resident, all states on the host. Four ways take turns:
@@ -11,12 +11,7 @@ that Adam is a third of a step that waits. All weights are resident, all states 
 * *waiting*: the same, and the step waits for them.
 
 Ratios are medians over rounds. Every way begins with `WARM` steps, in which the forecast sees whether gradients are
-clipped.
-
-Then simulated seconds of a step with early updates, all of them kept, are compared with measured ones, calibrated as
-in `simulated_vs_measured`, in a process for each model: every chunk streamed, or all weights resident and all states on
-the host, at three link speeds. Appends to ``results/early_update_speed.csv`` and ``results/early_update_simulated.csv``;
-fails if a bar is missed.
+clipped. Appends to ``results/early_update_speed.csv``; fails if a bar is missed.
 """
 
 from __future__ import annotations
@@ -32,35 +27,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
 
 from benchmark.common import append_rows, conditions, percentiles, print_table  # noqa: E402
-from benchmark.emulated_runs import (  # noqa: E402
-    SHAPES,
-    Case,
-    Run,
-    Timed,
-    calibrate,
-    compute_seconds,
-    judge_errors,
-    link_speeds,
-    mixed_plans,
-    run_apart,
-    take_turns,
-    traced,
-    with_error,
-)
+from benchmark.emulated_runs import run_apart  # noqa: E402
 from benchmark.overlap_speed import LINK_SHARE, SEQUENCE, chosen_batch, made  # noqa: E402
 
 NEVER, ALWAYS = 1e9, 1e-6
 """Norms to clip to that no gradient reaches, and that each exceeds."""
 WARM = 3
 """Steps after a change of the way: the forecast looks at two, and updates of the step before began in another way."""
-MIXES = ("streamed", "states on host")
-SHARES = (0.3, 0.8, 1.4)
-"""Seconds of all transfers with everything streamed, over those of forward and backward."""
-MEAN_BAR, WORST_BAR = 0.03, 0.08
-"""Mean of the absolute errors of simulated steps, and the largest."""
 
 
 class Way(NamedTuple):
@@ -118,48 +93,6 @@ def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
         raise SystemExit("early updates were not kept where nothing was clipped, or were where all was")
 
 
-def simulated(model: str, rounds: int) -> dict[str, Any]:
-    """Measured and simulated seconds of a step with early updates, for every mix of homes and link speed."""
-    from elixir.microbench import measure
-    from elixir.search.simulator.rates import with_link_speed
-    from elixir.search.simulator.simulation import simulate_step
-
-    torch.set_num_threads(1)
-    hardware = measure(quick=True)
-    shape, inp, trace = traced(model, hardware)
-    calibrating = ("resident", "streamed, none early")
-    plans = dict(zip(calibrating, mixed_plans(trace, hardware, ("resident", "streamed")), strict=True))
-    plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, early_updates=True, clipping=True), strict=True))
-    runs = {
-        name: Run(shape, inp, plan, **({"max_norm": NEVER} if name in MIXES else {})) for name, plan in plans.items()
-    }
-    speeds = link_speeds(plans["streamed"], compute_seconds(runs["resident"]), SHARES)
-    shares = dict(zip(speeds, SHARES, strict=True))
-    judged = [(mix, speed) for mix in MIXES for speed in speeds]
-
-    def turn(case: Case) -> list[Timed]:
-        name, speed = case
-        runs[name].link(speed, speed)
-        return runs[name].turn()
-
-    seen = take_turns([(name, None) for name in calibrating], judged, rounds, turn)
-    resident, streamed = calibrating
-    known = calibrate(trace, hardware, plans[resident], seen[resident, None], plans[streamed], seen[streamed, None])
-    found = []
-    for mix, speed in judged:
-        steps = seen[mix, speed]
-        if not all(step.report.early.kept for step in steps):
-            raise SystemExit("early updates were not kept")
-        predicted = simulate_step(plans[mix], known.trace_for(plans[mix]), with_link_speed(known.machine, speed))
-        p20, p50, p80 = percentiles([step.step_s for step in steps])
-        case = {"homes": mix, "transfers_over_compute": shares[speed], "link_bytes_per_s": round(speed)}
-        case |= {"measured_s": p50, "p20_s": p20, "p80_s": p80, "simulated_s": predicted.step_s, "n": len(steps)}
-        found.append(case)
-    for run in runs.values():
-        run.module.close()
-    return {"model": shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
-
-
 def ratio_rows(answer: dict[str, Any], before: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for every ratio, and the names of those that miss their bar."""
     rows, missed = [], []
@@ -180,33 +113,19 @@ def main() -> int:
     """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=list(SHAPES), help="to be simulated")
-    parser.add_argument("--simulated-rounds", type=int, default=12)
     parser.add_argument("--no-record", action="store_true")
-    parser.add_argument("--work", nargs=2, metavar=("WHAT", "ROUNDS"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", metavar="ROUNDS", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        what, rounds = args.work[0], int(args.work[1])
-        print(json.dumps(turns(rounds) if what == "turns" else simulated(what, rounds)))
+        print(json.dumps(turns(args.work)))
         return 0
     os.environ["ELIXIR_COMPILE"] = "wait"  # no step may differ by when the compiler was done
     before = conditions() | {"threads": 1}
-    rows, missed = ratio_rows(run_apart(__file__, "turns", str(args.rounds)), before)
+    rows, missed = ratio_rows(run_apart(__file__, str(args.rounds)), before)
     columns = ("figure", "p20", "p50", "p80", "n", "bar", "first_s", "second_s", "first_adam_s", "second_adam_s")
     print_table("Steps whose gradients may be clipped", columns, [[row[column] for column in columns] for row in rows])
     if not args.no_record:
         print(append_rows("early_update_speed", rows))
-    errors = []
-    for model in args.models:
-        before = conditions() | {"threads": 1}
-        answer = run_apart(__file__, model, str(args.simulated_rounds))
-        for case in answer["cases"]:
-            errors.append(with_error({**before, "model": answer["model"], "tokens": answer["tokens"], **case}))
-    columns = ("model", "homes", "transfers_over_compute")
-    if errors and judge_errors("Simulated and measured steps", columns, errors, MEAN_BAR, WORST_BAR):
-        missed.append("simulated steps")
-    if errors and not args.no_record:
-        print(append_rows("early_update_simulated", errors))
     if missed:
         print(f"missed: {', '.join(missed)}")
     return bool(missed)

@@ -26,7 +26,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input, default_step
-from elixir.optimizer_states import MomentKind, state_size
+from elixir.optimizer_states import state_size
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search.planner import PREFETCH_DEPTH
@@ -101,20 +101,10 @@ def homes(mix: str, chunks: int) -> Placement:
     return Placement.everywhere(home, chunks)
 
 
-def make_space(
-    trace: StepTrace, hardware: HardwareProfile, world_size: int = 1, moments: MomentKind = "float32", **setting: Any
-) -> SearchSpace:
-    """The space in which plans of a trace are made; `setting` as in `Setting`."""
-    states = state_size("AdamW", moments)
-    setting = {"moments": moments, "clipping": False} | setting
-    return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, **setting))
-
-
-def mixed_plans(
-    trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], world_size: int = 1, **setting: Any
-) -> list[Plan]:
-    """One plan per mix, all of the same chunks; `setting` as of `Setting`."""
-    space = make_space(trace, hardware, world_size, **setting)
+def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], **setting: Any) -> list[Plan]:
+    """One plan per mix for one rank, all of the same chunks; `setting` as of `Setting`."""
+    options = {"moments": "float32", "clipping": False} | setting
+    space = SearchSpace(trace, hardware, Setting(1, 1, state_size("AdamW", options["moments"]), True, **options))
     capacity = max(space.table.largest_bytes, -(-space.table.total_bytes // CHUNKS))
     chunks = len(space.model(capacity).work.chunks)
     return [planned(space, homes(mix, chunks), capacity) for mix in mixes]
@@ -398,21 +388,16 @@ def judge_errors(
 _SECONDS = ("measured_s", "p20_s", "p80_s", "simulated_s")
 
 
-def run_apart(script: str, *arguments: str, keep_freed: bool = True) -> Any:
+def run_apart(script: str, *arguments: str) -> Any:
     """The JSON that ``script --work ARGUMENTS`` prints last, from a process in which nothing else has run.
 
-    Args:
-        script: path of a benchmark.
-        arguments: for it.
-        keep_freed: have the C library keep freed memory, as a device's caching allocator does. Else large tensors would
-            be given back and faulted in again, page by page: seconds of compute that come and go with what else is
-            allocated, which no model of a device has. (glibc's variables; see mallopt(3).)
+    The C library keeps freed memory there, as a device's caching allocator does. Otherwise large tensors would be given
+    back and faulted in again, page by page: seconds of compute that come and go with what else is allocated, which no
+    model of a device has. (glibc's variables; see mallopt(3).)
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **KEEP_FREED}
     command = [sys.executable, script, "--work", *arguments]
-    done = subprocess.run(
-        command, env=environment | (KEEP_FREED if keep_freed else {}), stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed")
     return json.loads(done.stdout.splitlines()[-1])
