@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark import gpu_proof
-from benchmark.proof import capacity, contenders, runner, worker
+from benchmark.proof import capacity, runner, worker
 from benchmark.proof import place as place_module
 from benchmark.proof.cases import closing_jobs, jobs_of
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.links import ROWS_FILE, read_rows
-from benchmark.proof.memory import memory_cases
 from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.quarter import jobs_of_quarter
@@ -120,20 +118,6 @@ def test_pairs_do_the_same_work() -> None:
     assert [sum(name.endswith(end) for name in cases) for end in ("no clipping", "clipped in every step")] == [1, 1]
 
 
-def test_memory_cases_cover_what_was_promised() -> None:
-    cases = memory_cases()
-    labels = [case.label for case in cases]
-    assert len(set(labels)) == len(labels) >= 16
-    named = cases[:21]
-    assert {case.shape.family for case in named} == {"opt", "gpt2", "llama", "bert", "vit", "mixtral", "t5"}
-    assert {case.dtype for case in named} == {torch.bfloat16, torch.float16, torch.float32}
-    assert {case.kernel for case in named} == {"fused", "foreach"}
-    assert {case.autocast for case in named} == {None, "bf16", "fp16"}
-    assert {case.mask for case in named} == {True, False}
-    assert {case.dropout for case in named} == {None, 0.0}
-    assert {case.checkpoint for case in named} >= {"none", "non-reentrant"}
-
-
 def test_cuda_calls_exist_in_this_torch() -> None:
     """The paths that no rehearsal takes name nothing that torch does not have."""
     sources = [*(ROOT / "benchmark" / "proof").glob("*.py"), ROOT / "benchmark" / "gpu_proof.py"]
@@ -187,10 +171,6 @@ def test_host_memory_that_is_given_is_what_jobs_plan_with(tmp_path: Path) -> Non
     assert place.facts()["host_given_bytes"] == 106 * GIB
     with pytest.raises(SystemExit):
         gpu_proof.arguments(["--host-memory", "much"])
-
-
-def test_pinned_memory_is_counted_as_pytorch_takes_it() -> None:
-    assert [contenders.pinned_bytes(numel) for numel in (1, 2, 3, 2**20, 2**20 + 1)] == [4, 8, 16, 2**22, 2**23]
 
 
 def test_the_allocators_settings_have_a_name_in_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,17 +299,6 @@ def test_two_runs_answer_what_a_quarter_of_an_hour_is_for(slower: float, tmp_pat
     assert "tests/tests that failed last/elixir" in fake.ran
 
 
-def test_what_had_no_time_is_begun_by_another_run(tmp_path: Path) -> None:
-    fake = Pretended({})
-    jobs = {"memory": [job("a")], "capacity": [job("c", "capacity", expected_s=50.0)]}
-    run(tmp_path, jobs, fake, 20.0)
-    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["ok", "not run"]
-    again = Pretended({})
-    run(tmp_path, jobs, again, 200.0)
-    assert again.ran == ["c"]
-    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["ok", "ok"]
-
-
 def test_every_part_has_an_answer_inside_its_share_of_nine_minutes(tmp_path: Path) -> None:
     """This supposes that jobs take as long as expected, and that concurrent jobs share that time."""
 
@@ -421,36 +390,6 @@ def test_jobs_run_side_by_side_and_again_alone_where_memory_was_short(tmp_path: 
     assert {row["case"]: row["status"] for row in read_rows(Place(tmp_path))} == {"small": "ok", "large": "ok"}
 
 
-def test_an_interrupt_ends_what_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is waited for, nothing begun, and what was ended has no row that would say it failed."""
-    script = tmp_path / "worker.py"
-    script.write_text("import sys, time\nsys.stdin.readline()\ntime.sleep(60)\n", encoding="utf-8")
-    monkeypatch.setattr(runner, "ENTRY", script)
-
-    class Interrupted(runner.Workers):
-        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
-            if job.case == "interrupt":
-                while not self._running:
-                    time.sleep(0.01)
-                raise KeyboardInterrupt
-            return super().run(job, limit_s)
-
-    jobs = [job(case) for case in ("interrupt", "long", "later")]
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        runner.run_jobs(
-            {"memory": jobs},
-            [],
-            Place(tmp_path),
-            time.monotonic() + 1000.0,
-            again=False,
-            report=lambda: None,
-            workers=Interrupted(Place(tmp_path)),
-        )
-    assert time.monotonic() - began < 30
-    assert read_rows(Place(tmp_path)) == []
-
-
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
@@ -526,17 +465,3 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
     best = max(depths, key=lambda shape: numel_of(shape))
     # Beyond the ladder's last, or where layers of one width would pass the next width, it stops.
     assert numel_of(shape) == numel_of(best) or numel_of(shape) >= 0.97 * min(limit, 2 * numel_of(LADDER[-1]))
-
-
-def test_arithmetic_saves_plans() -> None:
-    """The first plans find the largest model if the arithmetic is about right."""
-    asked = []
-
-    def fits(shape: Any) -> str | None:
-        asked.append(shape.name)
-        return shape.name if numel_of(shape) <= 12.0e9 else None
-
-    found = capacity.largest(LADDER, fits, lambda shape: numel_of(shape) <= 12.4e9)
-    assert found == capacity.largest(LADDER, lambda shape: shape.name if numel_of(shape) <= 12.0e9 else None)
-    assert asked[0] == "opt-6.7b"
-    assert len(asked) <= 4

@@ -206,17 +206,3 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         assert wait_until(lambda: not alive(mark), GONE_S), alive(mark)
-
-
-@linux_only
-@pytest.mark.slow
-def test_a_run_that_is_killed_in_its_first_job_leaves_no_process(tmp_path: Path) -> None:
-    mark = uuid.uuid4().hex
-    environment = os.environ | {"ELIXIR_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROOF), "--rehearse", "--out", str(tmp_path), "--only", "links"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        assert wait_until(lambda: any("--worker" in found for found in alive(mark).values()), 120)
-        time.sleep(5.0)  # into what it measures, or into the libraries
-        process.kill()
-        process.wait()
-        assert wait_until(lambda: not alive(mark), GONE_S), alive(mark)
