@@ -32,8 +32,6 @@ def way_of(activations: UnitActivations) -> UnitActivations:
 
 def kept_text(activations: UnitActivations) -> str:
     """The results that a unit keeps, in words."""
-    if activations.budget is not None:
-        return f"what a compiler keeps under a memory budget of {activations.budget:g}"
     return "everything" if activations.keep is None else result_names(activations.keep) or "nothing"
 
 
@@ -55,8 +53,8 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
         units: all units of the step.
 
     Raises:
-        InputError: a unit or a result comes twice, a unit is none of `units`, a compiled unit keeps or moves results,
-            another one has a memory budget, or a result is none.
+        InputError: a unit or a result comes twice, a unit is none of `units`, a compiled unit keeps some results or
+            moves any, or a result is none.
     """
     seen, forms = set[str](), {unit.name: unit.form for unit in units}
     for each in activations:
@@ -65,15 +63,11 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
         seen.add(each.unit)
         if each.unit not in forms:
             raise InputError(f"field 'activations': {each.unit!r} is no unit of the step; plan anew")
-        if forms[each.unit] == "compiled" and (each.keep is not None or each.swap):
+        if forms[each.unit] == "compiled" and (each.keep or each.swap):
             raise InputError(
-                f"field 'activations': the results of {each.unit!r}, which is compiled, cannot be kept or "
-                "moved one by one; plan anew"
+                f"field 'activations': {each.unit!r} is compiled, so it is kept or recomputed whole, found results "
+                "that are kept or moved; plan anew"
             )
-        if forms[each.unit] != "compiled" and each.budget is not None:
-            raise InputError(f"field 'budget' must be null for {each.unit!r}, which is not compiled; plan anew")
-        if each.budget is not None and not 0 <= each.budget <= 1:
-            raise InputError(f"field 'budget' of unit {each.unit!r} must be from 0 to 1, found {each.budget}")
         for name, results in (("keep", each.keep or ()), ("swap", each.swap)):
             _check_results(each, name, results)
 

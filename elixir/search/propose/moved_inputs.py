@@ -16,9 +16,8 @@ WORTHWHILE = 1.01
 
 def sizes_of_passes(question: Question) -> tuple[int, ...]:
     """The sizes of passes to try: several micro-batches go through layers that run again as a whole."""
-    step, sizes = question.trace.step, question.request.sizes
-    able = step.checkpointed and all(each.keep == () for each in step.activations)
-    return sizes if able or len(sizes) == 1 else sizes[:1]
+    sizes = question.request.sizes
+    return sizes if question.trace.step.passes_together or len(sizes) == 1 else sizes[:1]
 
 
 def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[Question], float]) -> Question | None:

@@ -22,7 +22,6 @@ from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
-from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_trace, saving_calls
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.question import StepQuestion
@@ -72,7 +71,7 @@ def step_of(it: Case) -> Any:
 
 
 def kept_of(trace: StepTrace) -> KeptResults:
-    return KeptResults(BudgetedTraces(trace, {}), Rates(CPU, "float32", 1, 1))
+    return KeptResults(trace, Rates(CPU, "float32", 1, 1))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
