@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -75,16 +76,10 @@ def layer_graph(
     return LayerGraph(module, [fakes[place] for place in order], order, form)
 
 
-@contextmanager
-def _as_compiling() -> Iterator[None]:
+def _as_compiling() -> AbstractContextManager[Any]:
     """`torch.compiler.is_compiling` says here that something compiles, as it does in what Dynamo records; under
     `while_nothing_compiles`."""
-    was = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = was
+    return patch.object(torch.compiler, "is_compiling", lambda: True)
 
 
 class _FirstUses(TorchFunctionMode):
