@@ -361,15 +361,6 @@ class StepShape:
         return tuple(unit.name for unit in self.units if unit.form == "checkpointed")
 
     @property
-    def passes_together(self) -> bool:
-        """Whether several micro-batches can pass its layers together: some layers run again, and those with chosen
-        activations do so as a whole and are not compiled."""
-        compiled = self.compiled
-        return bool(self.checkpointed) and all(
-            each.keep == () and each.unit not in compiled for each in self.activations
-        )
-
-    @property
     def joined(self) -> tuple[str, ...]:
         """Names of the units that are fetched as one and are not compiled."""
         return tuple(unit.name for unit in self.units if unit.fetch == "one" and unit.form != "compiled")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elixir.errors import InputError
-from elixir.step_trace import INPUT, SAVED, Result, Unit, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, StepShape, Unit, UnitActivations
 
 
 def activations_text(activations: Iterable[UnitActivations]) -> str:
@@ -43,6 +43,13 @@ def result_names(results: Iterable[Result]) -> str:
     names = (result.operator.removeprefix("aten.").partition(".")[0].strip("_") for result in results)
     counts = Counter("attention" if "attention" in name else name for name in names)
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
+
+
+def passes_together(step: StepShape) -> bool:
+    """Whether several micro-batches can pass the layers of a step together: some layers run again, and all whose
+    activations are chosen do so as a whole and are not compiled."""
+    compiled = step.compiled
+    return bool(step.checkpointed) and all(each.keep == () and each.unit not in compiled for each in step.activations)
 
 
 def check_activations(activations: Iterable[UnitActivations], units: Iterable[Unit]) -> None:

@@ -26,7 +26,7 @@ from elixir.optimizer_states import (
     matrix_family,
     moments_size,
 )
-from elixir.plan.activations import activations_text, check_activations
+from elixir.plan.activations import activations_text, check_activations, passes_together
 from elixir.plan.chunk_plan import (
     UPDATES,
     ChunkPlan,
@@ -247,7 +247,7 @@ class Plan(Artifact):
         if self.pass_size > 1 and not self.step.checkpointed:
             raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_activations(self.activations, self.step.units)
-        if self.pass_size > 1 and not self.step.passes_together:
+        if self.pass_size > 1 and not passes_together(self.step):
             raise InputError(
                 "field 'pass_size' above 1 takes units that are made again as a whole and are not compiled, found "
                 f"{self.pass_size} and {activations_text(self.activations)}"

@@ -17,6 +17,7 @@ from elixir.errors import InputError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
+from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, glance, least_need, planned
 from elixir.search.problem.kept_trace import kept_trace
@@ -101,7 +102,7 @@ def trace_that_keeps(
     if one_by_one:
         found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else predicted))
     passing = _not_compiled(every)
-    if request.pass_size != 1 and passing and not (found and found[0].step.passes_together):
+    if request.pass_size != 1 and passing and not (found and passes_together(found[0].step)):
         found.append(traced(tuple(UnitActivations(name, ()) for name in passing)))
     if len(found) == 1:
         return found[0]

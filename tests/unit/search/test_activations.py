@@ -290,11 +290,6 @@ def test_what_is_refused() -> None:
         search(nn.Linear(4, 4), step_fn=lambda model, inp: model(inp["x"]).sum().backward())
     with pytest.raises(InputError, match="'layers.0', can run again: .* several times in a step with other sizes"):
         search(Stack(), step_fn=lambda model, inp: (model(inp["x"]).sum() + model(inp["x"][:1]).sum()).backward())
-    compiled = Stack()
-    for layer in compiled.layers:
-        layer.compile(backend="aot_eager")
-    with pytest.raises(InputError, match="only of layers that inductor compiles"):
-        search(compiled, device_memory="1KiB", host_budget="1GiB")
     with pytest.raises(InputError, match="not the trace"):
         optimal_search(cpu_trace(Stack(), INP, sum_step), 1, hardware="cpu", activations="auto")
     with pytest.raises(InputError, match="by hand"):
