@@ -1,6 +1,6 @@
 """Predicted memory of a step with compiled layers on the CPU against a real one: inductor, six families.
 
-    python benchmark/compiled_peaks.py [--families opt t5] [--checkpoints "budget 0.25"] [--no-record]
+    python benchmark/compiled_peaks.py [--families opt t5] [--checkpoints none] [--no-record]
 
 As `cpu_peaks`, with models of more layers and a smaller vocabulary, so that the layers set the peak. The prediction for
 the same layers uncompiled, which a trace falls back to, is in the row too. Appends a row per case to
@@ -31,20 +31,16 @@ from elixir.step_trace import UnitActivations
 from elixir.units import dtype_name
 
 BELOW_PERCENT = 0.1
-BUDGETS = {"budget 0.25": 0.25, "budget 0": 0.0}
-"""Activation memory budgets with which a plan has the layers compiled, in place of activation checkpointing."""
-ABOVE_PERCENT = {"none": 2.0, "non-reentrant": 5.0, **dict.fromkeys(BUDGETS, 0.2)}
-"""How far above the observed peak a prediction may be, by activation checkpointing or budget."""
+PLANNED = "recomputed by a plan"
+"""In place of activation checkpointing by the model: a plan recomputes each compiled layer."""
+ABOVE_PERCENT = {"none": 2.0, "non-reentrant": 5.0, PLANNED: 5.0}
+"""How far above the observed peak a prediction may be, by activation checkpointing."""
 FAMILIES = ("opt", "gpt2", "llama", "bert", "vit", "t5")
 CASES = (
-    *(
-        case
-        for case in itertools.product(ABOVE_PERCENT, (0.0, 0.1), (torch.float32,))
-        if not (case[0] in BUDGETS and case[1])
-    ),
+    *itertools.product(ABOVE_PERCENT, (0.0, 0.1), (torch.float32,)),
     ("none", 0.0, torch.bfloat16),
 )
-"""Activation checkpointing, dropout, dtype; no budgets with dropout, which are refused."""
+"""Activation checkpointing, dropout, dtype."""
 LAYERS, VOCABULARY = 6, 512
 
 
@@ -53,13 +49,12 @@ def peak_row(family: str, checkpoint: str, dropout: float, dtype: torch.dtype) -
     found_conditions = conditions()
     torch._dynamo.reset()
     shape = shape_of(family, LAYERS, VOCABULARY)
-    budget = BUDGETS.get(checkpoint)
-    model, inp = build_case(family, "none" if checkpoint in BUDGETS else checkpoint, dtype, dropout, shape)
+    planned = checkpoint == PLANNED
+    model, inp = build_case(family, "none" if planned else checkpoint, dtype, dropout, shape)
     started = time.perf_counter()
     uncompiled = predict(model, inp)
     without = time.perf_counter() - started
-    names = () if budget is None else repeated_layers(model).values()
-    activations = tuple(UnitActivations(name, None, budget=budget) for name in names)
+    activations = tuple(UnitActivations(name, ()) for name in repeated_layers(model).values() if planned)
     trace = predict(model, inp, compile=True, activations=activations)
     traced = time.perf_counter() - started - without
     with layers_compiled(model, True, keep=True), recomputing(model, activations), quiet_profiler():

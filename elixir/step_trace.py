@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from elixir.artifact import Artifact
-from elixir.errors import InputError
+from elixir.errors import ArtifactError, InputError
 from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, NO_OPTIMIZER, StateSize, state_size
 from elixir.units import dtype_bytes
 
@@ -214,7 +214,7 @@ class UnitOperator:
     """An operator in the forward of a unit."""
 
     operator: str
-    """Its overload, such as ``aten.mm.default``."""
+    """Its overload, such as ``aten.mm.default``; ``kernel`` for one that a compiler makes of several."""
     occurrence: int
     """The number of this call among those of the same operator in the unit, from 0."""
     access: int
@@ -232,8 +232,8 @@ class UnitOperator:
 @dataclass(frozen=True)
 class UnitForward:
     """The forward of units that do the same. Each keeps all that backward reads, and writes to nothing that was there
-    before, so that it can run again. If a unit runs several times in the step, this is each of its calls that keeps
-    anything for backward."""
+    before, so that it can run again; a compiled one as a whole. If a unit runs several times in the step, this is each
+    of its calls that keeps anything for backward."""
 
     units: tuple[str, ...]
     """Names of these units."""
@@ -303,16 +303,13 @@ class UnitActivations:
     unit: str
     """Its name (`elixir.step_trace.Unit.name`)."""
     keep: tuple[Result, ...] | None
-    """The results that stay while all others are made again in backward, by a checkpoint around the unit. None: the
-    unit runs once, and everything that backward reads stays."""
+    """The results that stay while all others are made again in backward, by a checkpoint around the unit; none of a
+    compiled one. None: the unit runs once, and everything that backward reads stays."""
     swap: tuple[Result, ...] = ()
     """The results that move to host memory after forward, and come back before the unit's backward: inputs of a unit
     with a checkpoint, or all that one without saves."""
     swap_bytes: int = 0
     """Bytes of these in a backward, of a micro-batch or of all in a pass; 0 until the step is traced."""
-    budget: float | None = None
-    """The activation memory budget with which PyTorch compiles it, if it is compiled: from 0 (keeps its inputs) to 1
-    (all that the compiler would keep). None: as it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,10 +366,13 @@ class StepShape:
         return tuple(unit.name for unit in self.units if unit.fetch == "one" and unit.form != "compiled")
 
 
-def renewed_step(step: Any) -> Any:
+def renewed_step(step: Any, source: str) -> Any:
     """The fields of a `StepShape` in a file of an earlier version, which may lack some, and named compiled units only.
 
     Anything but an object is returned as it is: decoding refuses it, and names the field.
+
+    Raises:
+        ArtifactError: a compiled unit has a memory budget, as a part of what it keeps.
     """
     if not isinstance(step, dict):
         return step
@@ -382,9 +382,13 @@ def renewed_step(step: Any) -> Any:
             {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
             for unit in step["units"]
         ]
-    if isinstance(step["activations"], list):
-        units = step["activations"]
-        step["activations"] = [{"budget": None} | each if isinstance(each, dict) else each for each in units]
+    for each in step["activations"] if isinstance(step["activations"], list) else ():
+        if isinstance(each, dict) and each.pop("budget", None) is not None:
+            raise ArtifactError(
+                f"{source}: field 'budget' of {each.get('unit')!r} is a memory budget of torch.compile, but a compiled "
+                "layer is kept or recomputed whole; plan anew with activations='auto'",
+                field="budget",
+            )
     return step
 
 
@@ -393,8 +397,8 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 13
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {version: {} for version in range(4, 12)}
+    schema_version: ClassVar[int] = 14
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {version: {} for version in range(4, 14)}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -456,7 +460,7 @@ class StepTrace(Artifact):
     """Seconds that tracing took."""
     step: StepShape = field(default_factory=StepShape)
     forwards: tuple[UnitForward, ...] = ()
-    """The forwards of the ``plain`` units that can run again."""
+    """The forwards of the ``plain`` and ``compiled`` units that can run again."""
     pass_size: int = 1
     """Micro-batches that go through each checkpointed unit together: then each of these, and all between two, is one
     access in forward and one in backward, of all micro-batches."""
@@ -470,8 +474,8 @@ class StepTrace(Artifact):
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Traces of version 4 knew no compiled modules, those of 5 only training, of 6 no units but compiled ones, of 7
         no passes of several micro-batches, and not what is kept when an access begins: at most what is live; of 8 no
-        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, of 11
-        no memory budgets, and of 12 not when gradients are with autograd."""
+        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, of 12
+        not when gradients are with autograd, and of 12 and 13 memory budgets of compiled units."""
         data = {"pass_size": 1, "forwards": [], "transfers": [], "host_peak_bytes": 0} | data
         if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
             data["curve"] = [{"host": 0} | sample for sample in curve]
@@ -479,7 +483,7 @@ class StepTrace(Artifact):
         if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):
             added: dict[str, Any] = {"parts": [], "arriving_bytes": None}
             data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0)} | added | each for each in accesses]
-        return data | {"step": renewed_step(data["step"])} if "step" in data else data
+        return data | {"step": renewed_step(data["step"], source)} if "step" in data else data
 
     def __post_init__(self) -> None:
         for number, access in enumerate(self.accesses):

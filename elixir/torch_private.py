@@ -7,8 +7,6 @@ what each name is used for against the installed version, so that a version that
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +17,6 @@ import torch
 import torch._prims_common
 import torch.utils._python_dispatch
 import torch.utils._pytree
-
-from elixir.errors import InputError
 
 # --- Modes ------------------------------------------------------------------------------------------------------------
 
@@ -35,23 +31,6 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees every operator. Documented, but the module that holds it has a private name."""
-
-
-class Draws(TorchDispatchMode):
-    """Notes whether an operator draws random numbers; attention without dropout draws none."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            names = [each.name for each in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            self.found = self.found or "dropout_p" not in names or bool(given.get("dropout_p"))
-        return func(*args, **(kwargs or {}))
 
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -99,140 +78,6 @@ def while_nothing_compiles() -> Any:
     """
     loaded = sys.modules.get("torch._dynamo.convert_frame")
     return getattr(loaded, "compile_lock", None) or nullcontext()
-
-
-@contextmanager
-def as_compiling() -> Iterator[None]:
-    """`torch.compiler.is_compiling` says here that something compiles, as it does in what Dynamo records.
-
-    Under `while_nothing_compiles`. A PyTorch without the flag goes on saying what it does.
-    """
-    was = getattr(torch.compiler, "_is_compiling_flag", None)
-    if was is None:
-        yield
-        return
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = was
-
-
-@functools.cache
-def keep_cuda_guard() -> None:
-    """Gives a build with CUDA, on a machine without a device, a guard for tensors said to lie on one, which stays.
-
-    PyTorch 2.11 frees it at the end of the thread that first compiles, and the next one that does ends the process. So
-    a thread that never ends asks for it first. Nothing happens where PyTorch has no such guard.
-    """
-    ask = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if ask is None or not torch.backends.cuda.is_built():
-        return
-    asked = threading.Event()
-
-    def stay() -> None:
-        try:
-            ask()
-        finally:
-            asked.set()
-        threading.Event().wait()
-
-    threading.Thread(target=stay, name="elixir-cuda-guard", daemon=True).start()
-    asked.wait()
-
-
-def under_memory_budget(call: Callable[..., Any], budget: float) -> Callable[..., Any] | None:
-    """Compiles a function that `torch.compile` has returned once more, with another activation memory budget.
-
-    A budget below 1 is refused with an `InputError` when code with gradients that draws random numbers is compiled:
-    PyTorch draws others in backward then (https://github.com/pytorch/pytorch/issues/190758).
-
-    The compiler keeps code by backend, and takes the budget from a setting while it splits forward from backward. So
-    code under a budget has a backend for itself, which all modules with this budget share. None where PyTorch does not
-    say how something was compiled.
-
-    Args:
-        call: a function that `torch.compile` has returned.
-        budget: part of the bytes kept for backward that the compiler would keep by itself, from 0 to 1.
-    """
-    cells = (cell.cell_contents for cell in getattr(call, "__closure__", None) or ())
-    context: Any = next((each for each in cells if hasattr(each, "callback") and hasattr(each, "fullgraph")), None)
-    function: Any = getattr(call, "_torchdynamo_orig_callable", None)
-    backend: Any = getattr(context, "callback", None)
-    limit: int | None = None
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        limit = getattr(backend, "_recompile_limit", limit)
-        backend = backend._torchdynamo_orig_backend
-    if function is None or backend is None:
-        return None
-    unguarded = getattr(getattr(context, "_hooks", None), "guard_filter_fn", None)
-    under = _UnderMemoryBudget(backend, budget)
-    compiling_under = _compiling_under(under, context.fullgraph, getattr(context, "_dynamic", None), unguarded, limit)
-    compiled: Callable[..., Any] = compiling_under(function)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(*args, **kwargs)
-        except Exception as error:
-            refused = getattr(error, "inner_exception", None)  # the compiler wraps what its backend raises
-            if isinstance(refused, InputError):
-                raise refused from None
-            raise
-
-    run.get_compiler_config = call.get_compiler_config  # type: ignore[attr-defined]
-    return run
-
-
-@functools.lru_cache(32)
-def _compiling_under(
-    backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None, unguarded: Any, limit: int | None
-) -> Any:
-    """Gives functions to the compiler. It compiles a function for only so many different calls (``recompile_limit``),
-    among which, from PyTorch 2.13 on, those under other budgets are not."""
-    import torch._dynamo
-
-    optimize: Any = torch._dynamo.optimize
-    ours = {"isolate_recompiles": True, "recompile_limit": limit}
-    apart = {name: ours[name] for name in ours.keys() & inspect.signature(torch.compile).parameters.keys()}
-    return optimize(backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=unguarded, **apart)
-
-
-class _UnderMemoryBudget:
-    """A backend of `torch.compile` that compiles as another one does, under an activation memory budget."""
-
-    def __init__(self, backend: Callable[..., Any], budget: float) -> None:
-        self._as = backend, budget
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _UnderMemoryBudget) and self._as == other._as
-
-    def __hash__(self) -> int:
-        return hash(self._as[1])
-
-    def __call__(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
-        import torch._functorch.config as settings
-
-        backend, budget = self._as
-        if budget < 1 and _draws_for_gradients(graph):
-            raise InputError(
-                f"a compiled layer draws random numbers (dropout) under the memory budget {budget:g} of its plan, but "
-                "PyTorch would draw others in backward, with wrong gradients: expected none, or a budget of 1; set its "
-                "dropout to 0, or plan it as it trains (without activations= for a plan written by hand)"
-            )
-        with settings.patch(activation_memory_budget=budget):
-            return backend(graph, inputs, **kwargs)
-
-
-def _draws_for_gradients(graph: Any) -> bool:
-    """Whether a graph that Dynamo gives to a backend has gradients and draws random numbers, found without values."""
-    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
-        return False
-    mode: Any = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
-    with mode, torch.no_grad(), Draws() as draws:
-        graph(*(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs))
-    return bool(draws.found)
 
 
 _transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)

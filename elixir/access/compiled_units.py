@@ -131,6 +131,26 @@ def compiled_units(model: nn.Module) -> dict[nn.Module, str]:
     return units
 
 
+class RecomputedCall:
+    """The call of a compiled module all of whose forward runs again in backward.
+
+    Args:
+        call: runs the module compiled; who listens to the module puts a call in its place that announces the weights,
+            so that they come for the second run as well.
+        run: calls a function in a checkpoint.
+    """
+
+    def __init__(self, call: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.call, self._run = call, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.call, *args, **kwargs)
+
+    def get_compiler_config(self) -> Any:
+        """As what `torch.compile` returns has it."""
+        return getattr(self.call, "get_compiler_config", lambda: None)()
+
+
 class OrdinaryWeights:
     """The tracked parameters of a unit, which announce nothing while it runs: all of them are used when it begins.
 
@@ -181,17 +201,21 @@ class CompiledUnit:
         use: Callable[[list[nn.Parameter]], None],
     ) -> None:
         self._module = module
-        self._original: Any = module._compiled_call_impl
+        outer = module._compiled_call_impl
+        self._holder, self._name = (
+            (vars(outer), "call") if isinstance(outer, RecomputedCall) else (vars(module), "_compiled_call_impl")
+        )
+        self._original: Any = self._holder[self._name]
         # Only the frame of `call` is left to Python: what it calls runs compiled.
-        self._entry = module._compiled_call_impl = torch.compiler.disable(self._call, recursive=False)
+        self._entry = self._holder[self._name] = torch.compiler.disable(self._call, recursive=False)
         self._enter, self._leave = enter, leave
         tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
         self._weights = OrdinaryWeights([(parameter, nn.Parameter) for parameter in tracked], use)
 
     def remove(self) -> None:
         """Gives the module its compiled code back, unless it was compiled anew."""
-        if self._module._compiled_call_impl is self._entry:
-            self._module._compiled_call_impl = self._original
+        if self._holder[self._name] is self._entry:
+            self._holder[self._name] = self._original
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._enter(self._module, args)

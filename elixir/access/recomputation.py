@@ -1,5 +1,5 @@
 """Checkpoints around the units of a model, which keep some results of their forward and make the others again; compiled
-units are compiled so that they do."""
+units run again whole."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elixir.access.autograd import is_in_checkpoint
-from elixir.access.compiled_units import is_compiled
+from elixir.access.compiled_units import RecomputedCall, is_compiled
 from elixir.access.own_checkpoint import FUNCTION, unentered_function
 from elixir.access.swapping import Swapping
 from elixir.errors import InputError
 from elixir.step_trace import Result, UnitActivations
-from elixir.torch_private import under_memory_budget
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,8 @@ class Recomputation:
         swapping: moves what is swapped; None if nothing is.
 
     Raises:
-        InputError: the model has no such module, or it is compiled or a TorchScript module.
+        InputError: the model has no such module, or it is a TorchScript module, or compiled and should keep some
+            results or move any.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class Recomputation:
         self._swapping = swapping
         self._applied: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         """Modules, the attributes that they had, and those that they have now."""
-        self._budgets: dict[nn.Module, UnitActivations] = {}
+        self.compiled: set[str] = set()
+        """Names of the units that were compiled, and run again whole."""
         wanted = {each.unit: each for each in activations}
         for name, module in model.named_modules() if wanted else ():
             if name in wanted:
@@ -74,15 +75,11 @@ class Recomputation:
         return changed
 
     def renew_compiled(self) -> None:
-        """Gives units that were compiled anew since their memory budgets back. No listener may be around their calls.
-
-        Raises:
-            InputError: the compiler does not say how one was compiled.
-        """
+        """Runs units that were compiled anew since again as the plan says. No listener may be around their calls."""
         for module, had, ours in self._applied:
             call = vars(module).get(_COMPILED)
-            if module in self._budgets and call is not ours[_COMPILED]:
-                had[_COMPILED], ours[_COMPILED] = call, _under_budget(module, self._budgets[module])
+            if _COMPILED in ours and call is not None and call is not ours[_COMPILED]:
+                had[_COMPILED], ours[_COMPILED] = call, RecomputedCall(call, functools.partial(_run, module))
                 vars(module).update(ours)
 
     def remove(self) -> None:
@@ -100,8 +97,8 @@ class Recomputation:
                     vars(module)[name] = value
 
     def _apply(self, module: nn.Module, each: UnitActivations) -> None:
-        alone = each.keep is None and not each.swap
-        if isinstance(module, torch.jit.ScriptModule) or (is_compiled(module) and not alone):
+        call = module._compiled_call_impl
+        if isinstance(module, torch.jit.ScriptModule) or (is_compiled(module) and (each.keep or each.swap)):
             raise InputError(
                 f"{each.unit} is compiled, so its results cannot be kept one by one; plan it without activations="
             )
@@ -111,12 +108,13 @@ class Recomputation:
         if keep is not None:
             function = _checkpoint_that_keeps(keep)
             ours[FUNCTION] = function if swapping is None else functools.partial(_moving, swapping, each.unit, function)
-            ours["forward"] = functools.partial(_run, module, module.forward)
+            if call is None:
+                ours["forward"] = functools.partial(_run, module, module.forward)
+            else:
+                ours[_COMPILED] = RecomputedCall(call, functools.partial(_run, module))
+                self.compiled.add(each.unit)
         elif swapping is not None:
             ours["forward"] = functools.partial(_moving, swapping, each.unit, module.forward)
-        if each.budget is not None:
-            self._budgets[module] = each
-            ours[_COMPILED] = _under_budget(module, each)
         had = {name: vars(module).get(name, _ABSENT) for name in (_SWITCH, FUNCTION, "forward", *ours)}
         vars(module).update(ours)
         self._applied.append((module, had, ours))
@@ -125,19 +123,6 @@ class Recomputation:
 def checkpoints_itself(module: nn.Module) -> bool:
     """Whether a module of transformers puts a checkpoint around its own forward."""
     return bool(getattr(module, _SWITCH, False))
-
-
-def _under_budget(module: nn.Module, each: UnitActivations) -> Any:
-    """The function that runs a compiled unit under its memory budget."""
-    call = module._compiled_call_impl
-    found = None if call is None or each.budget is None else under_memory_budget(call, each.budget)
-    if found is None:
-        now = "is not compiled" if call is None else "is compiled in an unknown way"
-        raise InputError(
-            f"{each.unit} {now}, but its plan gives it a memory budget of torch.compile; compile before wrapping "
-            "(elixir.wrap with compile=True), or plan without activations="
-        )
-    return found
 
 
 @contextmanager

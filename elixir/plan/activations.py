@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elixir.errors import InputError
-from elixir.step_trace import INPUT, SAVED, Result, Unit, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, StepShape, Unit, UnitActivations
 
 
 def activations_text(activations: Iterable[UnitActivations]) -> str:
@@ -32,8 +32,6 @@ def way_of(activations: UnitActivations) -> UnitActivations:
 
 def kept_text(activations: UnitActivations) -> str:
     """The results that a unit keeps, in words."""
-    if activations.budget is not None:
-        return f"what a compiler keeps under a memory budget of {activations.budget:g}"
     return "everything" if activations.keep is None else result_names(activations.keep) or "nothing"
 
 
@@ -47,6 +45,13 @@ def result_names(results: Iterable[Result]) -> str:
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
 
+def passes_together(step: StepShape) -> bool:
+    """Whether several micro-batches can pass the layers of a step together: some layers run again, and all whose
+    activations are chosen do so as a whole and are not compiled."""
+    compiled = step.compiled
+    return bool(step.checkpointed) and all(each.keep == () and each.unit not in compiled for each in step.activations)
+
+
 def check_activations(activations: Iterable[UnitActivations], units: Iterable[Unit]) -> None:
     """Refuses activations that no run can keep so.
 
@@ -55,8 +60,8 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
         units: all units of the step.
 
     Raises:
-        InputError: a unit or a result comes twice, a unit is none of `units`, a compiled unit keeps or moves results,
-            another one has a memory budget, or a result is none.
+        InputError: a unit or a result comes twice, a unit is none of `units`, a compiled unit keeps some results or
+            moves any, or a result is none.
     """
     seen, forms = set[str](), {unit.name: unit.form for unit in units}
     for each in activations:
@@ -65,15 +70,11 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
         seen.add(each.unit)
         if each.unit not in forms:
             raise InputError(f"field 'activations': {each.unit!r} is no unit of the step; plan anew")
-        if forms[each.unit] == "compiled" and (each.keep is not None or each.swap):
+        if forms[each.unit] == "compiled" and (each.keep or each.swap):
             raise InputError(
-                f"field 'activations': the results of {each.unit!r}, which is compiled, cannot be kept or "
-                "moved one by one; plan anew"
+                f"field 'activations': {each.unit!r} is compiled, so it is kept or recomputed whole, found results "
+                "that are kept or moved; plan anew"
             )
-        if forms[each.unit] != "compiled" and each.budget is not None:
-            raise InputError(f"field 'budget' must be null for {each.unit!r}, which is not compiled; plan anew")
-        if each.budget is not None and not 0 <= each.budget <= 1:
-            raise InputError(f"field 'budget' of unit {each.unit!r} must be from 0 to 1, found {each.budget}")
         for name, results in (("keep", each.keep or ()), ("swap", each.swap)):
             _check_results(each, name, results)
 

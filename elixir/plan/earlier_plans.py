@@ -16,7 +16,7 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
     knew compiled modules, until 21 none knew optimizers of matrices, until 22 frozen weights were in memory, until 23
     all were for training, until 24 there was one replica, until 25 all units were compiled, until 26 each micro-batch
     was a pass, until 27 no model by name had adapters, until 28 activations were the model's own business, until 29 no
-    plan said how weights were asked to be fetched, or what the program takes, and until 30 no unit had a memory budget.
+    plan said how weights were asked to be fetched, or what the program takes. Those of 31 have memory budgets of units.
 
     Args:
         data: the fields.
@@ -32,7 +32,7 @@ def renewed(data: dict[str, Any], source: str, anew: str) -> dict[str, Any]:
         files = [{"modified_us": None} | each if isinstance(each, dict) else each for each in data["weight_files"]]
         data["weight_files"] = files
     if "step" in data:
-        data = data | {"step": renewed_step(data["step"])}
+        data = data | {"step": renewed_step(data["step"], source)}
     if "may_speculate" in data:
         data["may_update_early"] = data.pop("may_speculate")
     if isinstance(data.get("predicted"), dict):

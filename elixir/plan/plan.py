@@ -26,7 +26,7 @@ from elixir.optimizer_states import (
     matrix_family,
     moments_size,
 )
-from elixir.plan.activations import activations_text, check_activations
+from elixir.plan.activations import activations_text, check_activations, passes_together
 from elixir.plan.chunk_plan import (
     UPDATES,
     ChunkPlan,
@@ -53,11 +53,11 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 31
+    schema_version: ClassVar[int] = 32
     earlier: ClassVar[dict[int, dict[str, Any]]] = {
         14: {"read_budgets": [], "assume": "scenarios"},
         **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
-        **{version: {} for version in range(19, 31)},
+        **{version: {} for version in range(19, 32)},
     }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
@@ -247,10 +247,10 @@ class Plan(Artifact):
         if self.pass_size > 1 and not self.step.checkpointed:
             raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_activations(self.activations, self.step.units)
-        if self.pass_size > 1 and any(each.keep != () for each in self.activations):
+        if self.pass_size > 1 and not passes_together(self.step):
             raise InputError(
-                f"field 'pass_size' above 1 takes units that are made again as a whole, found {self.pass_size} and "
-                f"{activations_text(self.activations)}"
+                "field 'pass_size' above 1 takes units that are made again as a whole and are not compiled, found "
+                f"{self.pass_size} and {activations_text(self.activations)}"
             )
         check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:

@@ -137,15 +137,13 @@ class StepQuestion:
         hardware: HardwareProfile,
         built: nn.Module | None = None,
         kinds: dict[Any, Any] | None = None,
-        *,
-        generated_code: bool = True,
     ) -> StepTrace:
         """The step on this machine.
 
         Args:
             hardware: whose kernels and allocator to assume.
             built: the model, where it was built before.
-            kinds, generated_code: as `elixir.tracer.trace_step` takes them.
+            kinds: as `elixir.tracer.trace_step` takes it.
 
         Raises:
             InputError, InputTypeError: something of the question makes no sense.
@@ -192,7 +190,6 @@ class StepQuestion:
                 model_name=name if shape is None else shape.name,
                 use_fused_kernels=self.use_fused_kernels,
                 compile=self.compile,
-                generated_code=generated_code,
                 checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
                 forward=forward,
                 generate=self.generate,

@@ -13,12 +13,12 @@ from elixir.errors import TraceError
 from elixir.step_trace import Kind, Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
+from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
 from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
-from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
@@ -177,12 +177,13 @@ class Recorder(TorchDispatchMode):
                 self._ledger.touch(cost.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
-        if cost.operation is not None:
+        operation = cost.operation
+        if operation is not None:
             if self.fused_costs.units:
-                self._cost_fused(cost.operation, arguments.storages, tensors)
+                operation = self._cost_fused(operation, arguments.storages, tensors)
             else:
-                self._order.cost(cost.operation)
-        self._order.results.made(func, args, kwargs, tensors, cost.operation, len(self._order.uses))
+                self._order.cost(operation)
+        self._order.results.made(func, args, kwargs, tensors, operation, len(self._order.uses))
         if real:
             return result
         self._shadows.exchange(func, args)
@@ -192,11 +193,23 @@ class Recorder(TorchDispatchMode):
             self._suppose(op, args, kwargs, tensors)
         return result
 
-    def _cost_fused(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> None:
+    def _cost_fused(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
+        """The operation, if it costs what it does uncompiled."""
         phase, module, _ = self._order.place()
         reads, makes = map(self._ledger.at, storages), map(self._ledger.find, results)
+        whole = None
         for part in self.fused_costs.of(phase, module, operation, reads, makes):
-            self._order.cost(part)
+            if part is operation:
+                self._order.cost(part)
+                whole = part
+            else:
+                self.kernel(part)
+        return whole
+
+    def kernel(self, operation: Operation) -> None:
+        """A kernel that a compiler makes of several operators has run."""
+        self._order.cost(operation)
+        self._order.results.ran(operation, len(self._order.uses))
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""

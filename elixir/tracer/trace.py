@@ -29,13 +29,12 @@ from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
+from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
-from elixir.tracer.fused_costs import FusedCosts
-from elixir.tracer.generated_code import GeneratedCode, Kinds
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
 from elixir.tracer.observed import Observed, assemble
@@ -147,31 +146,31 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-        layers = tuple(layer_units(twin.model, compile=compile).values())
-        swapping = Swapping(twin.model, StepShape(units=layers, activations=activations), recorder.host)
+        units = tuple(layer_units(twin.model, compile=compile).values())
+        swapping = Swapping(twin.model, StepShape(units=units, activations=activations), recorder.host)
         references_when_alone()
         fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
-        budgets = {each.unit: each.budget for each in activations if each.budget is not None}
-        generated = GeneratedCode(
-            _generated_units(twin, compiled) if generated_code else {},
-            order.cost,
-            budgets,
+        layers = CompiledLayers(
+            twin.model,
+            compiled,
+            recorder.kernel,
             {} if kinds is None else kinds,
             target.cuda_capability,
+            as_written=not generated_code,
         )
-        recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
+        recorder.fused_costs = layers.fused_costs
         try:
             with (
                 user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
                 warnings_heard(),
                 autocast_asked_for_meta(target.kind),
                 routed(target),
-                recomputing(twin.model, (replace(each, budget=None) for each in activations), swapping),
+                recomputing(twin.model, activations, swapping),
                 restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
                 _compiled_regions_run_eagerly(),
                 torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
             ):
-                _run_step(twin, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
+                _run_step(twin, batch, step_fn, recorder, order, ledger, layers.generated, trains=not forward)
             order.finish()
             order.join_units(compiled)
             units = _units_of(model, order, compile)
@@ -192,7 +191,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 step_begin=step_begin,
                 step_end=step_end,
                 operators=operators,
-                assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
+                assumptions=_assumptions(twin, target, shadows, fused) + layers.assumption,
                 unverified=target.unverified,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
@@ -214,11 +213,11 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
-            if budgets or not generated.layers:
+            if not layers.generated:
                 raise
             refused = str(error)
         finally:
-            generated.remove()
+            layers.remove()
             fused.remove()
             for parameter in parameters:
                 parameter.grad = None  # the twin may be the caller's own meta model
@@ -233,12 +232,12 @@ def _run_step(
     recorder: Recorder,
     order: UseOrder,
     ledger: Ledger,
-    generated: GeneratedCode,
+    generated: Sequence[nn.Module],
     *,
     trains: bool,
 ) -> None:
     unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
-    access = Interception(twin.model, order, scripts=False, units=generated.layers)
+    access = Interception(twin.model, order, scripts=False, units=generated)
     try:
         with recorder:
             step_fn(twin.model, inp)
@@ -304,15 +303,6 @@ def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, .
     return tuple(
         replace(unit, fetch="parameters") if unit.name in apart and unit.form != "compiled" else unit for unit in units
     )
-
-
-def _generated_units(
-    twin: MetaCopy, units: Mapping[str, Mapping[str, Any] | None]
-) -> dict[str, tuple[nn.Module, Mapping[str, Any]]]:
-    """The compiled modules with settings of inductor, if it can generate the code of all."""
-    found = {name: settings for name, settings in units.items() if settings is not None}
-    whole = found if len(found) == len(units) else {}
-    return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
 def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, int] | None, **asked: Any) -> StepShape:

@@ -17,6 +17,7 @@ from elixir.torch_private import tree_leaves
 from elixir.tracer.ledger import Ledger, StorageRecord
 
 _DROPOUT = "dropout_p"
+_KERNEL = "kernel"
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +109,15 @@ class UnitResults:
         for record in storages.values():
             self._makers[record.index] = found
 
+    def ran(self, operation: Operation, uses: int) -> None:
+        """A kernel that a compiler makes of several operators has run, after so many uses of weights."""
+        run = self.run
+        if run is not None:
+            number = run.calls[_KERNEL]
+            run.calls[_KERNEL] = number + 1
+            access = max(uses - run.first_use - 1, 0)
+            run.made.append(_Made(_KERNEL, number, access, operation, [], repeats=False))
+
     def wrote(self, records: Sequence[StorageRecord]) -> None:
         """An operator writes to storages."""
         for record in records:
@@ -130,11 +140,11 @@ class UnitResults:
         one that keep anything for backward do the same. Those that are alike are one.
 
         Args:
-            units: all layers of the model, of which the plain ones can run again.
+            units: all layers of the model, of which the plain and compiled ones can run again.
             accesses: of the trace, in which each call and its backward must be found again.
             numbers: indices of operations, by the identity of the object.
         """
-        names, able = [unit.name for unit in units], {unit.name for unit in units if unit.form == "plain"}
+        names, able = [unit.name for unit in units], {unit.name for unit in units if unit.form != "checkpointed"}
         several = any(len(calls) > 1 for calls in self._runs.values())
         runs = Counter[tuple[str, Phase]]()
         if several:

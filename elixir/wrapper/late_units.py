@@ -52,7 +52,8 @@ def follow_changes(engine: Engine) -> None:
     refuse_compiled(engine.model, engine.plan, runs=True)
     units = sorted(compiled_units(engine.model).values())
     engine.exchange(f"compiled modules {units}", None)
-    kept = [each.unit for each in engine.plan.activations if each.keep is not None or each.swap]
+    plain = [each for each in engine.plan.activations if each.unit not in engine.recomputation.compiled]
+    kept = [each.unit for each in plain if each.keep is not None or each.swap]
     for name in units:
         if any(is_inside(name, unit) or is_inside(unit, name) for unit in kept):
             raise InputError(

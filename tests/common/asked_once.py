@@ -21,14 +21,14 @@ def steps_are_traced_once() -> Iterator[None]:
     """Keeps the traces of models that Elixir knows by name, by all that was asked."""
     traced = StepQuestion.trace
 
-    def trace(question: StepQuestion, hardware: HardwareProfile, *given: Any, **options: Any) -> StepTrace:
+    def trace(question: StepQuestion, hardware: HardwareProfile, *given: Any) -> StepTrace:
         known = isinstance(question.model, str) and find(question.model) is not None
         # `given` are the model, which the question describes, and what traces may share.
-        key = contents((question, hardware, options.get("generated_code"))) if known else None
+        key = contents((question, hardware)) if known else None
         if key is None:
-            return traced(question, hardware, *given, **options)
+            return traced(question, hardware, *given)
         if key not in _TRACES:
-            _TRACES[key] = traced(question, hardware, *given, **options)
+            _TRACES[key] = traced(question, hardware, *given)
         return _TRACES[key]
 
     with pytest.MonkeyPatch.context() as patch:

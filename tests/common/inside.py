@@ -47,11 +47,10 @@ from elixir.wrapper.step.shard import Shard
 if TYPE_CHECKING:
     from elixir.hardware.profile import HardwareProfile
     from elixir.microbench.bench import Effort
-    from elixir.search.problem.budgeted_trace import BudgetedTraces
     from elixir.search.propose.kept_results import KeptResults
     from elixir.search.request import SearchRequest
     from elixir.search.simulator.rates import Rates
-    from elixir.step_trace import StepTrace, UnitActivations
+    from elixir.step_trace import UnitActivations
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -341,21 +340,6 @@ def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
 
     with ThreadPoolExecutor(1) as worker:
         _Lane(lane, products, worker).turn(seconds)
-
-
-def traces_by_budget(
-    whole: StepTrace, traced: Callable[..., StepTrace], stays: Callable[[StepTrace], bool], *, uncompiled: bool
-) -> tuple[BudgetedTraces, bool]:
-    """The traces under memory budgets of compiled units that are looked at, and whether everything may stay.
-
-    Args:
-        whole: the step that keeps everything; `uncompiled` if its layers are.
-        traced: gives the step with some activations.
-        stays: says whether everything of a step stays on the device.
-    """
-    from elixir.search.advise.activations import _by_budget
-
-    return _by_budget(whole, traced, stays, uncompiled=uncompiled)
 
 
 def activations_that_fit_best(

@@ -136,6 +136,13 @@ def layered_step(layers: Layers, *, trained: bool = True, adapters: bool = False
     )
 
 
+def compiled_step(layers: Layers) -> StepTrace:
+    """The trace of a step whose layers, which are ``plain`` otherwise, are compiled."""
+    trace = layered_step(replace(layers, form="plain"))
+    units = tuple(replace(unit, form="compiled", fetch="one") for unit in trace.units)
+    return replace(trace, step=replace(trace.step, units=units))
+
+
 def _forward(layers: Layers, accesses: tuple[Access, ...]) -> UnitForward:
     """The forward of all layers; the second use draws random numbers."""
     made = layers.made_bytes

@@ -7,20 +7,19 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from elixir.access.recomputation import checkpoints_itself
-from elixir.errors import InputError, TraceError
+from elixir.errors import InputError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
-from elixir.plan.chunk_plan import Home
+from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, glance, least_need, planned
-from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
@@ -33,12 +32,6 @@ from elixir.step_trace import StepTrace, UnitActivations
 
 logger = logging.getLogger(__name__)
 
-BUDGETS = (0.99, 0.0)
-"""Memory budgets of compiled units that are looked at, next to the one that is set: the second if the device has no
-room for the first. Right below 1 the compiler makes all again that costs no matrix product. Below, each byte costs
-about as many FLOPs as the next: units with 0.25 are at most 0.2 % faster than as many bytes of units with both
-(3 families, 3 layers each). Llama-3-8B at 16k tokens on an H100 computes 0.4 % longer with the first than with 1, and
-keeps 21 GiB less."""
 MOST_TRIALS = 4
 """Fillings for which homes of chunks are looked for."""
 MOST_WAYS = 2
@@ -80,14 +73,14 @@ def trace_that_keeps(
         exact: trace the step with its choice, instead of taking what is predicted of it.
 
     Raises:
-        InputError: the step trains nothing, its layers do not repeat, nothing is known of compiled ones, or it has
-            checkpoints that cannot be taken away; or a trace is given that cannot be made again, if one is needed.
+        InputError: the step trains nothing, its layers do not repeat, or it has checkpoints that cannot be taken away;
+            or a trace is given that cannot be made again, if one is needed.
         TraceError: it cannot be traced.
     """
     if isinstance(step.model, StepTrace):
         made = step.model
         whole = made if not exact and not made.checkpointed_modules else None
-        step = _without_choice(made) if whole is None or budgeted_units(made) else step
+        step = _without_choice(made) if whole is None else step
     if step.forward or step.generate:
         raise InputError("activations='auto' is for training; an evaluation keeps nothing for a backward")
     kinds = {} if kinds is None else kinds
@@ -95,45 +88,31 @@ def trace_that_keeps(
     request = replace(request, activations=None)
     one_by_one = request.pass_size in (1, "auto")  # micro-batches; in larger passes all that can runs again
 
+    every = that_keeps_everything(step, model()).trace(hardware, model(), kinds) if whole is None else whole
+    _check_trace(every, one_by_one=one_by_one)
+
     @functools.cache
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
         return replace(step, activations=own).trace(hardware, model(), kinds)
 
     def predicted(own: tuple[UnitActivations, ...]) -> StepTrace:
-        return swapped_trace(kept_trace(traces.mixed(own), own), SwappableStep(traces.whole))
+        return swapped_trace(kept_trace(every, own), SwappableStep(every))
 
-    quick = whole is None and one_by_one
-    if whole is None:
-        whole = that_keeps_everything(step, model()).trace(hardware, model(), kinds, generated_code=not quick)
-    traces = BudgetedTraces(whole, {})
-    if one_by_one and whole.step.compiled:
-        stays = partial(_stays, hardware=hardware, request=request)
-        traces, all_stays = _by_budget(whole, traced, stays, uncompiled=quick)
-        whole = traces.whole
-        if all_stays:
-            return whole
-    _check_trace(traces)
     found = []
     if one_by_one:
-        found.append(_chosen(traces, hardware, replace(request, pass_size=1), traced if exact else predicted))
-    if request.pass_size != 1 and whole.forwards and not (found and _is_again(found[0])):
-        found.append(traced(tuple(UnitActivations(name, ()) for forward in whole.forwards for name in forward.units)))
+        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else predicted))
+    passing = _not_compiled(every)
+    if request.pass_size != 1 and passing and not (found and passes_together(found[0].step)):
+        found.append(traced(tuple(UnitActivations(name, ()) for name in passing)))
     if len(found) == 1:
         return found[0]
     one, several = (_planned_s(Question(each, hardware, request)) for each in found)
     return found[one > several * WORTHWHILE]
 
 
-def _stays(whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> bool:
-    """Whether everything may stay on the device while nothing is made again, though the host may update some of it."""
-    placement = "cuda" if request.placement == "auto" else request.placement
-    plan = planned(Question(whole, hardware, replace(request, assume="nominal", placement=placement)))
-    return plan is not None and all(chunk.home is Home.RESIDENT for chunk in plan.chunks)
-
-
-def _is_again(trace: StepTrace) -> bool:
-    """Whether all units run again as a whole, so that several micro-batches could pass them together."""
-    return bool(trace.step.activations) and all(each.keep == () for each in trace.step.activations)
+def _not_compiled(whole: StepTrace) -> list[str]:
+    """The units that could run again and are not compiled."""
+    return [name for forward in whole.forwards for name in forward.units if name not in whole.step.compiled]
 
 
 def _without_choice(trace: StepTrace) -> StepQuestion:
@@ -150,80 +129,30 @@ def _without_choice(trace: StepTrace) -> StepQuestion:
     return replace(StepQuestion.again(trace), checkpoint="none", activations=())
 
 
-def _by_budget(
-    whole: StepTrace,
-    traced: Callable[[tuple[UnitActivations, ...]], StepTrace],
-    stays: Callable[[StepTrace], bool],
-    *,
-    uncompiled: bool,
-) -> tuple[BudgetedTraces, bool]:
-    """The step with memory budgets for its compiled units, as far as it is known what these keep then; and whether
-    everything stays on the device with the largest.
-
-    Each takes the seconds of a compilation, so two are looked at: if the device seems to have no room for what is kept
-    with the budget that is set, it is looked at only if everything stays with the next smaller one.
-
-    Args:
-        whole: keeps everything.
-        traced: gives the step with some activations.
-        stays: whether everything stays on the device.
-        uncompiled: `whole` is of uncompiled layers, which take at least what compiled ones do.
-    """
-    units, base = budgeted_units(whole), {each.unit: each for each in whole.step.activations}
-    found: dict[float | None, StepTrace] = {} if uncompiled else {None: whole}
-    staying: dict[float | None, bool] = {}
-    errors = []
-
-    def all_stays(budget: float | None) -> bool:
-        under = {} if budget is None else {unit: UnitActivations(unit, None, budget=budget) for unit in units}
-        try:
-            found[budget] = found.get(budget) or traced(tuple((base | under).values()))
-        except TraceError as error:
-            if budget is None:
-                raise
-            errors.append(error)
-            logger.info("what compiled layers keep under a memory budget of %g is not known: %s", budget, error)
-            return False
-        staying[budget] = bool(units) and stays(found[budget])
-        return staying[budget]
-
-    most, least = BUDGETS
-    if not units or not uncompiled or stays(whole):
-        any(map(all_stays, (None, most, least) if units else (None,)))
-    elif all_stays(most) or not (all_stays(least) or found):
-        all_stays(None)
-    largest = next(budget for budget in (None, *BUDGETS) if budget in found)
-    if errors and list(found) == [None] and not (staying[None] or whole.forwards):  # no other layer can keep less
-        raise InputError(f"activations='auto' cannot keep less than everything: {errors[0]}") from errors[0]
-    return BudgetedTraces(found.pop(largest), found, largest), staying[largest]
-
-
-def _check_trace(traces: BudgetedTraces) -> None:
-    whole = traces.whole
+def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
     if whole.checkpointed_modules:
         raise InputError(
             f"activations='auto' decides what runs again in backward, but {whole.checkpointed_modules[0]!r} does "
             "already by a checkpoint in the model's code; take it out, or leave out activations="
         )
-    if not whole.forwards and not traces.runs:
+    if not (whole.forwards if one_by_one else _not_compiled(whole)):
         why = "the model repeats no layer; leave it out"
         if whole.units:
             why = (
                 f"no repeated layer, such as {whole.units[0].name!r}, can run again: each writes to what it has not "
                 "made, or runs several times in a step with other sizes or without a backward; leave it out"
             )
-        if whole.step.compiled:
+        if whole.forwards:
             why = (
-                "its layers are compiled, and what they keep under a memory budget of torch.compile is known for "
-                "inductor alone, for layers that run once, micro-batch by micro-batch (pass_size=1); leave it out, or "
-                "plan layers that are not compiled"
+                "its layers are compiled, and a compiled layer is kept or recomputed whole, micro-batch by micro-batch "
+                "(pass_size=1); leave it out, or plan layers that are not compiled"
             )
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 
 
 @garbage_collection_paused()
 def _chosen(
-    traces: BudgetedTraces,
+    whole: StepTrace,
     hardware: HardwareProfile,
     request: SearchRequest,
     made: Callable[[tuple[UnitActivations, ...]], StepTrace],
@@ -231,15 +160,14 @@ def _chosen(
     """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
 
     Args:
-        traces: the step that keeps everything, and those with other memory budgets.
+        whole: the step that keeps everything.
         hardware, request: of the plan.
         made: gives the step with some activations. What it needs may differ a little from what was predicted for the
             choice.
     """
     ranks = request.world_size, hardware.ranks_per_host(request.world_size)
-    whole = traces.whole
     rates = Rates(hardware, main_dtype(whole), *ranks)
-    kept = KeptResults(traces, rates)
+    kept = KeptResults(whole, rates)
     trials = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request)
     (own, step_s), nothing = trials.choice(), kept.activations(0)
     found = whole if own is None else made(own)
@@ -282,9 +210,7 @@ class _Trials:
             if may_keep_everything and (count < every or found_s == math.inf):
                 way, way_s = self._moved(found_s)
             if way is None or way_s >= found_s * (1 - NOTICEABLE_SHARE):
-                own = self.kept.activations(count)
-                # Compiled units may have a budget with which they are as fast and keep less.
-                return None if count == every and all(each.budget is None for each in own) else own, found_s
+                return None if count == every else self.kept.activations(count), found_s
         return self.units.activations(way), way_s
 
     def _may_beat(self, way_s: float) -> bool:

@@ -12,7 +12,6 @@ from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.problem.budgeted_trace import budgeted_units
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import FREE_HERE
 from elixir.units import format_bytes, parse_bytes
@@ -110,8 +109,7 @@ def for_memory(question: Question) -> Iterator[Change]:
     """Changes of the training that may take less memory, and leave its samples a step."""
     yield from (change for change in of_the_training(question) if ("checkpoint", "none") not in change.step)
     trace, request = question.trace, question.request
-    budgeted = trace.step.checkpoint is not None and budgeted_units(trace)
-    if (trace.forwards or budgeted) and request.pass_size == 1:
+    if trace.forwards and request.pass_size == 1:
         yield CHOOSE_ACTIVATIONS
     samples = trace.step.samples
     if samples and samples % 2 == 0 and trace.step.checkpoint is not None and not trace.step.forward:

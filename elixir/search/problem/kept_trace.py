@@ -61,7 +61,7 @@ def saving_calls(trace: StepTrace) -> dict[str, list[tuple[int, int]]]:
             number: trace.accesses[min(run.last + 1, len(trace.accesses) - 1)].kept_bytes
             - trace.accesses[run.first].kept_bytes
             for number, run in enumerate(forwards)
-            if len(forwards) > len(backwards) and unit.form == "plain"
+            if len(forwards) > len(backwards) and unit.form != "checkpointed"
         }
         most = sorted(range(len(forwards)), key=lambda number: (grown.get(number, 0), number))[-len(backwards) :]
         waiting, pairs = sorted(most if backwards else []), []
@@ -144,7 +144,10 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> Step
             )
         )
     names = {each.unit for each in activations if each.keep is not None}
-    units = tuple(replace(unit, form="checkpointed") if unit.name in names else unit for unit in trace.units)
+    units = tuple(
+        replace(unit, form="checkpointed") if unit.name in names and unit.form == "plain" else unit
+        for unit in trace.units
+    )
     return replace(
         trace,
         accesses=tuple(accesses),

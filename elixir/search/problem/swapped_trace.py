@@ -30,14 +30,15 @@ class SwappableStep:
 
     def __init__(self, whole: StepTrace) -> None:
         names = [unit.name for unit in whole.units]
-        self._forwards = {name: forward for forward in whole.forwards for name in forward.units}
+        compiled = whole.step.compiled  # where nothing says when a unit is over, or one after it
+        self._forwards = {name: forward for forward in whole.forwards for name in forward.units if name not in compiled}
         self.calls = saving_calls(whole)
         """The calls of each unit that keep anything for backward."""
         runs = {name: calls[0][0] for name, calls in runs_of_calls(whole, self.calls).items() if calls}
         self.following = {
             name: after
             for name, after in pairwise(names)
-            if after in runs and len(self.calls[name]) == len(self.calls[after])
+            if after in runs and after not in compiled and len(self.calls[name]) == len(self.calls[after])
         }
         """The unit that runs after each, as often."""
         left: dict[str, int] = {}

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_bytes, kept_trace, saving_calls
 from elixir.search.problem.placement import Floats
 from elixir.search.simulator.rates import Rates
@@ -29,20 +28,14 @@ class Choice(NamedTuple):
 class KeptResults:
     """Fillings of one step: with each, one unit keeps more than with the one before.
 
-    A unit that keeps nothing runs again as a whole; a compiled one makes again what its compiler can, in a backward
-    that was compiled with its forward. Results whose operators take the most seconds a byte are kept first, in all
-    units, and in the last units before the others.
+    A unit that keeps nothing runs again as a whole; a compiled one keeps everything or nothing. Results whose operators
+    take the most seconds a byte are kept first, in all units, and in the last units before the others.
     """
 
-    traces: BudgetedTraces
-    """The traces of the step whose units keep everything, compiled ones all that the compiler keeps under a budget."""
+    trace: StepTrace
+    """The trace of the step whose units keep everything."""
     rates: Rates
     """The rates of the machine."""
-
-    @property
-    def trace(self) -> StepTrace:
-        """Keeps everything."""
-        return self.traces.whole
 
     @cached_property
     def seconds(self) -> Floats:
@@ -83,12 +76,12 @@ class KeptResults:
 
     def with_activations(self, activations: tuple[UnitActivations, ...]) -> StepTrace:
         """The step with some activations of its units."""
-        return kept_trace(self.traces.mixed(activations), activations)
+        return kept_trace(self.trace, activations)
 
     @cached_property
     def _ways(self) -> list[tuple[list[str], list[Choice]]]:
         """Units that do the same, and their choices, least first."""
-        whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters"}
+        whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters" or unit.form == "compiled"}
         calls = saving_calls(self.trace)
         found = []
         for forward in self.trace.forwards:
@@ -96,7 +89,7 @@ class KeptResults:
                 units = [unit for unit in forward.units if (unit not in whole) == some]
                 if units:
                     found.append((units, list(_best(self._choices(forward, len(calls[units[0]]), some=some)))))
-        return found + [([unit], list(_best(self._under_budgets(unit)))) for unit in self.traces.runs]
+        return found
 
     @cached_property
     def _least(self) -> dict[str, UnitActivations]:
@@ -105,25 +98,8 @@ class KeptResults:
         without = {each.unit for each in self.trace.step.activations}
         found: dict[str, UnitActivations] = {}
         for units, (least, *more) in self._ways:
-            chosen = bool(more) or least.activations.budget is not None
-            found |= {unit: _of(unit, least, 0.0).activations for unit in units if chosen or unit in without}
+            found |= {unit: _of(unit, least, 0.0).activations for unit in units if more or unit in without}
         return found
-
-    def _under_budgets(self, unit: str) -> Iterator[Choice]:
-        """The choices of a compiled unit: each memory budget."""
-        runs = [range(run.first, run.last + 1) for run in self.traces.runs[unit]]
-        held = {budget: self.traces.more_bytes(unit, budget) for budget in self._accesses_s}
-        for budget, seconds in self._accesses_s.items():
-            takes_s = sum(float(seconds[run].sum()) for run in runs)
-            yield Choice(UnitActivations("", None, budget=budget), held[budget] - min(held.values()), -takes_s)
-
-    @cached_property
-    def _accesses_s(self) -> dict[float | None, Floats]:
-        """Seconds of the accesses of the step, by the memory budget of its compiled units."""
-        return {
-            budget: self.rates.accesses_s(self.traces.get(budget))
-            for budget in (self.traces.largest, *self.traces.under)
-        }
 
     def _choices(self, forward: UnitForward, calls: int, *, some: bool) -> Iterator[Choice]:
         """Nothing, more and more results unless `some` is false, and everything; in each of so many calls."""

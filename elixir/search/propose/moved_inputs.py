@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from elixir.plan.activations import passes_together
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.question import Question
@@ -16,9 +17,8 @@ WORTHWHILE = 1.01
 
 def sizes_of_passes(question: Question) -> tuple[int, ...]:
     """The sizes of passes to try: several micro-batches go through layers that run again as a whole."""
-    step, sizes = question.trace.step, question.request.sizes
-    able = step.checkpointed and all(each.keep == () for each in step.activations)
-    return sizes if able or len(sizes) == 1 else sizes[:1]
+    sizes = question.request.sizes
+    return sizes if passes_together(question.trace.step) or len(sizes) == 1 else sizes[:1]
 
 
 def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[Question], float]) -> Question | None:

@@ -41,6 +41,7 @@ class SwappedUnits:
         self._step = SwappableStep(kept.trace)
         self._able = [unit.name for unit in kept.trace.units if self._step.able(unit.name)]
         self._saving = {name for forward in kept.trace.forwards for name in forward.units}
+        self._saving.difference_update(kept.trace.step.compiled)
 
     def activations(self, swaps: Swaps) -> tuple[UnitActivations, ...]:
         """The activations of each unit."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from elixir.artifact import Artifact
 from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
 from elixir.plan.weight_file import WeightFile
-from tests.common.samples import make_plan
+from elixir.step_trace import StepTrace, Unit, UnitActivations
+from tests.common.samples import make_plan, make_trace
 
 
 def test_a_plan_that_stepped_in_place_during_backward_is_made_anew() -> None:
@@ -92,3 +94,23 @@ def test_a_weight_file_has_a_size() -> None:
     assert WeightFile("x", 0, "digest").nbytes == 0
     with pytest.raises(InputError, match="'nbytes' must be 0 or larger"):
         WeightFile("x", -1, "digest")
+
+
+@pytest.mark.parametrize("kind", [Plan, StepTrace])
+def test_memory_budgets_of_compiled_layers_are_refused_and_say_what_there_is_instead(kind: type[Artifact]) -> None:
+    made = make_plan(3) if kind is Plan else make_trace(layers=1)
+    step = dataclasses.replace(
+        made.step,
+        units=(Unit("layers.0", "compiled", "Layer", "one"),),
+        activations=(UnitActivations("layers.0", None),),
+    )
+    made = dataclasses.replace(made, step=step)
+    data = made.to_dict() | {"schema_version": kind.schema_version - 1}
+    (unit,) = data["step"]["activations"]
+    unit["budget"] = None
+    assert kind.from_dict(data) == made
+    unit["budget"] = 0.5
+    with pytest.raises(
+        ArtifactError, match=r"'budget' of 'layers.0' .* kept or recomputed whole; .*activations='auto'"
+    ):
+        kind.from_dict(data)

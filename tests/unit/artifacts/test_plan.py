@@ -187,23 +187,13 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
     ),
     ("'layers.0' twice", lambda plan: with_activations(plan, UnitActivations("layers.0", ()), KEEPS_ALL)),
     ("'layers.1' is no unit", lambda plan: with_activations(plan, UnitActivations("layers.1", ()))),
-    ("cannot be kept or moved", lambda plan: with_activations(plan, UnitActivations("layers.0", ()), form="compiled")),
-    (
-        "cannot be kept or moved",
-        lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, swap=(Result(SAVED, 0),)), form="compiled"),
-    ),
-    (
-        "'budget' must be null for 'layers.0'",
-        lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=0.5)),
-    ),
     *(
-        (
-            f"from 0 to 1, found {budget}",
-            lambda plan, budget=budget: with_activations(  # type: ignore[misc]
-                plan, dataclasses.replace(KEEPS_ALL, budget=budget), form="compiled"
-            ),
+        ("kept or recomputed whole", lambda plan, each=each: with_activations(plan, each, form="compiled"))  # type: ignore[misc]
+        for each in (
+            UnitActivations("layers.0", (Result("aten.mm.default", 0),)),
+            UnitActivations("layers.0", (), (Result(INPUT, 0),)),
+            dataclasses.replace(KEEPS_ALL, swap=(Result(SAVED, 0),)),
         )
-        for budget in (-0.1, 1.1)
     ),
     (
         "must name each result once",
@@ -257,8 +247,7 @@ GOOD: list[Callable[[Plan], Plan]] = [
     lambda plan: with_activations(plan, UnitActivations("layers.0", (Result("aten.mm.default", 0),))),
     lambda plan: with_activations(plan, UnitActivations("layers.0", (), (Result(INPUT, 0),))),
     lambda plan: with_activations(plan, KEEPS_ALL, form="compiled"),
-    lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=0.0), form="compiled"),
-    lambda plan: with_activations(plan, dataclasses.replace(KEEPS_ALL, budget=1.0), form="compiled"),
+    lambda plan: with_activations(plan, UnitActivations("layers.0", ()), form="compiled"),
     lambda plan: with_activations(plan, UnitActivations("layers.0", None, (Result(SAVED, 0),))),
     lambda plan: with_prediction(plan, loads=0, hits=0, seconds={"total": 0.0}),
     lambda plan: with_prediction(plan, judgements=(Judgement(Scenario(), 1.0, 1.0),)),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -210,31 +208,6 @@ def compiled_code() -> None:
     assert not asked[-1]
 
 
-def memory_budgets() -> None:
-    def plain(x: torch.Tensor) -> torch.Tensor:
-        return x * 3
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.append(torch._functorch.config.activation_memory_budget)
-        return graph
-
-    seen: list[float] = []
-    first = torch.compile(plain, backend=backend, dynamic=False)
-    others = [private.under_memory_budget(first, budget) for budget in (0.5, 0.25, 0.5)]
-    for call in (first, *others):
-        assert call is not None
-        assert call(torch.ones(2))[0] == 3
-    assert seen == [1.0, 0.5, 0.25]
-    assert private.under_memory_budget(plain, 0.5) is None
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limited = torch.compile(lambda x: (x + 2,), backend=backend, dynamic=False, recompile_limit=1)
-        under = private.under_memory_budget(limited, 0.75)
-        assert under is not None
-        for size in (2, 3, 4):  # the first is compiled
-            assert under(torch.ones(size))[0].shape == (size,)
-        assert seen.count(0.75) == 1
-
-
 def optimizers() -> None:
     first, second = (torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1) for _ in range(2))
     private.share_hooks(first, second)
@@ -271,27 +244,10 @@ def contexts() -> None:
 
 
 @pytest.mark.parametrize(
-    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, memory_budgets, optimizers, contexts]
+    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, optimizers, contexts]
 )
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()
-
-
-@pytest.mark.parametrize(("built", "asks"), [(True, 1), (False, 0)])
-def test_the_guard_of_a_device_that_is_missing_outlives_other_threads(
-    built: bool, asks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[threading.Thread] = []
-    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(threading.current_thread()))
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
-    private.keep_cuda_guard.cache_clear()
-    for _ in range(2):
-        thread = threading.Thread(target=private.keep_cuda_guard)
-        thread.start()
-        thread.join()
-    private.keep_cuda_guard.cache_clear()
-    assert len(asked) == asks
-    assert all(each.is_alive() and each.daemon for each in asked)
 
 
 def owners() -> dict[str, Any]:

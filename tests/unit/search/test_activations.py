@@ -22,7 +22,6 @@ from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
-from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_trace, saving_calls
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.question import StepQuestion
@@ -72,7 +71,7 @@ def step_of(it: Case) -> Any:
 
 
 def kept_of(trace: StepTrace) -> KeptResults:
-    return KeptResults(BudgetedTraces(trace, {}), Rates(CPU, "float32", 1, 1))
+    return KeptResults(trace, Rates(CPU, "float32", 1, 1))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
@@ -291,11 +290,6 @@ def test_what_is_refused() -> None:
         search(nn.Linear(4, 4), step_fn=lambda model, inp: model(inp["x"]).sum().backward())
     with pytest.raises(InputError, match="'layers.0', can run again: .* several times in a step with other sizes"):
         search(Stack(), step_fn=lambda model, inp: (model(inp["x"]).sum() + model(inp["x"][:1]).sum()).backward())
-    compiled = Stack()
-    for layer in compiled.layers:
-        layer.compile(backend="aot_eager")
-    with pytest.raises(InputError, match="only of layers that inductor compiles"):
-        search(compiled, device_memory="1KiB", host_budget="1GiB")
     with pytest.raises(InputError, match="not the trace"):
         optimal_search(cpu_trace(Stack(), INP, sum_step), 1, hardware="cpu", activations="auto")
     with pytest.raises(InputError, match="by hand"):

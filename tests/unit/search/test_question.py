@@ -102,14 +102,14 @@ def test_everything_else_goes_along(traced: Traced) -> None:
     }  # fmt: skip
     found = traced.of(model=NAMED, dtype="bf16", checkpoint="non-reentrant:2", positions=4096, **how)
     assert {name: found[name] for name in how} == how
-    assert (found["dtype"], found["hardware"], found["generated_code"]) == (torch.bfloat16, HARDWARE, True)
+    assert (found["dtype"], found["hardware"]) == (torch.bfloat16, HARDWARE)
     built = {"name": NAMED, "dtype": torch.bfloat16, "checkpoint": "non-reentrant:2", "lora": 4, "quantised": "nf4"}
     assert found["built"].how == built | {"max_positions": 4096}
     assert traced.of(model=NAMED)["dtype"] is None
     mine, kinds = nn.Linear(1, 1), dict[Any, Any]()
-    StepQuestion(model=NAMED).trace(HARDWARE, mine, kinds, generated_code=False)
+    StepQuestion(model=NAMED).trace(HARDWARE, mine, kinds)
     found = traced.pop()
-    assert (found["built"] is mine, found["kinds"] is kinds, found["generated_code"]) == (True, True, False)
+    assert (found["built"] is mine, found["kinds"] is kinds) == (True, True)
 
 
 def test_a_trace_is_its_own_answer() -> None:

@@ -25,7 +25,6 @@ from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.advise.answer import ALLOWED, Answer, best_allowed
 from elixir.search.budgets import disk_budget, host_memory_here, resolve_budgets, warn_if_disk_full
 from elixir.search.planner import glance, lacks_memory, least_host_bytes, least_need, planned, simple_plan
-from elixir.search.problem.budgeted_trace import BudgetedTraces
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.question import Question, StepQuestion
@@ -34,11 +33,10 @@ from elixir.search.whatif.sweep import fit, sweep
 from elixir.search.whatif.sweep_row import Traces
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
-from tests.common.layered_steps import layered_step, some_layers
+from tests.common.layered_steps import compiled_step, layered_step, some_layers
 from tests.common.situations import made_up_machine, situation
 from tests.common.small_searches import small_trace
 from tests.unit.search import test_recorded_plans as recorded_plans
-from tests.unit.search.test_recorded_parts import with_less
 from tests.unit.search.test_recorded_plans import rounded
 
 RECORDED = Path(__file__).with_suffix(".json")
@@ -227,27 +225,20 @@ def sweeps(draw: random.Random, name: str) -> dict[str, Any]:
 
 def kept(draw: random.Random, name: str) -> dict[str, Any]:
     """The activations that are chosen for layers, compiled or not, and what is traced for that."""
-    whole = layered_step(replace(some_layers(draw, "compiled" if draw.random() < 0.6 else "plain"), count=2))
+    made = compiled_step if draw.random() < 0.6 else layered_step
+    whole = made(replace(some_layers(draw, "plain"), count=2))
     whole = replace(whole, step=replace(whole.step, checkpoint="none"))
-    under = {budget: with_less(whole, budget) for budget in (0.99, 0.0)}
     machine, asked, found = made_up_machine(draw), list[Any](), list[Any]()
-    unknown: set[float] = set()
 
-    def traced(step: StepQuestion, *_: Any, generated_code: bool = True) -> StepTrace:
-        asked.append([step.activations, generated_code])
-        if unknown.intersection(each.budget for each in step.activations if each.budget is not None):
-            raise TraceError("no code")
-        if whole.forwards:
-            return swapped_trace(kept_trace(whole, step.activations), SwappableStep(whole))
-        mixed = BudgetedTraces(whole, under).mixed(step.activations)
-        return replace(mixed, step=replace(mixed.step, activations=step.activations))
+    def traced(step: StepQuestion, *_: Any) -> StepTrace:
+        asked.append(step.activations)
+        return swapped_trace(kept_trace(whole, step.activations), SwappableStep(whole))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepQuestion, "trace", traced)
         patch.setattr(StepQuestion, "build", lambda _: nn.Identity())
         for _ in range(6):
             share, pass_size = draw.choice((0.3, 0.7, 3.0)), draw.choice((1, 1, 2, "auto"))
-            unknown = draw.choice((set(), set(), {0.99}, {0.0}, {0.0, 0.99}))
             memory = int(share * whole.activation_peak_bytes + draw.choice((1, 10)) * whole.param_bytes)
             options: dict[str, Any] = {"accumulation": 2, "pass_size": pass_size, "activations": "auto"}
             options["placement"] = draw.choice(("auto", "auto", "cpu"))

@@ -37,7 +37,7 @@ KEPT = {
     "layers 119": UnitActivations(
         "", (Result("aten.mm.default", 0), Result("aten.mm.default", 1)), (Result(INPUT, 0),)
     ),
-    "layers 62": UnitActivations("", None, budget=0.5),
+    "layers 62": UnitActivations("", ()),
 }
 """Activations of the first unit where a search has chosen none."""
 SITUATIONS = ("layers 9", "layers 40", "layers 133", *KEPT)

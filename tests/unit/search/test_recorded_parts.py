@@ -30,7 +30,6 @@ from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.problem.budgeted_trace import BudgetedTraces, budgeted_units
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Spill
@@ -55,7 +54,7 @@ from elixir.search.simulator.rates import Line, Rates
 from elixir.search.whatif.explanation import Spot
 from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
 from elixir.units import MIB
-from tests.common.layered_steps import layered_step, some_layers
+from tests.common.layered_steps import compiled_step, layered_step, some_layers
 from tests.common.samples import make_hardware, make_plan
 from tests.common.situations import made_up_machine
 from tests.common.small_searches import small_search
@@ -173,12 +172,11 @@ def kept_of(draw: random.Random) -> list[Any]:
     for nbytes in (SMALLEST_BYTES, SMALLEST_BYTES - 1):
         few = replace(some_layers(draw, "checkpointed"), input_bytes=nbytes)
         found.append(with_inputs_on_host(layered_step(few), movable_inputs(layered_step(few))))
-    compiled = layered_step(replace(some_layers(draw, "compiled"), uses=draw.choice((1, 2))))
-    under = {budget: with_less(compiled, budget) for budget in (0.5, 0.0)}
-    traces, units = BudgetedTraces(compiled, under), list(budgeted_units(compiled))
-    for _ in range(6):
-        chosen = [UnitActivations(unit, None, budget=draw.choice((None, 0.5, 0.0))) for unit in units]
-        found.append(traces.mixed(chosen))
+    compiled = compiled_step(replace(some_layers(draw, "compiled"), uses=draw.choice((1, 2))))
+    found += [
+        kept_trace(compiled, [UnitActivations(u.name, draw.choice((None, ()))) for u in compiled.units])
+        for _ in range(6)
+    ]
     again = replace(layered_step(some_layers(draw, "checkpointed"), copies=True), input_bytes=3 * MIB)
     moved = with_inputs_on_host(again, movable_inputs(again)[draw.randint(0, 1) :])
     last = f"layers.{len(again.units) - 1}"
@@ -193,13 +191,11 @@ def kept_of(draw: random.Random) -> list[Any]:
     mixed = (*bare[: turn - 1], replace(bare[turn - 1], parameters=()), *again.accesses[turn:])
     steps = (again, moved, *(replace(moved, accesses=each) for each in (inside, pinned, bare, ends, mixed)))
     found += [pass_trace(each, size) for each in steps for size in (1, 2, 3)]
-    more = [[traces.more_bytes(unit, budget) for unit in units] for budget in (None, 0.5, 0.0)]
-    more += [list(SwappableStep(compiled).input_bytes)]
-    more += [list(BudgetedTraces(compiled, {}, largest).runs) for largest in (None, 0.5)]
+    more = [list(SwappableStep(compiled).input_bytes)]
     return [
         more,
         moved_of(plain),
-        KeptResults(traces, Rates(make_hardware(), "bfloat16", 1, 1)).changes,
+        KeptResults(compiled, Rates(make_hardware(), "bfloat16", 1, 1)).changes,
         *([each.accesses, each.parameters, each.transfers, each.operations, each.step] for each in found),
         *([each.input_bytes, each.host_peak_bytes, each.pass_size] for each in found),
     ]
@@ -209,7 +205,7 @@ def moved_of(trace: StepTrace) -> list[Any]:
     """Fillings of a device with what units keep, and ways to move it over slow links, whatever room there is."""
     links = {"host_to_device_bytes_per_s": 1.2e9, "device_to_host_bytes_per_s": 1e9}
     rates = Rates(replace(make_hardware(), **links), "bfloat16", 1, 1)  # type: ignore[arg-type]
-    fillings = KeptResults(BudgetedTraces(trace, {}), rates)
+    fillings = KeptResults(trace, rates)
     units, compute_s = SwappedUnits(fillings, rates), float(rates.accesses_s(fillings.filled(0)).sum())
     found: list[Any] = [fillings.changes, fillings.saved_s]
     for spare, host in itertools.product((0, 2**25, 2**27, 2**31), (0, 2**24, 2**26, 2**28, 2**40)):
@@ -242,25 +238,6 @@ def shaken(trace: StepTrace, draw: random.Random) -> StepTrace:
         for forward in trace.forwards
     )
     return replace(trace, accesses=accesses, forwards=forwards)
-
-
-def with_less(trace: StepTrace, budget: float) -> StepTrace:
-    """The trace as if compiled units kept a part of their bytes, by other operators."""
-    runs = [run for pair in budgeted_units(trace).values() for run in pair]
-    count = len(trace.operations)
-    accesses = tuple(
-        replace(
-            access,
-            live_bytes=access.live_bytes - int((1 - budget) * access.kept_bytes / 3),
-            kept_bytes=access.kept_bytes - int((1 - budget) * access.kept_bytes / 2),
-            operations=(*access.operations, count)
-            if any(run.first <= index <= run.last for run in runs)
-            else access.operations,
-        )
-        for index, access in enumerate(trace.accesses)
-    )
-    more = Operation("elementwise", "bfloat16", 7, int(1e6 * (1 - budget)))
-    return replace(trace, accesses=accesses, operations=(*trace.operations, more))
 
 
 def collectives() -> list[Any]:
