@@ -7,6 +7,8 @@ Profiles come from three places: a preset (`preset`, published numbers with thei
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib.resources
 import logging
 import re
 from dataclasses import dataclass, field
@@ -14,7 +16,6 @@ from typing import Annotated, Any, ClassVar
 
 from elixir.artifact import NOT_NEGATIVE, POSITIVE, Artifact, Bound, check_bounds, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
-from elixir.hardware.presets import PRESETS
 from elixir.hardware.rate_fit import (
     DOUBTFUL_ERROR,
     LARGEST_ALONE,
@@ -28,6 +29,8 @@ from elixir.hardware.rate_fit import (
 from elixir.units import is_dtype_name
 
 _LOG = logging.getLogger(__name__)
+_PRESETS = importlib.resources.files("elixir.hardware") / "presets"
+"""A file for each machine, as `HardwareProfile.save` writes it: a user may copy one, change it and name its path."""
 
 _Rate = Annotated[float, PER_S]
 _Size = Annotated[int, POSITIVE]
@@ -326,33 +329,29 @@ def _unmasked(fit: dict[str, Any]) -> dict[str, Any]:
     return fit | {"per_s": fit["per_s"] / 2, "points": points}
 
 
+@functools.cache
 def preset_names() -> tuple[str, ...]:
-    """Names that `preset` knows: data centre, desktop, small and shared devices, then ``cpu``."""
-    return tuple(PRESETS)
-
-
-_FIT = "fits."
-"""Begins the name of a fit among sources, and among the fields of a preset."""
+    """Names that `preset` knows, ``cpu`` last: those of the files in ``elixir/hardware/presets``."""
+    names = (file.name.removesuffix(".json") for file in _PRESETS.iterdir() if file.name.endswith(".json"))
+    return tuple(sorted(names, key=lambda name: (name == "cpu", name)))
 
 
 def preset(name: str) -> HardwareProfile:
     """The preset machine `name` (case does not matter), every number with its source.
+
+    A source keeps three kinds of numbers apart: *published* (a datasheet: memory bandwidth and FLOP/s are peaks, dense,
+    never with sparsity), *measured* (by someone else, named), and *assumption* (no source found; the text says on what
+    basis). Rates are decimal (1 GB = 1e9 bytes), memory sizes binary.
 
     Raises:
         InputError: there is no such preset; the message suggests the nearest names.
     """
     if not isinstance(name, str):
         raise InputTypeError(f"hardware must be a name such as 'h200', got {type(name).__name__}")
-    entry = PRESETS.get(name.lower())
-    if entry is None:
-        raise unknown_name("hardware", name, PRESETS)
-    values: dict[str, Any] = {key: quoted.value for key, quoted in entry.items() if not key.startswith(_FIT)}
-    values["flops_per_s"] = dict(values["flops_per_s"])
-    values["fits"] = {
-        key.removeprefix(_FIT): RateFit(0.0, quoted.value, 0.0) for key, quoted in entry.items() if key.startswith(_FIT)
-    }
-    sources = {key: quoted.source for key, quoted in entry.items() if quoted.source}
-    return HardwareProfile(name=name.lower(), sources=sources, **values)
+    if name.lower() not in preset_names():
+        raise unknown_name("hardware", name, preset_names())
+    file = _PRESETS / f"{name.lower()}.json"
+    return HardwareProfile.from_json(file.read_text(encoding="utf-8"), source=str(file))
 
 
 def load_hardware(text: str) -> HardwareProfile:
