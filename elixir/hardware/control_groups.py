@@ -30,9 +30,8 @@ def control_groups(controller: str, root: Path = ROOT, membership: Path = MEMBER
         for base in dict.fromkeys(bases):
             own = base / group.strip("/")
             for folder in (own, *own.parents):
-                if not folder.is_relative_to(base):
-                    break
-                yield folder, controllers == ""
+                if folder.is_relative_to(base):
+                    yield folder, controllers == ""
 
 
 def own_group(controller: str, membership: Path = MEMBERSHIP) -> str:

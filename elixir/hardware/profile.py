@@ -39,15 +39,7 @@ _NotNegative = Annotated[float, NOT_NEGATIVE]
 _PositiveShare = Annotated[float, Bound("a share above 0 and at most 1", POSITIVE.least, 1.0)]
 _Share = Annotated[float, Bound("a share from 0 to 1", 0.0, 1.0)]
 
-_NO_PART_OF_PLANS = (
-    "sources",
-    "measured_at",
-    "fits",
-    "host_pin_bytes_per_s",
-    "step_range",
-    "learned",
-    "early_steps",
-)
+_NO_PART_OF_PLANS = "sources measured_at fits host_pin_bytes_per_s step_range learned early_steps".split()
 """Fields that `HardwareProfile.fingerprint` leaves out as they are; of fits it takes latency and rate."""
 _EVEN_IF_UNKNOWN = ("compute_capability", "host_memory_bytes", "contention")
 """Fields that have a part in a fingerprint even if they are None."""
@@ -216,33 +208,16 @@ class HardwareProfile(Artifact):
                 raise InputError(f"hardware field 'fits.{key}' must be a RateFit, found {type(fit).__name__}")
 
     def _check_capability(self) -> None:
-        capability = self.compute_capability
-        if self.device_kind == "cpu" and capability is not None:
-            raise InputError(f"hardware field 'compute_capability' must be null for a cpu, found {capability}")
-        if self.device_kind == "cuda" and (
-            capability is None or len(capability) != 2 or min(capability) < 0 or capability[0] < 1
-        ):
-            raise InputError(
-                f"hardware field 'compute_capability' must be (major, minor) for a cuda device, found {capability}"
-            )
+        found, on_cpu = self.compute_capability, self.device_kind == "cpu"
+        if not (found is None if on_cpu else found and len(found) == 2 and found[0] >= 1 and found[1] >= 0):
+            expected = "null for a cpu" if on_cpu else "(major, minor) for a cuda device"
+            raise InputError(f"hardware field 'compute_capability' must be {expected}, found {found}")
 
     @property
     def knows_disk(self) -> bool:
         """Whether it says how fast its disk is, in both directions."""
-        return all(
-            self.fits.get(way) is not None or getattr(self, f"{way}_bytes_per_s") is not None
-            for way in ("disk_read", "disk_write")
-        )
-
-    def _disk_rate(self, name: str) -> float:
-        found: float | None = getattr(self, name)
-        if found is None:
-            raise InputError(
-                f"hardware {self.name!r} does not say how fast its disk is; measure it with `elixir hardware --measure "
-                f"--disk-folder DIR --out hw.json`, add '{name}' to a JSON profile, or "
-                "pass disk_folder= to elixir.wrap, which measures that disk"
-            )
-        return found
+        ways = ("disk_read", "disk_write")
+        return all(way in self.fits or getattr(self, PLAIN_FIELDS[way]) is not None for way in ways)
 
     @property
     def fingerprint(self) -> str:
@@ -314,9 +289,14 @@ class HardwareProfile(Artifact):
             if world == 1:
                 return RateFit(0.0, self.device_memory_bytes_per_s / 2, 0.0)  # each byte is read and written
             return RateFit(0.0, self.device_to_device_bytes_per_s * world / (world - 1), 0.0)
-        if family in ("disk_read", "disk_write"):
-            return RateFit(0.0, self._disk_rate(f"{family}_bytes_per_s"), 0.0)
-        return RateFit(0.0, getattr(self, PLAIN_FIELDS[family]), 0.0)
+        plain: float | None = getattr(self, PLAIN_FIELDS[family])
+        if plain is None:
+            raise InputError(
+                f"hardware {self.name!r} does not say how fast its disk is; measure it with `elixir hardware --measure "
+                f"--disk-folder DIR --out hw.json`, add '{PLAIN_FIELDS[family]}' to a JSON profile, or "
+                "pass disk_folder= to elixir.wrap, which measures that disk"
+            )
+        return RateFit(0.0, plain, 0.0)
 
 
 def _is_attention(key: str, fit: Any) -> bool:
@@ -373,11 +353,8 @@ def warn_if_other_device(profile: HardwareProfile) -> bool:
     """
     if profile.measured_at is None:
         return False
-    # Late: it asks the driver, which a profile that is only read has no use for.
-    from elixir.hardware.memory import device_name_here
-
-    here = device_name_here(profile.device_kind)
-    if here is None or _device_of(here) == _device_of(profile.device_name):
+    here = other_device("", profile.device_name, profile.device_kind)
+    if here is None:
         return False
     _LOG.warning(
         "hardware profile %r was measured on %s, but this machine has %s: times predicted from it do not hold here; "
@@ -397,6 +374,7 @@ def other_device(name: str, device_name: str, kind: str) -> str | None:
         device_name: of its device; empty where that is not known.
         kind: ``cuda`` or ``cpu``, where the plan runs.
     """
+    # Late: it asks the driver, which a profile that is only read has no use for.
     from elixir.hardware.memory import device_name_here
 
     here = device_name_here(kind)
@@ -438,22 +416,17 @@ def warn_if_doubtful(profile: HardwareProfile) -> bool:
     """Logs a warning that names the `doubtful_rates` of a profile from which times will be predicted.
 
     True if it did."""
-    found = doubtful_rates(profile)
+    found: dict[str, list[str]] = {}
+    for name, why in doubtful_rates(profile).items():
+        found.setdefault(why, []).append(name)
     if found:
         _LOG.warning(
             "hardware profile %r: times predicted from these rates may be far off: %s; %s",
             profile.name,
-            "; ".join(f"{', '.join(names)}: {why}" for why, names in _by_value(found).items()),
+            "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items()),
             IF_DOUBTFUL,
         )
     return bool(found)
-
-
-def _by_value(found: dict[str, str]) -> dict[str, list[str]]:
-    turned: dict[str, list[str]] = {}
-    for name, why in found.items():
-        turned.setdefault(why, []).append(name)
-    return turned
 
 
 IF_DOUBTFUL = (

@@ -41,13 +41,20 @@ PLAIN_FIELDS = {
     "elementwise": "device_memory_bytes_per_s",
     "activation": "device_memory_bytes_per_s",
     "reduction": "device_memory_bytes_per_s",
+    "disk_read": "disk_read_bytes_per_s",
+    "disk_write": "disk_write_bytes_per_s",
 }
 """Family of keys -> the field that gives its rate where nothing finer was measured."""
 
 
 PRODUCTS = ("matmul", "attention", "attention_backward")
 """Families of keys whose amounts are FLOPs."""
-_PLAINER = {"activation": "elementwise", "attention_backward": "attention"}
+_PLAINER = {
+    "activation": "elementwise.{}",
+    "attention_backward": "attention.{}",
+    "matmul": "matmul.{}.square",
+}
+"""Family of keys -> the one key that answers for others of the same dtype."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +102,10 @@ def fit_unit(key: str) -> str:
 def plainer_keys(key: str) -> list[str]:
     """Keys that answer for `key` where it was not measured, the nearest first."""
     words = key.split(".")
-    shorter = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
-    if words[-1] == "all_ranks":
-        # Nor need what was measured by one rank alone have been measured in every form.
-        return shorter
-    if words[0] == "matmul":
-        return [f"matmul.{words[1]}.square"]
-    if words[0] in _PLAINER:
-        return [f"{_PLAINER[words[0]]}.{words[1]}"]
-    return shorter
+    if words[0] in _PLAINER and words[-1] != "all_ranks":
+        return [_PLAINER[words[0]].format(words[1])]
+    # Nor need what was measured by one rank alone have been measured in every form.
+    return [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
 
 
 def check_key(key: object) -> None:

@@ -101,12 +101,12 @@ def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
     Of a preset little is known, and a machine that was measured is as uncertain as its own fits are. Runs leave nothing
     to be learned of what they used: see `elixir.hardware.learning.learn`.
     """
-    slow_adam, slow_link = hardware.host_adam_least, hardware.link_least
+    found = (SLOW_HOST_ADAM, SLOW_LINK)
     if hardware.measured_at is not None:
         found = (_least(hardware, _HOST_ADAM), _least(hardware, _LINKS))
-    else:
-        found = (SLOW_HOST_ADAM, SLOW_LINK)
-    return (found[0] if slow_adam is None else slow_adam, found[1] if slow_link is None else slow_link)
+    said = (hardware.host_adam_least, hardware.link_least)
+    slow_adam, slow_link = (rate if known is None else known for rate, known in zip(found, said, strict=True))
+    return slow_adam, slow_link
 
 
 def extremes(hardware: HardwareProfile) -> tuple[tuple[Scenario, float], tuple[Scenario, float]]:
