@@ -8,6 +8,7 @@ those for the threads that submit work. On a measured machine, no more than reac
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -106,10 +107,9 @@ class HostShare:
 
 def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
     """This rank's; reads what the operating system tells and takes the rest as unlimited."""
-    try:
+    boot = ""
+    with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
-    except OSError:
-        boot = ""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = tuple(sorted(allowed, key=lambda core: _place(core, topology)))
     return HostView(

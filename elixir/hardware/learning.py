@@ -57,11 +57,8 @@ def learn(
     """
     kept = [_kept(report) for report in reports]
     early = [share for share in kept if share is not None]
-    timed = [
-        (report, ratio)
-        for report, share in zip(reports, kept, strict=True)
-        if (ratio := _ratio(report)) is not None and share in (None, 1.0)
-    ]
+    steps = zip(reports, map(_ratio, reports), kept, strict=True)
+    timed = [(report, ratio) for report, ratio, share in steps if ratio is not None and share in (None, 1.0)]
     ratios = [ratio for _, ratio in timed]
     if not (ratios or early):
         raise InputError(
@@ -82,7 +79,6 @@ def learn(
     if not ratios:
         return dataclasses.replace(profile, learned=learned)
     spread = max(max(ratios) / factor, factor / min(ratios))
-    low, high = LEARNED_RANGE
     of_disk = _disk_factor(profile, reports)
     disk_factor = factor if of_disk is None else of_disk
     factors = dict.fromkeys(_RATES, 1 / factor) | dict.fromkeys(_DISK_RATES, 1 / disk_factor)
@@ -106,7 +102,7 @@ def learn(
         profile,
         flops_per_s={dtype: rate / factor for dtype, rate in profile.flops_per_s.items()},
         fits={key: fitted(key, fit) for key, fit in profile.fits.items()},
-        step_range=(min(low, 1 / spread), max(high, spread)),
+        step_range=(min(LEARNED_RANGE[0], 1 / spread), max(LEARNED_RANGE[1], spread)),
         learned=learned,
         sources=profile.sources | learned_from,
         **changed,

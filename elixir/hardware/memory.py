@@ -5,6 +5,7 @@ Reads what the driver and the operating system say; allocates nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -94,11 +95,9 @@ def device_name_here(kind: str) -> str | None:
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
     """Model and number of usable cores, such as ``AMD EPYC, 2 cores``; never empty."""
     model = ""
-    try:
+    with contextlib.suppress(OSError):  # not Linux: platform knows, if less well
         match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
         model = match[1].strip() if match else ""
-    except OSError:
-        pass  # not Linux: platform knows, if less well
     model = model or platform.processor() or platform.machine() or "cpu"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{model}, {cores} cores"
