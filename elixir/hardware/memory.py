@@ -129,7 +129,7 @@ def _sysconf_bytes(pages: str) -> int | None:
 
 
 def _number(path: Path, key: str | None = None) -> int | None:
-    """The number in a file, or on its line that begins with `key`; None where there is none, such as for ``max``, which
+    """The number in a file, or on its line that begins with `key`; None if there is none, such as for ``max``, which
     is no limit."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]

@@ -26,7 +26,7 @@ class HostAdam(Workload):
 
     threads: int = 1
     cores: Sequence[int] | None = None
-    """Those that it is bound to; None: any."""
+    """The cores that it is bound to; None: any."""
 
     def series(self) -> list[Series]:
         """Times growing steps on that thread, which torch's number of threads for others does not reach."""

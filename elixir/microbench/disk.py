@@ -46,7 +46,7 @@ class DiskJob(Job):
     folders: Sequence[Path]
 
     def series(self) -> list[Series]:
-        """As `disk_series`."""
+        """Gives the series of `disk_series`."""
         return disk_series(self.bench, *self.folders)
 
 
