@@ -23,8 +23,8 @@ from elixir.check import check_given, families_of, raise_refusals, refusals
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware.host_share import check_host_threads
-from elixir.hardware.machines import MachineView, least_free, unequal
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.promises import MachineView, least_free, unequal
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench.disk import with_disk
 from elixir.models.compiled_layers import layers_compiled

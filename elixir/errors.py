@@ -260,6 +260,7 @@ GONE = {
     "profile's rates",
     "step_in_backward": "early updates have taken the place of step_in_backward= (--step-in-backward); leave it out",
     "speculate": "speculate= is called early_updates= now",
+    "no_spawn": "no ranks are started any more; for collectives start `elixir hardware --measure` with torchrun",
 }
 """Names of options that earlier versions had -> what to do instead."""
 

@@ -1,19 +1,18 @@
 """Measure how long a fused Adam step takes by number of elements: on the host by thread count, and on a device.
 
 python profile/adam.py
-python profile/adam.py --device cuda:0 --out adam.json --plot adam.pdf
+python profile/adam.py --device cuda:0 --out adam.json
 torchrun --nproc-per-node 8 profile/adam.py        # all ranks at once: each rank's rate, and that of all
 """
 
 from __future__ import annotations
 
 from elixir.microbench.adam import adam_jobs, all_threads_jobs
-from elixir.microbench.bench import Bench
-from elixir.microbench.fitting import Job
+from elixir.microbench.bench import Bench, Workload
 from elixir.microbench.script import run_script
 
 
-def jobs(bench: Bench) -> list[Job]:
+def jobs(bench: Bench) -> list[Workload]:
     """The jobs by thread count for one rank; for several, with the threads of a training job."""
     return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
 

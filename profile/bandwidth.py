@@ -1,19 +1,18 @@
 """Measure memory and the links between host and devices by size: one way, both ways at once, pinned and not.
 
 python profile/bandwidth.py
-python profile/bandwidth.py --device cuda:0 --out bandwidth.json --plot bandwidth.pdf
+python profile/bandwidth.py --device cuda:0 --out bandwidth.json
 torchrun --nproc-per-node 8 profile/bandwidth.py   # all ranks at once: each rank's rate, and that of all
 """
 
 from __future__ import annotations
 
-from elixir.microbench.bench import Bench
-from elixir.microbench.fitting import Job
+from elixir.microbench.bench import Bench, Workload
 from elixir.microbench.script import run_script
 from elixir.microbench.transfers import link_jobs, transfer_jobs
 
 
-def jobs(bench: Bench) -> list[Job]:
+def jobs(bench: Bench) -> list[Workload]:
     """Everything for one rank; the links that ranks share for several."""
     return transfer_jobs(bench) if bench.ranks.size == 1 else link_jobs(bench)
 

@@ -1,7 +1,6 @@
-"""Measure all-gather and reduce-scatter by size, over as many ranks as torchrun starts; two on a CPU without it.
+"""Measure all-gather and reduce-scatter by size, over as many ranks as torchrun starts.
 
-python profile/collectives.py
-torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json --plot collectives.pdf
+torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json
 """
 
 from __future__ import annotations

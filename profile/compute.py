@@ -1,7 +1,7 @@
 """Measure what a transformer computes, by dtype: matrix products by shape class, memory-bound operators, attention.
 
 python profile/compute.py
-python profile/compute.py --device cuda:0 --out compute.json --plot compute.pdf
+python profile/compute.py --device cuda:0 --out compute.json
 torchrun --nproc-per-node 8 profile/compute.py     # all devices at once, the slowest counts
 """
 

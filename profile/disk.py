@@ -1,7 +1,7 @@
 """Measure how fast a disk reads and writes by size, past the page cache.
 
 python profile/disk.py --disk-folder /mnt/nvme
-python profile/disk.py --disk-folder /mnt/nvme --quick --out disk.json --plot disk.pdf
+python profile/disk.py --disk-folder /mnt/nvme --quick --out disk.json
 """
 
 from __future__ import annotations

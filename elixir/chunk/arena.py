@@ -60,7 +60,7 @@ class Arena:
         Raises:
             NoMemoryError: host memory ran out. On a CUDA device, torch's own error is raised.
         """
-        HEAP.look(numel * dtype.itemsize)
+        HEAP.trim_if_over(numel * dtype.itemsize)
         try:
             buffer = self._made(numel, dtype, home, pin=pin, paged=paged, passing=passing)
         except torch.OutOfMemoryError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from elixir.artifact import read_json
@@ -20,7 +19,7 @@ _SHOWN_DOUBTFUL = 3
 def run_hardware(args: argparse.Namespace) -> int:
     """Lists presets, shows one, or measures this machine."""
     _check_together(args)
-    files.check_outputs(pictures=[args.plot], data=[args.out])
+    files.check_outputs(data=[args.out])
     if not args.measure and args.show is None and args.learn is None:
         return _list_hardware(as_json=args.json)
     if args.measure:
@@ -38,11 +37,6 @@ def run_hardware(args: argparse.Namespace) -> int:
     else:
         profile = _learned(args.show, args.learn) if args.learn else files.find_hardware(args.show)
     written = [profile.save(args.out)] if args.out else []
-    if args.plot:
-        from elixir.microbench.plots import plot_profile
-
-        plot_profile(profile, args.plot)
-        written.append(Path(args.plot))
     if args.json:
         output.say_json(profile.to_dict())
         return 0
@@ -53,12 +47,11 @@ def run_hardware(args: argparse.Namespace) -> int:
 
 def _check_together(args: argparse.Namespace) -> None:
     """Refuses flags that say nothing without another."""
-    for option in ("quick", "no_spawn", "disk_folder"):
+    for option in ("quick", "disk_folder"):
         if getattr(args, option) and not args.measure:
             raise InputError(f"--{option.replace('_', '-')} goes with --measure")
-    for option in ("out", "plot"):
-        if getattr(args, option) and not (args.measure or args.learn or args.show is not None):
-            raise InputError(f"--{option} goes with --show NAME, --measure or --learn FILE")
+    if args.out and not (args.measure or args.learn or args.show is not None):
+        raise InputError("--out goes with --show NAME, --measure or --learn FILE")
 
 
 def say_hardware(profile: HardwareProfile) -> None:
@@ -98,9 +91,7 @@ def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
     from elixir.microbench import measure
 
     with output.progress(lines=True, bar=ranks.rank == 0) as progress:
-        return measure(
-            progress, quick=args.quick, ranks=ranks, start_ranks=not args.no_spawn, disk_folder=args.disk_folder
-        )
+        return measure(progress, quick=args.quick, ranks=ranks, disk_folder=args.disk_folder)
 
 
 def _list_hardware(*, as_json: bool) -> int:

@@ -323,7 +323,6 @@ FLAGS: dict[str, Flag] = {
     "--disk-folder": _flag(
         "with --measure: also measure the disk that DIR is on; several: their drives together", "DIR", nargs="+"
     ),
-    "--no-spawn": _switch("with --measure: without torchrun, start no ranks for collectives"),
     # Checkpoints.
     "action": _flag("what to do", None, choices=("show", "verify", "export", "prune")),
     "folder": _flag("a checkpoint, or a folder with several", "FOLDER"),
@@ -343,7 +342,6 @@ FLAGS: dict[str, Flag] = {
     "--brief": _switch("only the summary, no tables"),
     "--csv": _flag("save all rows and columns as CSV", "FILE"),
     "--plot@profile": _flag("draw the memory curve (.png, .pdf or .svg)", "FILE"),
-    "--plot@hardware": _flag("draw measured points and fits (with --show or --measure; .png, .pdf or .svg)", "FILE"),
     "--plot@plan": _flag("draw the plan (.png, .pdf or .svg)", "FILE"),
     "--plot@sweep": _flag("draw a heat map (.png, .pdf or .svg)", "FILE"),
     "--out@profile": _flag("save the trace as JSON; `elixir plan` takes it for a model", "FILE"),
@@ -381,7 +379,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "hardware": (
         "What a machine can do: presets, or this one, measured.",
-        {"": "--list|--show|--measure --learn --quick --disk-folder --no-spawn --plot --out --json"},
+        {"": "--list|--show|--measure --learn --quick --disk-folder --out --json"},
     ),
     "plan": (
         "What goes where, and when, so that the step fits the machine.",

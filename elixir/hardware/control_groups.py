@@ -21,18 +21,14 @@ def control_groups(controller: str, root: Path = ROOT, membership: Path = MEMBER
         membership: file that says which groups this process is in.
     """
     for controllers, group in _memberships(membership):
-        if controllers == "":
+        bases = [root / controller, root / controllers] if controller in controllers.split(",") else []
+        if not controllers:
             bases = [root, root / "unified"]
-        elif controller in controllers.split(","):
-            bases = [root / controller, root / controllers]
-        else:
-            continue
         for base in dict.fromkeys(bases):
             own = base / group.strip("/")
             for folder in (own, *own.parents):
-                if not folder.is_relative_to(base):
-                    break
-                yield folder, controllers == ""
+                if folder.is_relative_to(base):
+                    yield folder, controllers == ""
 
 
 def own_group(controller: str, membership: Path = MEMBERSHIP) -> str:

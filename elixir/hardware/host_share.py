@@ -8,15 +8,23 @@ those for the threads that submit work. On a measured machine, no more than reac
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from elixir.errors import InputError, unknown_name
 from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups, own_group
+
+logger = logging.getLogger(__name__)
 
 BIND_VARIABLE = "ELIXIR_BIND"
 """``1`` (default) binds the host's Adam where several ranks share a machine, ``0`` does not."""
@@ -99,10 +107,9 @@ class HostShare:
 
 def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
     """This rank's; reads what the operating system tells and takes the rest as unlimited."""
-    try:
+    boot = ""
+    with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
-    except OSError:
-        boot = ""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = tuple(sorted(allowed, key=lambda core: _place(core, topology)))
     return HostView(
@@ -115,12 +122,8 @@ def quota_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
     least = float("inf")
     for folder, second in control_groups("cpu", root, membership):
         try:
-            if second:
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota, period = (
-                    (folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                )
+            names = ("cpu.max",) if second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
         except (OSError, ValueError):
             continue
         if quota.isdigit() and int(period):  # "max" and -1 stand for no limit
@@ -242,3 +245,32 @@ def _numbers(environment: Mapping[str, str], size: str, rank: str) -> tuple[int,
     except (KeyError, ValueError):
         return None
     return found if 0 <= found[1] < found[0] else None
+
+
+def use_threads(count: int, cores: Sequence[int] | None = None) -> None:
+    """The calling thread's operators run on `count` threads from here on; those of other threads as before.
+
+    ``torch.set_num_threads`` sets OpenMP's number for the thread that calls it, and also a default, which each
+    other thread takes over with its first operator: compute must not, nor threads that the user starts later. So the
+    default is put back, which only another thread can do without losing the number set here. A thread that begins its
+    first operator within these microseconds takes over `count`.
+
+    Args:
+        count: of threads, the calling one included.
+        cores: those that it and the threads it starts may use; None leaves them. OpenMP threads that run
+            already stay where they are, so call this first.
+    """
+    if cores is not None:
+        try:
+            os.sched_setaffinity(0, cores)  # 0 is the calling thread, not the process
+        except OSError as error:  # such as a core that was taken offline
+            logger.warning("the host's Adam runs on any core: binding it to cores %s failed: %s", list(cores), error)
+    torch.get_num_threads()  # now it takes over the default, and not later, instead of the number set here
+    default = _on_another_thread(torch.get_num_threads)
+    torch.set_num_threads(count)
+    _on_another_thread(partial(torch.set_num_threads, default))
+
+
+def _on_another_thread(work: Callable[[], int | None]) -> int:
+    with ThreadPoolExecutor(1, "elixir threads") as other:
+        return other.submit(work).result() or 0

@@ -55,36 +55,36 @@ def learn(
         InputError: no report has both seconds, or counts of early updates; a number makes no sense; or the same reports
             were learned before.
     """
-    early = [share for report in reports if (share := _kept(report)) is not None]
-    timed = [
-        (report, ratio) for report in reports if (ratio := _ratio(report)) is not None and _kept(report) in (None, 1.0)
-    ]
+    kept = [_kept(report) for report in reports]
+    early = [share for share in kept if share is not None]
+    steps = zip(reports, map(_ratio, reports), kept, strict=True)
+    timed = [(report, ratio) for report, ratio, share in steps if ratio is not None and share in (None, 1.0)]
     ratios = [ratio for _, ratio in timed]
     if not (ratios or early):
         raise InputError(
             "no step of the report has both 'step_s' and 'predicted_step_s'; save `model.last_report.to_dict()` of a "
             "steady step as JSON"
         )
-    before, mark = profile.learned, digest([dict(report) for report in reports])
-    if before is not None and mark in before.reports:
+    before, mark = profile.learned or Learned("", 0, 1.0, ()), digest([dict(report) for report in reports])
+    if mark in before.reports:
         raise InputError(f"these steps were learned before, on {before.date}; give the report of another run")
     profile = _with_early(profile, early)
     factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else 1.0
     learned = Learned(
         date=today or datetime.date.today().isoformat(),
-        steps=len(ratios) + (0 if before is None else before.steps),
-        factor=factor * (1.0 if before is None else before.factor),
-        reports=((*before.reports, mark) if before is not None else (mark,)),
+        steps=len(ratios) + before.steps,
+        factor=factor * before.factor,
+        reports=(*before.reports, mark),
     )
     if not ratios:
         return dataclasses.replace(profile, learned=learned)
     spread = max(max(ratios) / factor, factor / min(ratios))
-    low, high = LEARNED_RANGE
     of_disk = _disk_factor(profile, reports)
     disk_factor = factor if of_disk is None else of_disk
-    changed: dict[str, Any] = {name: _scaled(getattr(profile, name), 1 / factor) for name in _RATES}
-    changed |= {name: _scaled(getattr(profile, name), 1 / disk_factor) for name in _DISK_RATES}
-    changed |= {name: _scaled(getattr(profile, name), factor) for name in _TIMES}
+    factors = dict.fromkeys(_RATES, 1 / factor) | dict.fromkeys(_DISK_RATES, 1 / disk_factor)
+    factors |= dict.fromkeys(_TIMES, factor)
+    known = {name: getattr(profile, name) for name in factors}
+    changed: dict[str, Any] = {name: value * factors[name] for name, value in known.items() if value is not None}
     changed |= {name: 1.0 for name, lanes in _LANES.items() if _used([report for report, _ in timed], lanes)}
     said = f"{learned.steps} steps of runs took {learned.factor:.3f} times the seconds predicted before any was known"
     learned_from = {"learned": said, "step_range": "learned from runs on the machine"}
@@ -102,7 +102,7 @@ def learn(
         profile,
         flops_per_s={dtype: rate / factor for dtype, rate in profile.flops_per_s.items()},
         fits={key: fitted(key, fit) for key, fit in profile.fits.items()},
-        step_range=(min(low, 1 / spread), max(high, spread)),
+        step_range=(min(LEARNED_RANGE[0], 1 / spread), max(LEARNED_RANGE[1], spread)),
         learned=learned,
         sources=profile.sources | learned_from,
         **changed,
@@ -168,7 +168,3 @@ def _disk_factor(profile: HardwareProfile, reports: Sequence[Mapping[str, Any]])
             expected_s += sum(nbytes / rate for nbytes, rate in zip(moved, rates, strict=True))
             taken_s += busy_s
     return taken_s / expected_s if expected_s else None
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

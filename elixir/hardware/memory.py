@@ -5,6 +5,7 @@ Reads what the driver and the operating system say; allocates nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -17,6 +18,8 @@ from elixir.errors import InputError
 from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
 from elixir.units import parse_bytes
 
+_MEMINFO = Path("/proc/meminfo")
+
 
 def free_device_bytes(device: torch.device | str | int) -> int:
     """Bytes that this process could still allocate on `device`: free ones and those its own allocator keeps cached.
@@ -26,14 +29,10 @@ def free_device_bytes(device: torch.device | str | int) -> int:
     Raises:
         InputError: no such device, or one that is neither CUDA nor CPU.
     """
-    target = _as_device(device)
+    target = check_device(device)
     if target.type == "cpu":
         return free_host_bytes()
-    if not torch.cuda.is_available():
-        raise InputError(f"cannot read free memory of {target}: PyTorch sees no CUDA device here; give a size instead")
-    index = torch.cuda.current_device() if target.index is None else target.index
-    if index >= torch.cuda.device_count():
-        raise InputError(f"no device cuda:{index}; this machine has {torch.cuda.device_count()}")
+    index = target.index
     free_bytes, _ = torch.cuda.mem_get_info(index)
     cached_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     return int(free_bytes + cached_bytes)
@@ -45,9 +44,8 @@ def free_host_bytes() -> int:
     Raises:
         InputError: the operating system does not tell; give the size instead.
     """
-    available = _meminfo_bytes("MemAvailable")
-    if available is None:
-        available = _sysconf_bytes("SC_AVPHYS_PAGES")
+    available_kib = _number(_MEMINFO, "MemAvailable:")
+    available = _sysconf_bytes("SC_AVPHYS_PAGES") if available_kib is None else available_kib * 1024
     if available is None:
         raise InputError("this operating system does not report free memory; give the host memory as a size")
     return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
@@ -68,7 +66,7 @@ def total_host_bytes() -> int:
 def cache_bytes(device: torch.device | str, root: Path = Path("/sys/devices/system/cpu")) -> int:
     """The last-level caches of all CPUs together, or that of a CUDA device, as the kernel or the driver tells; 0 where
     they do not."""
-    target = _as_device(device)
+    target = check_device(device)
     if target.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(target), "L2_cache_size", 0))
     levels: dict[int, dict[str, int]] = {0: {}}  # -> of each group of CPUs that share one
@@ -97,24 +95,29 @@ def device_name_here(kind: str) -> str | None:
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
     """Model and number of usable cores, such as ``AMD EPYC, 2 cores``; never empty."""
     model = ""
-    try:
+    with contextlib.suppress(OSError):  # not Linux: platform knows, if less well
         match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
         model = match[1].strip() if match else ""
-    except OSError:
-        pass  # not Linux: platform knows, if less well
     model = model or platform.processor() or platform.machine() or "cpu"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{model}, {cores} cores"
 
 
-def _as_device(device: torch.device | str | int) -> torch.device:
+def check_device(device: torch.device | str | int) -> torch.device:
+    """`device` as a `torch.device`, CUDA with an index; `InputError` where this machine has none such."""
     try:
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError):
         raise InputError(f"{device!r} is no device; write 'cuda', 'cuda:0' or 'cpu'") from None
-    if target.type not in ("cuda", "cpu"):
-        raise InputError(f"free memory is known for cuda and cpu devices, not for {target.type!r}")
-    return target
+    if target.type == "cpu":
+        return target
+    if target.type != "cuda":
+        raise InputError(f"expected a device of cuda or the cpu, found {target.type!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = target.index if target.index is not None else torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise InputError(f"no device cuda:{index}; PyTorch sees {count} CUDA devices here")
+    return torch.device("cuda", index)
 
 
 def _sysconf_bytes(pages: str) -> int | None:
@@ -125,16 +128,14 @@ def _sysconf_bytes(pages: str) -> int | None:
     return amount if amount > 0 else None
 
 
-def _meminfo_bytes(key: str, path: Path = Path("/proc/meminfo")) -> int | None:
+def _number(path: Path, key: str | None = None) -> int | None:
+    """The number in a file, or on its line that begins with `key`; None if there is none, such as for ``max``, which
+    is no limit."""
     try:
-        lines = path.read_text().splitlines()
-    except OSError:
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return next(int(words[-1] if key is None else words[1]) for words in lines if key in (None, words[0]))
+    except (OSError, ValueError, StopIteration):
         return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == key:
-            return int(rest.split()[0]) * 1024
-    return None
 
 
 def _cgroup_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, int]]:
@@ -148,26 +149,6 @@ def _cgroup_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator
             if second
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
+        limit, used = _number(folder / names[0]), _number(folder / names[1])
         if limit is not None and used is not None:
-            yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
-
-
-def _read_int(path: Path) -> int | None:
-    """The number in a control file; None for other text, such as ``max`` for no limit."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _stat_bytes(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        name, _, amount = line.partition(" ")
-        if name == key:
-            return int(amount)
-    return 0
+            yield limit, used - (_number(folder / "memory.stat", names[2]) or 0)

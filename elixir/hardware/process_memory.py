@@ -120,7 +120,7 @@ class HeapLimit:
         limit_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
         self._limit_bytes = self._next_bytes = max(limit_bytes, 0)
 
-    def look(self, coming_bytes: int = 0) -> None:
+    def trim_if_over(self, coming_bytes: int = 0) -> None:
         """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time.
 
         Args:

@@ -1,4 +1,4 @@
-"""The ledger of promises: memory that the plans at work in this process may take, and have not taken yet.
+"""The memory that a plan can count on: what other plans at work may still take, and what the least machine has free.
 
 Free memory alone does not tell what a second model may plan with. The first takes activations in its first forward and
 states in its first step, long after a second search has read what is free.
@@ -6,11 +6,17 @@ states in its first step, long after a second search has read what is free.
 
 from __future__ import annotations
 
+import socket
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elixir.errors import InputError, readable_bytes
+import torch
+
+from elixir.errors import InputError, few, readable_bytes
+from elixir.hardware.host_share import host_view
+from elixir.hardware.memory import device_name_here, free_device_bytes, free_host_bytes
 from elixir.units import format_bytes
 
 UNSTEADY_SHARE = 0.03
@@ -19,6 +25,8 @@ group counts page tables, which are 0.2 % of it, and what else the kernel holds 
 
 Source: measured; a size without it was refused by some MiB in the next run, and with 1 and with 2 % a run was killed
 that otherwise stayed within 1 % of its prediction."""
+UNEQUAL = 0.9
+"""Machines with less than this share of the free memory of another are unequal; what runs next to a job takes less."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def enter(promise: Promised) -> None:
 
 
 def leave(promise: Promised) -> None:
-    """Takes a plan off the ledger; it may be off already."""
+    """Takes a plan off the reservations; it may be off already."""
     _AT_WORK.discard(promise)
 
 
@@ -63,7 +71,7 @@ def leave(promise: Promised) -> None:
 class Outstanding:
     """The memory that the plans at work may still take, each at least nothing.
 
-    Activations count as not taken: the ledger knows what the runtime holds between steps.
+    Activations count as not taken: the reservations know what the runtime holds between steps.
     """
 
     plans: int
@@ -101,7 +109,7 @@ def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str, but
         free: what is free now.
         device: on which the plan computes; a ``cpu`` has the host's memory.
         name: of the model, for the error.
-        but: the promise to this model, if it is on the ledger already.
+        but: the promise to this model, if it is reserved already.
 
     Raises:
         InputError: says how much is missing, and what to do.
@@ -121,3 +129,51 @@ def refuse_exceeded(needed: Memory, free: Memory, device: str, *, name: str, but
                 "host_memory=; close() a model that is done, or put several models under one plan with "
                 "elixir.together()"
             )
+
+
+@dataclass(frozen=True)
+class MachineView:
+    """A machine as one rank sees it."""
+
+    machine: str
+    """A name that all ranks of a machine share, and no other machine has."""
+    name: str
+    """The name that people know it by."""
+    device: str | None
+    free: Memory
+
+    @classmethod
+    def here(cls, device: torch.device) -> MachineView:
+        """The machine of this process, which computes on `device`; raises as `free_device_bytes`."""
+        free = Memory(free_device_bytes(device), free_host_bytes())
+        return cls(host_view().host, socket.gethostname(), device_name_here(device.type), free)
+
+
+def least_free(views: Sequence[MachineView]) -> Memory:
+    """The memory that every rank has at least."""
+    frees = [view.free for view in views]
+    return Memory(min(free.device_bytes for free in frees), min(free.host_bytes for free in frees))
+
+
+def unequal(views: Sequence[MachineView]) -> str:
+    """Names the machines that have other devices, fewer ranks or less memory than others; empty if there are none."""
+    if not views:
+        return ""
+    machines: dict[str, list[MachineView]] = {}
+    for view in views:
+        machines.setdefault(view.machine, []).append(view)
+    most, free = max(map(len, machines.values())), least_free(views)
+    said = []
+    for of_machine in machines.values():
+        least, first = least_free(of_machine), of_machine[0]
+        found = [] if first.device == views[0].device else [f"is a {first.device}, the first a {views[0].device}"]
+        if len(of_machine) < most:
+            found.append(f"has {len(of_machine)} of the ranks, others {most}")
+        for memory in ("host", "device"):
+            here, lowest = (getattr(each, f"{memory}_bytes") for each in (least, free))
+            largest = max(getattr(least_free(other), f"{memory}_bytes") for other in machines.values())
+            if here == lowest < UNEQUAL * largest:
+                found.append(f"has {format_bytes(here)} of {memory} memory free, others up to {format_bytes(largest)}")
+        if found:
+            said.append(f"{first.name} {' and '.join(found)}")
+    return few(said) if said else ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import RateFit
+from elixir.hardware.rate_fit import PLAIN_FIELDS, RateFit
 
 SLOW_HOST_ADAM, FAST_HOST_ADAM = 0.3, 3.0
 """CPU Adam of published offloading runs, over that of the presets: from 0.08 to 1.5, 0.28 in the median."""
@@ -56,13 +57,10 @@ class Scenario:
         if self.host_adam == self.link == 1.0:
             return hardware
         factors = dict.fromkeys(_HOST_ADAM, self.host_adam) | dict.fromkeys(_LINKS, self.link)
-        return replace(
-            hardware,
-            host_adam_numel_per_s=hardware.host_adam_numel_per_s * self.host_adam,
-            host_to_device_bytes_per_s=hardware.host_to_device_bytes_per_s * self.link,
-            device_to_host_bytes_per_s=hardware.device_to_host_bytes_per_s * self.link,
-            fits={key: _scaled(fit, factors.get(key.split(".")[0], 1.0)) for key, fit in hardware.fits.items()},
-        )
+        fields = {PLAIN_FIELDS[key]: factor for key, factor in factors.items()}
+        rates: dict[str, Any] = {name: getattr(hardware, name) * factor for name, factor in fields.items()}
+        fits = {key: _scaled(fit, factors.get(key.split(".")[0], 1.0)) for key, fit in hardware.fits.items()}
+        return replace(hardware, fits=fits, **rates)
 
     def is_no_faster(self, other: Scenario) -> bool:
         """Whether no step is shorter than in the other scenario: nothing that gets slower makes a step shorter."""
@@ -101,12 +99,12 @@ def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
     Of a preset little is known, and a machine that was measured is as uncertain as its own fits are. Runs leave nothing
     to be learned of what they used: see `elixir.hardware.learning.learn`.
     """
-    slow_adam, slow_link = hardware.host_adam_least, hardware.link_least
+    found = (SLOW_HOST_ADAM, SLOW_LINK)
     if hardware.measured_at is not None:
         found = (_least(hardware, _HOST_ADAM), _least(hardware, _LINKS))
-    else:
-        found = (SLOW_HOST_ADAM, SLOW_LINK)
-    return (found[0] if slow_adam is None else slow_adam, found[1] if slow_link is None else slow_link)
+    said = (hardware.host_adam_least, hardware.link_least)
+    slow_adam, slow_link = (rate if known is None else known for rate, known in zip(found, said, strict=True))
+    return slow_adam, slow_link
 
 
 def extremes(hardware: HardwareProfile) -> tuple[tuple[Scenario, float], tuple[Scenario, float]]:

@@ -1,19 +1,21 @@
-"""How things are timed: on how much memory, how often, and until when."""
+"""How things are timed: a `Workload` for growing sizes, on how much memory, how often, and until when."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elixir.errors import InputError
-from elixir.hardware.memory import cache_bytes, free_device_bytes
+from elixir.errors import ElixirError, InputError, RankError
+from elixir.hardware.memory import cache_bytes, check_device, free_device_bytes
+from elixir.microbench.fitting import MIN_POINTS, Measured, Series, fitted, threads_text
 from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 
@@ -28,6 +30,9 @@ CACHES = 4
 """Times the caches of the last level that are walked through: a server's hold hundreds of MiB."""
 _MIN_S = 1e-9
 """A clock too coarse for the work would otherwise give zero, and an infinite rate."""
+Progress = Callable[[str, int, int], None]
+"""Called with a short text before each measurement, how many are done, and of how many."""
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -67,16 +72,34 @@ class Bench:
     device: torch.device
     quick: bool = False
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    fixed: Effort | None = None
+    """The effort, whatever the device and its free memory."""
 
     def effort(self, device: torch.device | None = None) -> Effort:
-        """Effort for `device` (default: the one that is measured), the same on all ranks."""
-        plan = effort(self.device if device is None else device, self.quick, sharers=self.ranks.local_size)
-        if self.ranks.size == 1:
-            return plan
+        """Effort for `device` (default: the one that is measured), the same on all ranks.
+
+        Buffers never take more than half of the memory that is free there; ranks on a host share what is free. A quick
+        measurement uses small ones, so a large cache shows as too much bandwidth.
+
+        Raises:
+            InputError: there is not even a MiB for a buffer.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        device = self.device if device is None else device
+        plan, share = _EFFORTS[device.type, self.quick], self.ranks.local_size if device.type == "cpu" else 1
+        cold_bytes = 0 if self.quick else CACHES * cache_bytes(device)
+        # Three buffers are walked through together, or the four tensors of an Adam step.
+        wanted_bytes = max(plan.buffer_bytes, cold_bytes // 3)
+        buffer_bytes = min(wanted_bytes // share, free_device_bytes(device) // (6 * share)) // MIB * MIB
+        if buffer_bytes <= 0:
+            raise InputError(f"too little free memory on {device} to measure anything; end what else runs there")
+        adam_numel = min(max(plan.adam_numel, cold_bytes // 16) // share, 3 * buffer_bytes // 16)
         return dataclasses.replace(
             plan,
-            buffer_bytes=int(self.ranks.least(plan.buffer_bytes)),
-            adam_numel=int(self.ranks.least(plan.adam_numel)),
+            buffer_bytes=int(self.ranks.least(buffer_bytes)),
+            adam_numel=int(self.ranks.least(adam_numel)),
+            cold_bytes=cold_bytes // share,
         )
 
     def on(self, device: str) -> Bench:
@@ -88,27 +111,6 @@ class Bench:
         if self.device.type == "cpu":
             what += f", {threads_text()}"
         return what if self.ranks.size == 1 else f"{what}, {self.ranks.size} ranks at once, the slowest"
-
-
-def effort(device: torch.device, quick: bool, sharers: int = 1) -> Effort:
-    """Effort for a measurement of `device`, never more than half of the memory that is free there.
-
-    `quick` uses small buffers, so a large cache shows as too much bandwidth. `sharers` processes measure at once; on a
-    host they share what is free.
-
-    Raises:
-        InputError: there is not even a MiB for a buffer.
-    """
-    plan = _EFFORTS[device.type, quick]
-    share = sharers if device.type == "cpu" else 1
-    cold_bytes = 0 if quick else CACHES * cache_bytes(device)
-    # Three buffers are walked through together, or the four tensors of an Adam step.
-    wanted_bytes = max(plan.buffer_bytes, cold_bytes // 3)
-    buffer_bytes = min(wanted_bytes // share, free_device_bytes(device) // (6 * share)) // MIB * MIB
-    if buffer_bytes <= 0:
-        raise InputError(f"too little free memory on {device} to measure anything; end what else runs there")
-    adam_numel = min(max(plan.adam_numel, cold_bytes // 16) // share, 3 * buffer_bytes // 16)
-    return dataclasses.replace(plan, buffer_bytes=buffer_bytes, adam_numel=adam_numel, cold_bytes=cold_bytes // share)
 
 
 def median_seconds(
@@ -180,23 +182,6 @@ def _event_seconds(run: Callable[[], object], device: torch.device, queued: int,
     return float(start.elapsed_time(end)) / 1e3 / queued
 
 
-def check_device(device: torch.device | str) -> torch.device:
-    """`device` as a `torch.device` with an index; `InputError` where this machine has none such."""
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"{device!r} is no device; write 'cuda:0' or 'cpu'") from None
-    if target.type == "cpu":
-        return target
-    if target.type != "cuda":
-        raise InputError(f"measurements run on cuda and cpu devices, not on {target.type!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = 0 if target.index is None else target.index
-    if index >= count:
-        raise InputError(f"no device cuda:{index}; PyTorch sees {count} CUDA devices here")
-    return torch.device("cuda", index)
-
-
 def default_device(ranks: Ranks) -> torch.device:
     """Each rank's own CUDA device, or the CPU on a machine without one."""
     if not torch.cuda.is_available():
@@ -204,12 +189,119 @@ def default_device(ranks: Ranks) -> torch.device:
     return check_device(f"cuda:{ranks.local_rank}")
 
 
-def threads_text(count: int | None = None) -> str:
-    """How many threads torch uses for one operator; a host rate means little without it."""
-    count = torch.get_num_threads() if count is None else count
-    return f"{count} thread" + ("s" if count != 1 else "")
+@dataclass(frozen=True)
+class Job:
+    """One thing to measure."""
+
+    title: str
+    keys: tuple[str, ...]
+    """The keys of `HardwareProfile.fits` for which it gives series, in order."""
+
+    def series(self) -> list[Series]:
+        """Measures: one series for each key."""
+        raise NotImplementedError
+
+    def measured(self) -> list[Measured]:
+        """Measures and fits; measures once more if there is no fit, since something came between.
+
+        What the device cannot do, or has no memory for, becomes a problem with a name.
+        """
+        try:
+            first = [fitted(series) for series in self.series()]
+            if all(result.fit is not None for result in first):
+                return first
+            # All ranks have the same points, so all of them do this or none.
+            again = [fitted(series) for series in self.series()]
+            return [a if a.fit is not None else b for a, b in zip(first, again, strict=True)]
+        except RankError:
+            raise  # the other ranks are gone: nothing after this would work either
+        except (ElixirError, RuntimeError, NotImplementedError) as error:
+            problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return [Measured(key, None, None, problem) for key in self.keys]
 
 
-def today() -> str:
-    """ISO date, UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+@dataclass(frozen=True)
+class Workload(Job):
+    """Work that is timed for growing sizes."""
+
+    bench: Bench
+    how: str
+    """A description of the work."""
+    sizes: Sequence[int]
+    begin: Callable[[], Callable[[int], Run]]
+    """Takes the memory that all sizes share, and gives the function that prepares a size. Sizes are prepared one after
+    the other, so that memory of one is free for the next. With several keys, a run gives the seconds of each itself."""
+    amount: Callable[[int], float] = float
+    """Bytes, elements or FLOPs of a size, as the key counts."""
+    longest_s: float = math.inf
+    """Limit on the seconds of a size, once there are enough for a fit."""
+
+    def series(self) -> list[Series]:
+        """Times growing sizes."""
+        bench, plan, prepare = self.bench, self.bench.effort(), self.begin()
+        points: list[tuple[float, tuple[float, ...]]] = []
+        fewest = plan.max_repeats
+        for size in self.sizes:
+            amount = float(self.amount(size))
+            if len(points) >= MIN_POINTS and max(points[-1][1]) * amount / points[-1][0] > self.longest_s:
+                break
+            run = prepare(size)
+            if len(self.keys) > 1:
+                seconds, repeats = repeat(run, plan, bench.ranks)
+            else:
+                one_s, repeats = median_seconds(run, bench.device, plan, bench.ranks)
+                seconds = (one_s,)
+            points.append((amount, seconds))
+            fewest = min(fewest, repeats)
+        how = bench.text(self.how)
+        return [
+            Series(key, tuple((amount, seconds[column]) for amount, seconds in points), fewest, how, bench.ranks.size)
+            for column, key in enumerate(self.keys)
+        ]
+
+
+def run_jobs(
+    jobs: Sequence[Job], progress: Progress | None = None, done: int = 0, count: int | None = None
+) -> list[Measured]:
+    """The results of `jobs`, run in order; `done` are done before them, of `count` in all."""
+    results: list[Measured] = []
+    for index, job in enumerate(jobs, done):
+        if progress is not None:
+            progress(job.title, index, len(jobs) if count is None else count)
+        results += job.measured()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what one measurement used is free for the next
+    return results
+
+
+def geometric(smallest: int, largest: int, count: int, multiple: int = 1) -> list[int]:
+    """`count` amounts or fewer, evenly spread on a logarithmic scale, each a multiple; the last is `largest`."""
+    smallest = min(smallest, largest)
+    exact = [smallest * (largest / smallest) ** (step / max(count - 1, 1)) for step in range(count)]
+    return sorted({max(multiple, round(amount / multiple) * multiple) for amount in exact[:-1]} | {largest})
+
+
+def windows(buffer: torch.Tensor, numel: int) -> list[torch.Tensor]:
+    """Pieces of `numel` elements that follow each other in `buffer`, as many as there are."""
+    return [buffer[start : start + numel] for start in range(0, buffer.numel() - numel + 1, numel)]
+
+
+def walking(
+    run: Callable[..., object], buffers: Callable[[], Sequence[torch.Tensor]]
+) -> Callable[[], Callable[[int], Run]]:
+    """The work of `run` on windows of so many bytes, first those that come first in all `buffers`, then the second, and
+    so on.
+
+    None of them is found in a cache, as in a step that walks through all weights.
+    """
+
+    def begin() -> Callable[[int], Run]:
+        made = buffers()
+
+        def prepare(nbytes: int) -> Run:
+            turns = itertools.cycle(zip(*(windows(each, nbytes // each.itemsize) for each in made), strict=True))
+            return lambda: run(*next(turns))
+
+        return prepare
+
+    return begin

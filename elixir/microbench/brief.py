@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from elixir.errors import InputError
-from elixir.hardware.host_share import host_share, host_view, rank_threads
-from elixir.hardware.memory import cpu_name, total_host_bytes
-from elixir.hardware.own_threads import use_threads
+from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.microbench.bench import threads_text, today
+from elixir.microbench.adam import adam_work
+from elixir.microbench.bench import Bench, Effort
+from elixir.microbench.fitting import Found, profile_of, system_facts, threads_text
+from elixir.microbench.transfers import copy_work, memory_work
 from elixir.units import MIB, dtype_name
 
 HIDDEN = 768
@@ -33,10 +33,10 @@ HIDDEN = 768
 promised too much."""
 WEIGHTS_BYTES, MOST_WEIGHTS = 256 * MIB, 16
 """Weight matrices that are multiplied one after the other: more than caches hold, as in a step."""
-TENSOR_BYTES = 8 * MIB
-TENSORS = 16
-ADAM_NUMEL, ADAM_TENSORS = 2**20, 8
-"""Elements of one parameter, and parameters that are stepped one after the other: more than caches hold."""
+TENSOR_BYTES, ADAM_NUMEL = 8 * MIB, 2**20
+"""Size of a tensor that is copied or added, and elements of a parameter that is stepped."""
+_EFFORT = Effort(1, 1, 0.0, 1, buffer_bytes=16 * TENSOR_BYTES, adam_numel=8 * ADAM_NUMEL, longest_s=0.0)
+"""Memory that is walked through, tensor by tensor: more than caches hold."""
 DROPPED = 0.1
 """Share of the activations that dropout sets to zero: what BERT, GPT-2 and OPT were trained with."""
 BLOCK_OPERATORS = 10
@@ -148,19 +148,27 @@ def measure_briefly(
         for rate in rates.values():
             rate.run()  # pays for page faults and libraries, and is not counted
         slowed = dataclasses.replace(rates["flops"])
-        by_compute = [rate for name, rate in rates.items() if name not in ("link", "adam")]
-        turns: list[_Rate | _Lane] = [
-            *by_compute,
-            _Lane(rates["link"], slowed, fetch),
-            _Lane(rates["adam"], slowed, adam),
-        ]
+        turns: dict[str, _Rate | _Lane] = {**rates}
+        turns |= {"link": _Lane(rates["link"], slowed, fetch), "adam": _Lane(rates["adam"], slowed, adam)}
         until_s = time.perf_counter() + seconds
-        for count, turn in enumerate(itertools.cycle(turns), 1):
+        for count, turn in enumerate(itertools.cycle(turns.values()), 1):
             turn.turn(TURN_S)
             if time.perf_counter() >= until_s and count >= len(turns):
                 break
     product = f"linear in {dtype_name(dtype)}, {tokens} x {hidden} x {4 * hidden}, forward and backward"
-    return _profile(dtype, rates, slowed, f"measured for {seconds:g} s in turns", product, threads)
+    found = _found(rates, slowed, dtype, product, threads)
+    return profile_of(
+        "measured-briefly",
+        {
+            **system_facts(torch.device("cpu")),
+            **{
+                field: (value, f"measured for {seconds:g} s in turns: {what}") for field, (value, what) in found.items()
+            },
+            "step_range": (STEP_RANGE, "assumption: as on one idle machine"),
+        },
+        {},
+        preset("cpu"),
+    )
 
 
 def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _Rate]:
@@ -216,39 +224,22 @@ def between_products(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _lane_rates() -> dict[str, _Rate]:
-    numel = TENSOR_BYTES // 4
-    first, second, third = (torch.ones(TENSORS, numel) for _ in range(3))
-    added, copied = itertools.cycle(range(TENSORS)), itertools.cycle(range(TENSORS))
-
-    def add() -> None:
-        index = next(added)
-        torch.add(first[index], second[index], out=third[index])
-
-    def copy() -> None:
-        index = next(copied)
-        third[index].copy_(first[index])
-
-    steps = []
-    for _ in range(ADAM_TENSORS):
-        parameter = torch.nn.Parameter(torch.ones(ADAM_NUMEL))
-        parameter.grad = torch.full_like(parameter, 1e-3)
-        optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-        optimizer.step()  # makes the states, whose pages are then there
-        steps.append(optimizer.step)
-    on_device, on_host = itertools.cycle(steps), itertools.cycle(steps)
+    """Works of the whole measurement, each of one size; those of lanes come last."""
+    cpu = Bench(torch.device("cpu"), fixed=_EFFORT)
+    step = adam_work(cpu, torch.float32).begin()(ADAM_NUMEL)
+    copies, sums = (work.begin()(TENSOR_BYTES) for work in (copy_work(cpu, "host_to_device"), memory_work(cpu)))
     return {
-        "memory": _Rate(add, 3.0 * TENSOR_BYTES),
-        "device_adam": _Rate(lambda: next(on_device)(), float(ADAM_NUMEL)),
-        "link": _Rate(copy, float(TENSOR_BYTES)),
+        "memory": _Rate(sums, 3.0 * TENSOR_BYTES),
+        "device_adam": _Rate(step, float(ADAM_NUMEL)),
+        "link": _Rate(copies, float(TENSOR_BYTES)),
         # On a thread with as many OpenMP threads as training gives to Adam.
-        "adam": _Rate(lambda: next(on_host)(), float(ADAM_NUMEL)),
+        "adam": _Rate(step, float(ADAM_NUMEL)),
     }
 
 
-def _profile(
-    dtype: torch.dtype, rates: dict[str, _Rate], slowed: _Rate, how: str, product: str, threads: int
-) -> HardwareProfile:
-    base, per_s = preset("cpu"), {name: rate.per_s for name, rate in rates.items()}
+def _found(rates: dict[str, _Rate], slowed: _Rate, dtype: torch.dtype, product: str, threads: int) -> Found:
+    """The measured fields, with what was run for each; `slowed` are products next to lanes."""
+    per_s = {name: rate.per_s for name, rate in rates.items()}
     launch_s = 1 / per_s["launch"]
 
     def without_calls(name: str, operators: int) -> float:
@@ -256,40 +247,29 @@ def _profile(
         run_s = rates[name].run_s
         return rates[name].amount / max(run_s - operators * launch_s, run_s / 2)
 
-    fields: dict[str, tuple[str, str]] = {
-        "device_memory_bytes_per_s": ("memory", "c = a + b"),
-        "host_memory_bytes_per_s": ("memory", "c = a + b"),
-        "host_to_device_bytes_per_s": ("link", "copy within host memory, next to products"),
-        "device_to_host_bytes_per_s": ("link", "copy within host memory, next to products"),
-        "device_to_device_bytes_per_s": ("link", "copy within host memory, next to products"),
-        "host_adam_numel_per_s": ("adam", f"torch AdamW(fused=True) on {threads_text(threads)}, next to products"),
-        "device_adam_numel_per_s": ("device_adam", f"torch AdamW(fused=True), {threads_text()}"),
-    }
-    name, total = dtype_name(dtype), total_host_bytes()
-    measured: dict[str, Any] = {field: per_s[rate] for field, (rate, _) in fields.items()}
+    name = dtype_name(dtype)
+    flops = preset("cpu").flops_per_s | {name: without_calls("flops", PRODUCT_OPERATORS)}
     operators = f"add, dropout, ReLU and layer norm in {name}"
-    return dataclasses.replace(
-        base,
-        name="measured-briefly",
-        device_name=f"{cpu_name()}, {threads_text()}",
-        device_memory_bytes=total,
-        host_memory_bytes=total,
-        flops_per_s={**base.flops_per_s, name: without_calls("flops", PRODUCT_OPERATORS)},
-        sustained_memory_share=without_calls("operators", BLOCK_OPERATORS) / per_s["memory"],
-        launch_s=launch_s,
-        contention=max(0.0, 1 - slowed.per_s / per_s["flops"]),
-        sources=base.sources
-        | {field: f"{how}: {what}" for field, (_, what) in fields.items()}
-        | {
-            "flops_per_s": f"{how}: {product}; other dtypes as in the preset cpu",
-            "sustained_memory_share": f"{how}: {operators}, forward and backward, over c = a + b",
-            "launch_s": f"{how}: {operators} of {LAUNCH_NUMEL} elements, forward and backward",
-            "contention": f"{how}: {product}, next to copies and to CPU Adam",
-            "device_memory_bytes": "read from the operating system: the same memory as the host's",
-            "host_memory_bytes": "read from the operating system and its control groups",
-            "step_range": "assumption: as on one idle machine",
-        },
-        measured_at=today(),
-        step_range=STEP_RANGE,
-        **measured,
-    )
+    memory, link = (per_s["memory"], "c = a + b"), (per_s["link"], "copy within host memory, next to products")
+    return {
+        "device_memory_bytes_per_s": memory,
+        "host_memory_bytes_per_s": memory,
+        "host_to_device_bytes_per_s": link,
+        "device_to_host_bytes_per_s": link,
+        "device_to_device_bytes_per_s": link,
+        "host_adam_numel_per_s": (
+            per_s["adam"],
+            f"torch AdamW(fused=True) on {threads_text(threads)}, next to products",
+        ),
+        "device_adam_numel_per_s": (per_s["device_adam"], f"torch AdamW(fused=True), {threads_text()}"),
+        "flops_per_s": (flops, f"{product}; other dtypes as in the preset cpu"),
+        "sustained_memory_share": (
+            without_calls("operators", BLOCK_OPERATORS) / per_s["memory"],
+            f"{operators}, forward and backward, over c = a + b",
+        ),
+        "launch_s": (launch_s, f"{operators} of {LAUNCH_NUMEL} elements, forward and backward"),
+        "contention": (
+            max(0.0, 1 - slowed.per_s / per_s["flops"]),
+            f"{product}, next to copies and to CPU Adam",
+        ),
+    }

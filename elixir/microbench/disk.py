@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from elixir.errors import InputError
-from elixir.extents.extent_file import Extent, ExtentFile, Requests, fastest_requests
+from elixir.extents.extent_file import ExtentFile, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, warn_if_in_memory
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench.bench import Bench
-from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
+from elixir.microbench.bench import Bench, Job, Run, Workload, geometric
+from elixir.microbench.fitting import MIN_POINTS, Measured, Series
 from elixir.units import MIB, format_bytes
 
 FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}
@@ -40,14 +38,26 @@ WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
 seconds: each amount has one turn before any has the next, and the median counts."""
 
 
+@dataclass(frozen=True)
+class DiskJob(Job):
+    """Writing to the disk that a folder is on, and reading from it, by one process; or several drives together."""
+
+    bench: Bench
+    folders: Sequence[Path]
+
+    def series(self) -> list[Series]:
+        """Gives the series of `disk_series`."""
+        return disk_series(self.bench, *self.folders)
+
+
 def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
-    """Writing to the disk that a folder is on, and reading from it, by one process; or several drives together.
+    """The measurement of the disks that folders are on.
 
     Raises:
         InputError: a folder is none, cannot be written, or has too little room.
     """
     paths = [check_folder(folder, quick=bench.quick) for folder in folders]
-    return [Job("disk, written and read", KEYS, lambda: disk_series(bench, *paths))]
+    return [DiskJob("disk, written and read", KEYS, bench, paths)]
 
 
 def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
@@ -83,25 +93,27 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
     """
-    size, plan = FILE_BYTES[bench.quick], bench.on("cpu").effort()
+    bench, size = bench.on("cpu"), FILE_BYTES[bench.quick]
+    plan, where = bench.effort(), ", ".join(str(folder) for folder in folders)
     sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, DIRECT_BYTES)
-    found, where = [], ", ".join(str(folder) for folder in folders)
     files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
     try:
         with measured_file(folders, size) as file:
-            requests = file.find_requests(sizes[-1])
-            how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {file.how}"
-            points = _points(file, sizes, WINDOWS[bench.quick], WINDOW_S[bench.quick])
-            for key, way in (("disk_write", "write"), ("disk_read", "read")):
-                said = f"{way} {how}, reads and writes in turns as in a run"
-                found.append(Series(key, "bytes", points[way], WINDOWS[bench.quick], said))
-            cases = [(float(amount), partial(_in_turn, file.read_and_write, amount, size)) for amount in sizes]
+            source, target = (memoryview(buffer)[: sizes[-1]] for buffer in file.buffers)
+            requests = fastest_requests(file.file, file.extent, source, target)
+            transfers = "direct" if file.file.is_direct else "synchronised, pages dropped"
+            how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {transfers}"
+            found = _turns(file, sizes, how, quick=bench.quick)
             said = f"read and write at once {how}"
-            both = sweep(bench.on("cpu"), plan, "disk_read.both", "bytes", said, cases, longest_s=LONGEST_S)
-            found.append(replace(both, how=said))  # threads of torch have no part in it
+
+            def prepare(amount: int) -> Run:
+                return partial(file.read_and_write, amount)
+
+            both = Workload("", KEYS[2:3], bench, said, sizes, lambda: prepare, longest_s=LONGEST_S)
+            found += [replace(both.series()[0], key=key, how=said) for key in KEYS[2:]]  # torch's threads have no part
     except OSError as error:
         raise InputError(f"the disk of {where} failed: {error.strerror}") from None
-    return [*found, replace(found[-1], key="disk_write.both")]
+    return found
 
 
 def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
@@ -112,126 +124,104 @@ def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
         InputError: see `check_folder` and `disk_series`.
     """
     paths = [check_folder(folder, quick=True) for folder in folders]
-    series = {each.key: each for each in disk_series(Bench(torch.device("cpu"), quick=True), *paths)}
-    rates: dict[str, Any] = {}
-    for way in ("disk_read", "disk_write"):
-        amount, seconds = series[way].points[-1]
-        rates[f"{way}_bytes_per_s"] = amount / seconds
-    sources = {name: series[name.removesuffix("_bytes_per_s")].how for name in rates}
+    found = disk_series(Bench(torch.device("cpu"), quick=True), *paths)[:2]
+    rates: dict[str, Any] = {f"{each.key}_bytes_per_s": Measured(each.key, each, None).per_s for each in found}
+    sources = {f"{each.key}_bytes_per_s": each.how for each in found}
     return replace(profile, **rates, disk_free_bytes=free_disk_bytes(*paths), sources={**profile.sources, **sources})
 
 
-def _points(file: MeasuredFile, sizes: Sequence[int], windows: int, window_s: float) -> dict[str, Points]:
-    """(amount, median seconds) of the writes and of the reads of each amount."""
+def _turns(file: MeasuredFile, sizes: Sequence[int], how: str, *, quick: bool) -> list[Series]:
+    """The writes and the reads of each amount, with median seconds."""
     seen: dict[int, list[InTurns]] = {}
     for amount in sizes:
         first = file.in_turns(amount, 0.0)  # pays for what is only done once
-        if len(seen) >= MIN_POINTS and max(first.write_s, first.read_s) > LONGEST_S:
+        if len(seen) >= MIN_POINTS and max(first) > LONGEST_S:
             break
         seen[amount] = []
-    for _ in range(windows):
+    for _ in range(WINDOWS[quick]):
         for amount, found in seen.items():
-            found.append(file.in_turns(amount, window_s))
-    return {
-        "write": tuple((float(amount), statistics.median(each.write_s for each in seen[amount])) for amount in seen),
-        "read": tuple((float(amount), statistics.median(each.read_s for each in seen[amount])) for amount in seen),
-    }
+            found.append(file.in_turns(amount, WINDOW_S[quick]))
+    return [
+        Series(
+            key,
+            tuple((float(amount), statistics.median(turn[way] for turn in found)) for amount, found in seen.items()),
+            WINDOWS[quick],
+            f"{key.removeprefix('disk_')} {how}, reads and writes in turns as in a run",
+        )
+        for way, key in enumerate(KEYS[:2])
+    ]
 
 
-def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:
-    """Moves one window of the file after the other."""
-    turns = itertools.cycle(range(0, file_bytes - amount + 1, amount))
-    return lambda: move(next(turns), amount)
-
-
-Points = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class InTurns:
+class InTurns(NamedTuple):
     """Seconds of one transfer each way, while reads and writes take turns."""
 
     write_s: float
     read_s: float
 
 
-@dataclass(frozen=True)
 class MeasuredFile:
-    """The file of a measurement: moved as states that live on a disk are."""
+    """The file of a measurement: moved as states that live on a disk are, and full of bytes that no drive can compress.
 
-    file: ExtentFile
-    extent: Extent
-    buffers: tuple[mmap.mmap, mmap.mmap]
-    """One to write from, one to read into."""
-    _at: dict[int, int] = field(default_factory=dict)
+    Args:
+        file: without a name, so it is gone whatever happens.
+        size: of it; at most a quarter is moved at once.
+    """
+
+    def __init__(self, file: ExtentFile, size: int) -> None:
+        self.file, self.extent = file, file.extent(size)
+        # Not closed: where a transfer failed, the error's traceback still holds a view of them.
+        self.buffers = aligned_buffer(size // LARGEST_SHARE), aligned_buffer(size // LARGEST_SHARE)
+        """One to write from, one to read into."""
+        self._end = 0
+        self.buffers[0][:] = os.urandom(len(self.buffers[0]))
+        for start in range(0, size, size // LARGEST_SHARE):
+            self._write(start, min(size // LARGEST_SHARE, size - start))
 
     def in_turns(self, amount: int, window_s: float) -> InTurns:
         """Times transfers as a run makes them: reads and writes of `amount` bytes take turns for `window_s`, each at
         another offset, and the drive has all of it in the end."""
-        spent, count = [0.0, 0.0], 0
-        last = (self.extent.nbytes - amount) // DIRECT_BYTES * DIRECT_BYTES
-        while not count or sum(spent) < window_s:
-            at = self._at.get(amount, 0)
+        write_s = read_s = 0.0
+        count = 0
+        while not count or write_s + read_s < window_s:
+            start, far = self._next(amount)
             began_s = time.perf_counter()
-            self.file.write(self.extent, memoryview(self.buffers[0])[:amount], at)
+            self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
             written_s = time.perf_counter()
-            self.read(self._far(at, amount), amount)
-            spent = [spent[0] + written_s - began_s, spent[1] + time.perf_counter() - written_s]
+            self.file.read(self.extent, memoryview(self.buffers[1])[:amount], far)
+            write_s += written_s - began_s
+            read_s += time.perf_counter() - written_s
             count += 1
-            self._at[amount] = at + amount if at + amount <= last else 0
         began_s = time.perf_counter()
         self.file.sync()
-        return InTurns((spent[0] + time.perf_counter() - began_s) / count, spent[1] / count)
+        return InTurns((write_s + time.perf_counter() - began_s) / count, read_s / count)
 
-    def _far(self, start: int, amount: int) -> int:
-        """Returns where to read while `start` is written: half a file later, which no drive has cached."""
-        half = self.extent.nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
-        return min((start + half) % self.extent.nbytes, self.extent.nbytes - amount)
+    def read_and_write(self, amount: int) -> None:
+        """Reads and writes at the same time, until the drive has the bytes."""
+        start, far = self._next(amount)
+        with ThreadPoolExecutor(1) as writer:
+            writing = writer.submit(self._write, start, amount)
+            self.file.read(self.extent, memoryview(self.buffers[1])[:amount], far)
+            writing.result()
 
-    @property
-    def how(self) -> str:
-        return "direct" if self.file.is_direct else "synchronised, pages dropped"
-
-    def find_requests(self, amount: int) -> Requests:
-        """The requests with which so many bytes are moved fastest."""
-        source, target = (memoryview(buffer)[:amount] for buffer in self.buffers)
-        return fastest_requests(self.file, self.extent, source, target)
-
-    def write(self, start: int, amount: int) -> None:
-        """Writes until the drive has the bytes. A direct write may still be in the drive's cache, hence the sync."""
+    def _write(self, start: int, amount: int) -> None:
+        """A direct write may still be in the drive's cache, hence the sync."""
         self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
         self.file.sync()
 
-    def read(self, start: int, amount: int) -> None:
-        self.file.read(self.extent, memoryview(self.buffers[1])[:amount], start)
-
-    def read_and_write(self, start: int, amount: int) -> None:
-        """Reads what comes half a file later than what it writes."""
-        with ThreadPoolExecutor(1) as writer:
-            writing = writer.submit(self.write, start, amount)
-            self.read(self._far(start, amount), amount)
-            writing.result()
+    def _next(self, amount: int) -> tuple[int, int]:
+        """Returns where to write, after the last write, and where to read: half a file later, which no drive has
+        cached."""
+        nbytes = self.extent.nbytes
+        start = self._end if self._end + amount <= nbytes else 0
+        self._end = start + amount
+        half = nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
+        return start, min((start + half) % nbytes, nbytes - amount)
 
 
 @contextlib.contextmanager
 def measured_file(folders: Sequence[PathLike], size: int) -> Iterator[MeasuredFile]:
-    """A file full of bytes that no drive can compress. It has no name, so it is gone whatever happens.
-
-    Args:
-        folders: one on each drive.
-        size: of the file; at most a quarter of it is moved at once.
-    """
+    """A file for a measurement, as of `MeasuredFile`, striped over folders, one on each drive."""
     if not hasattr(os, "posix_fadvise"):
         raise InputError("this system has no way past the page cache, so its disks cannot be measured")
-    file = ExtentFile(folders)
-    try:
-        # Not closed: where a transfer failed, the error's traceback still holds a view of them.
-        piece = size // LARGEST_SHARE
-        buffers = aligned_buffer(piece), aligned_buffer(piece)
-        buffers[0][:] = os.urandom(len(buffers[0]))
-        measured = MeasuredFile(file, file.extent(size), buffers)
-        for start in range(0, size, piece):
-            measured.write(start, min(piece, size - start))
-        yield measured
-    finally:
-        file.close()
+    with contextlib.closing(ExtentFile(folders)) as file:
+        yield MeasuredFile(file, size)

@@ -1,4 +1,4 @@
-"""Turns measured points into latency and rate: ``seconds = latency_s + amount / per_s``.
+"""Turns measured points into latency and rate, ``seconds = latency_s + amount / per_s``, and these into a profile.
 
 The fit minimises relative errors, so that a copy of a megabyte counts as much as one of a gigabyte. What it cannot
 describe it refuses: too few points, times that say nothing about a rate, or an error beyond `ERROR_LIMIT`.
@@ -6,16 +6,20 @@ describe it refuses: too few points, times that say nothing about a rate, or an 
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import datetime
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from elixir.errors import ElixirError, InputError, RankError
-from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
-from elixir.microbench.bench import Bench, Effort, median_seconds
+from elixir.errors import InputError
+from elixir.hardware.memory import cpu_name, total_host_bytes
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
@@ -24,9 +28,11 @@ MIN_POINTS = 3
 MIN_RATE_SHARE = 0.6
 """Least share of the rate in the time of the largest amount. With less, the amounts were too small to show a rate, or
 other work kept the cores busy: threads that wait for a core wait for milliseconds."""
-
 MAX_LATENCY_S = 5e-3
 """Largest latency that is believed: a thread that waits for its turn on a core takes longer to start."""
+_UNITS = {"numel": "elements", "flops": "FLOP", "bytes": "bytes"}
+Found = dict[str, tuple[Any, str]]
+"""Field of `HardwareProfile` -> its value and source; without a source, it needs none."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,6 @@ class Series:
     """Measured seconds by amount, for one key of `HardwareProfile.fits`."""
 
     key: str
-    unit: str
-    """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
     points: tuple[tuple[float, float], ...]
     """(amount, median seconds), amounts rising."""
     repeats: int
@@ -44,6 +48,11 @@ class Series:
     """A description of the work that ran."""
     ranks: int = 1
     """How many ranks did so at once."""
+
+    @property
+    def unit(self) -> str:
+        """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
+        return _UNITS[fit_unit(self.key)]
 
 
 @dataclass(frozen=True)
@@ -80,39 +89,6 @@ class Measured:
         return text + ("" if self.fit else f"; no fit ({self.problem}), so {LARGEST_ALONE}")
 
 
-@dataclass(frozen=True)
-class Job:
-    """One thing to measure."""
-
-    title: str
-    keys: tuple[str, ...]
-    """The keys for which it gives series."""
-    run: Callable[[], Series | Sequence[Series]]
-
-    def measured(self) -> list[Measured]:
-        """Runs the job and fits its series; runs it once more if there is no fit, since something came between.
-
-        What the device cannot do, or has no memory for, becomes a problem with a name.
-        """
-        try:
-            first = [fitted(series) for series in self.series()]
-            if all(result.fit is not None for result in first):
-                return first
-            # All ranks have the same points, so all of them do this or none.
-            again = [fitted(series) for series in self.series()]
-            return [a if a.fit is not None else b for a, b in zip(first, again, strict=True)]
-        except RankError:
-            raise  # the other ranks are gone: nothing after this would work either
-        except (ElixirError, RuntimeError, NotImplementedError) as error:
-            problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return [Measured(key, None, None, problem) for key in self.keys]
-
-    def series(self) -> list[Series]:
-        """Runs the job: one series for each key."""
-        found = self.run()
-        return [found] if isinstance(found, Series) else [*found]
-
-
 def fitted(series: Series) -> Measured:
     """Fits `series`, or says why there is no fit."""
     try:
@@ -133,17 +109,14 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
     if len({amount for amount, _ in points}) < MIN_POINTS:
         raise InputError(f"a fit needs {MIN_POINTS} different amounts or more, found {len(points)} points")
     import numpy as np
-    from scipy.optimize import lsq_linear
 
     amounts, seconds_ = np.array(points, dtype=np.float64).T
     # In units of the largest amount and its time, so that both unknowns are of order one; each row over its own time.
     amount_unit, seconds_unit = float(amounts.max()), float(seconds_[amounts.argmax()])
     times = seconds_ / seconds_unit
     rows = np.stack([1 / times, amounts / amount_unit / times], axis=1)
-    solved = lsq_linear(rows, np.ones(len(times)), bounds=(0, np.inf), method="bvls")
-    latency, inverse = (float(value) for value in solved.x)
-    if not solved.success or not (math.isfinite(latency) and math.isfinite(inverse)):
-        raise InputError(f"the fit failed: {solved.message}")
+    solved = _not_negative(rows)
+    latency, inverse = (float(value) for value in solved)
     if inverse < MIN_RATE_SHARE * (latency + inverse):
         raise InputError(
             f"seconds hardly grow with the amount: {latency / (latency + inverse):.0%} of the largest amount's time "
@@ -154,7 +127,7 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
             f"a latency of {latency * seconds_unit * 1e3:.1f} ms is too long, at most {MAX_LATENCY_S * 1e3:g} ms is "
             f"accepted: other programs keep the cores busy; measure again on a quieter machine"
         )
-    errors = np.abs(rows @ solved.x - 1)
+    errors = np.abs(rows @ solved - 1)
     worst = int(errors.argmax())
     if errors[worst] > ERROR_LIMIT:
         raise InputError(
@@ -169,50 +142,74 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
     )
 
 
-def sweep(
-    bench: Bench,
-    plan: Effort,
-    key: str,
-    unit: str,
-    how: str,
-    cases: Iterable[tuple[float, Callable[[], Callable[[], object]]]],
-    *,
-    longest_s: float = math.inf,
-) -> Series:
-    """Times growing amounts.
+def _not_negative(rows: Any) -> Any:
+    """The two unknowns, neither below 0, whose products with `rows` are nearest to 1: both are free, or one is 0."""
+    import numpy as np
+
+    found = []
+    for free in ([0, 1], [0], [1]):
+        solved = np.zeros(2)
+        solved[free] = np.linalg.lstsq(rows[:, free], np.ones(len(rows)), rcond=None)[0]
+        if (solved >= 0).all():
+            found.append(solved)
+    return min(found, key=lambda solved: float(np.square(rows @ solved - 1).sum()))
+
+
+def profile_of(
+    name: str, found: Found, fits: Mapping[str, tuple[RateFit, str]], base: HardwareProfile | None = None
+) -> HardwareProfile:
+    """A profile measured today.
 
     Args:
-        cases: (amount, function that prepares and gives what is timed); prepared one after the other, so that memory of
-            one is free for the next.
-        longest_s: stop before an amount that would take longer, once there are points enough for a fit.
+        name: of the profile.
+        found: its fields.
+        fits: key -> fit and source.
+        base: has the fields that are not in `found`; None: they are unknown.
     """
-    points: list[tuple[float, float]] = []
-    fewest = plan.max_repeats
-    for amount, prepare in cases:
-        if len(points) >= MIN_POINTS and points[-1][1] * amount / points[-1][0] > longest_s:
-            break
-        seconds, repeats = median_seconds(prepare(), bench.device, plan, bench.ranks)
-        points.append((float(amount), seconds))
-        fewest = min(fewest, repeats)
-    return Series(key, unit, tuple(points), fewest, bench.text(how), bench.ranks.size)
+    values = {field: value for field, (value, _) in found.items()}
+    values |= {"name": name, "measured_at": today(), "fits": {key: fit for key, (fit, _) in fits.items()}}
+    sources = {field: source for field, (_, source) in found.items() if source}
+    if fits:
+        sources["fits"] = "measured: latency and rate with the least squared relative error; each has a separate line"
+    sources |= {f"fits.{key}": source for key, (_, source) in fits.items()}
+    if base is None:
+        return HardwareProfile(sources=sources, **values)
+    return dataclasses.replace(base, sources=base.sources | sources, **values)
 
 
-def geometric(smallest: int, largest: int, count: int, multiple: int = 1) -> list[int]:
-    """`count` amounts or fewer, evenly spread on a logarithmic scale, each a multiple; the last is `largest`."""
-    smallest = min(smallest, largest)
-    exact = [smallest * (largest / smallest) ** (step / max(count - 1, 1)) for step in range(count)]
-    return sorted({max(multiple, round(amount / multiple) * multiple) for amount in exact[:-1]} | {largest})
+def slug(device_name: str) -> str:
+    """The name of a device as part of a profile's name."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.split(",")[0].lower()).strip("-")
 
 
-def windows(buffer: torch.Tensor, numel: int) -> list[torch.Tensor]:
-    """Pieces of `numel` elements that follow each other in `buffer`, as many as there are."""
-    return [buffer[start : start + numel] for start in range(0, buffer.numel() - numel + 1, numel)]
+def system_facts(device: torch.device) -> Found:
+    """Fields that are read, and the same however long the machine is measured."""
+    found: Found = {"host_memory_bytes": (total_host_bytes(), "read from the operating system and its control groups")}
+    if device.type == "cpu":
+        return found | {
+            "device_kind": ("cpu", ""),
+            "device_name": (f"{cpu_name()}, {threads_text()}", ""),
+            "compute_capability": (None, ""),
+            "device_memory_bytes": (
+                total_host_bytes(),
+                "read from the operating system: the same memory as the host's",
+            ),
+        }
+    properties = torch.cuda.get_device_properties(device)
+    return found | {
+        "device_kind": ("cuda", ""),
+        "device_name": (properties.name, ""),
+        "compute_capability": ((properties.major, properties.minor), "read from the driver"),
+        "device_memory_bytes": (torch.cuda.mem_get_info(device)[1], "read from the driver: total, not free"),
+    }
 
 
-def in_turns(run: Callable[..., object], numel: int, *buffers: torch.Tensor) -> Callable[[], object]:
-    """Calls `run` with the first windows of all buffers, then with the second ones, and so on.
+def threads_text(count: int | None = None) -> str:
+    """How many threads torch uses for one operator; a host rate means little without it."""
+    count = torch.get_num_threads() if count is None else count
+    return f"{count} thread" + ("s" if count != 1 else "")
 
-    None of them is found in a cache, as in a step that walks through all weights.
-    """
-    turns = itertools.cycle(zip(*(windows(buffer, numel) for buffer in buffers), strict=True))
-    return lambda: run(*next(turns))
+
+def today() -> str:
+    """ISO date, UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

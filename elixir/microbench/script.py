@@ -1,26 +1,29 @@
-"""The frame of the scripts in ``profile/``: arguments, ranks, table, JSON, picture."""
+"""The frame of the scripts in ``profile/``: arguments, ranks, a table for people, JSON for programs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from elixir.artifact import check_writable, write_atomically
 from elixir.errors import ElixirError, InputError
-from elixir.microbench.bench import Bench, check_device, default_device
-from elixir.microbench.fitting import Job, Measured
-from elixir.microbench.machine import SPAWNED_WORLD, run_jobs
-from elixir.microbench.plots import check_picture, plot_fits
-from elixir.microbench.ranks import Ranks, joined, spawn
-from elixir.microbench.report import as_json, as_table
+from elixir.hardware.memory import check_device
+from elixir.microbench.bench import Bench, Job, default_device, run_jobs
+from elixir.microbench.fitting import Measured, today
+from elixir.microbench.ranks import joined
+from elixir.units import format_seconds
+
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def run_script(
-    jobs: Callable[..., list[Job]],
+    jobs: Callable[..., Sequence[Job]],
     description: str | None,
     arguments: Sequence[str] | None = None,
     *,
@@ -38,26 +41,29 @@ def run_script(
         description: the script's docstring, shown by ``--help``.
         arguments: instead of those of the process.
         needs_folder: ``--disk-folder`` must be given and is the second argument of `jobs`.
-        needs_ranks: one rank has nothing to measure, so two are started unless ``--no-spawn`` is given.
+        needs_ranks: one rank has nothing to measure.
     """
-    parser = _parser(description, needs_ranks=needs_ranks, needs_folder=needs_folder)
-    options = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cuda:0, cpu, ... (default: each rank's CUDA device, else cpu)")
+    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer amounts and repetitions")
+    parser.add_argument("--out", type=Path, help="write points and fits to this JSON file")
     if needs_folder:
-        jobs = partial(_in_folder, jobs, options.disk_folder)
+        parser.add_argument("--disk-folder", required=True, help="a folder on the disk to be measured")
+    options = parser.parse_args(arguments)
     try:
-        _check_outputs(options)
+        if options.out is not None:
+            check_writable(options.out)
         with joined() as ranks:
-            device = check_device(options.device) if options.device else default_device(ranks)
+            bench = Bench(
+                check_device(options.device) if options.device else default_device(ranks), options.quick, ranks
+            )
             if needs_ranks and ranks.size == 1:
-                if options.no_spawn or device.type != "cpu":
-                    parser.error("one rank has nothing to measure here; start with torchrun --nproc-per-node N")
-                results: list[Measured] = spawn(SPAWNED_WORLD, measured, jobs, device, options.quick)
-            else:
-                results = measured(ranks, jobs, device, options.quick)
+                raise InputError("one rank has nothing to measure here; start with torchrun --nproc-per-node N")
+            if needs_folder and ranks.size > 1:
+                raise InputError("a disk is measured by one process; start this script without torchrun")
+            results = run_jobs(jobs(bench, options.disk_folder) if needs_folder else jobs(bench))
             if ranks.rank != 0:
                 return ""
-        if options.plot is not None:
-            plot_fits(results, options.plot)
         if options.out is not None:
             write_atomically(options.out, as_json(results))
     except ElixirError as error:
@@ -65,34 +71,46 @@ def run_script(
     return as_table(results) + "\n"
 
 
-def _parser(description: str | None, *, needs_ranks: bool, needs_folder: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cuda:0, cpu, ... (default: each rank's CUDA device, else cpu)")
-    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer amounts and repetitions")
-    parser.add_argument("--out", type=Path, help="write points and fits to this JSON file")
-    parser.add_argument("--plot", type=Path, help="draw points and fits (.pdf, .png or .svg)")
-    if needs_ranks:
-        parser.add_argument("--no-spawn", action="store_true", help="without torchrun, start no second rank")
-    if needs_folder:
-        parser.add_argument("--disk-folder", required=True, help="a folder on the disk to be measured")
-    return parser
+def format_rate(value: float, unit: str) -> str:
+    """``1.5e9, bytes`` -> ``1.50 Gbytes/s``; decimal prefixes, as links are sold."""
+    scale, prefix = next((each for each in _SCALES if value >= each[0]), _SCALES[-1])
+    return f"{value / scale:.2f} {prefix}{unit}/s"
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Raises an `ElixirError` before anything is measured if what was asked for cannot be written."""
-    for path in (options.out, options.plot):
-        if path is not None:
-            check_writable(path)
-    if options.plot is not None:
-        check_picture(options.plot)
+def as_table(results: Sequence[Measured]) -> str:
+    """Lines for people: key, rate of large amounts, latency, error of the fit, what ran.
+
+    With several ranks, the rate of each and of all together.
+    """
+    rows = [("key", "rate", "latency", "fit within", "what ran"), *map(_row, results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3)), row[4]]) for row in rows
+    )
 
 
-def _in_folder(jobs: Callable[..., list[Job]], folder: str, bench: Bench) -> list[Job]:
-    if bench.ranks.size > 1:
-        raise InputError("a disk is measured by one process; start this script without torchrun")
-    return jobs(bench, folder)
+def as_json(results: Sequence[Measured]) -> str:
+    """JSON text with points, fits and problems, the date and what ran them."""
+    series = []
+    for result in results:
+        record: dict[str, Any] = {"key": result.key, "fit": None}
+        if result.series is not None:
+            record |= asdict(result.series) | {"unit": result.series.unit}
+        if result.fit is None:
+            record["problem"] = result.problem
+        else:
+            record["fit"] = {name: getattr(result.fit, name) for name in ("latency_s", "per_s", "error")}
+        series.append(record)
+    made = {"measured_at": today(), "torch": torch.__version__, "threads": torch.get_num_threads(), "series": series}
+    return json.dumps(made, indent=1, allow_nan=False) + "\n"
 
 
-def measured(ranks: Ranks, jobs: Callable[[Bench], list[Job]], device: torch.device, quick: bool) -> list[Measured]:
-    """Runs what `jobs` gives for one rank of `ranks`."""
-    return run_jobs(jobs(Bench(device, quick, ranks)))
+def _row(result: Measured) -> tuple[str, str, str, str, str]:
+    if result.series is None:
+        return result.key, "-", "-", "-", f"not measured: {result.problem}"
+    rate = format_rate(result.per_s, result.series.unit)
+    if result.series.ranks > 1 and result.key.endswith(".all_ranks"):
+        rate += f" each, {format_rate(result.per_s * result.series.ranks, result.series.unit)} in all"
+    if result.fit is None:
+        return result.key, rate, "-", "no fit", f"{result.series.how} ({result.problem})"
+    return result.key, rate, format_seconds(result.fit.latency_s), f"{result.fit.error:.0%}", result.series.how

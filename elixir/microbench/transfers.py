@@ -9,16 +9,14 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 
-from elixir.errors import InputError
-from elixir.microbench.bench import Bench, Effort, check_device, repeat
-from elixir.microbench.fitting import Job, Series, geometric, in_turns, sweep, windows
+from elixir.hardware.memory import check_device
+from elixir.microbench.bench import Bench, Run, Workload, geometric, walking, windows
 from elixir.units import MIB, format_bytes
 
 SMALLEST_BYTES = 256 * 1024
@@ -26,23 +24,28 @@ SMALLEST_BYTES = 256 * 1024
 SMALLEST_BOTH_BYTES = 4 * MIB
 """Size of the smallest copy both ways: two threads start some ten microseconds after each other, when a smaller copy
 would be half done."""
-_TITLES = {True: "host to {}", False: "{} to host"}
+_TITLES = {"host_to_device": "host to {}", "device_to_host": "{} to host"}
 PINNING_RUNS = 3
-_FAMILIES = {True: "host_to_device", False: "device_to_host"}
 
 
-def transfer_jobs(bench: Bench) -> list[Job]:
+def transfer_jobs(bench: Bench) -> list[Workload]:
     """Host memory and the host's link: one way, both ways at once, pinned and not, and between devices.
 
     On a machine whose device is the CPU, a link is a copy from host memory to host memory: no direction and nothing
     pinned, so that there is one series for both ways.
     """
-    jobs = [Job("host memory", ("host_memory",), lambda: memory_series(bench.on("cpu"))), *link_jobs(bench)]
+    jobs = [memory_work(bench.on("cpu")), *link_jobs(bench)]
     if bench.device.type == "cuda":
-        jobs += [_one_way_job(bench, way, f"{_FAMILIES[way]}.pageable", pinned=False) for way in (True, False)]
+        jobs += [copy_work(bench, way, pinned=False) for way in _TITLES]
         if torch.cuda.device_count() > 1:
-            jobs.append(Job("device to device", ("device_to_device",), partial(peer_series, bench)))
+            jobs.append(_peer_work(bench))
     return jobs
+
+
+def link_jobs(bench: Bench) -> list[Workload]:
+    """The link from pinned memory, one way and both ways at once; by all ranks at once if there are several."""
+    ways = _TITLES if bench.device.type == "cuda" else ("host_to_device",)
+    return [*(copy_work(bench, way) for way in ways), both_ways_work(bench)]
 
 
 def pinning_rate(bench: Bench) -> tuple[float, str]:
@@ -73,133 +76,104 @@ def pinning_rate(bench: Bench) -> tuple[float, str]:
     return nbytes / statistics.median(times), bench.on("cpu").text(how)
 
 
-def link_jobs(bench: Bench) -> list[Job]:
-    """The link from pinned memory, one way and both ways at once; by all ranks at once if there are several."""
-    ways = (True, False) if bench.device.type == "cuda" else (True,)
-    suffix = _suffix(bench)
-    jobs = [_one_way_job(bench, way, _FAMILIES[way] + suffix, pinned=True) for way in ways]
-    both = tuple(f"{_FAMILIES[way]}.both{suffix}" for way in (True, False))
-    return [*jobs, Job(f"host and {bench.device}, both ways at once", both, partial(both_ways_series, bench))]
-
-
-def _one_way_job(bench: Bench, to_device: bool, key: str, *, pinned: bool) -> Job:
-    title = _TITLES[to_device].format(bench.device) + ("" if pinned else ", pageable")
-    return Job(title, (key,), partial(one_way_series, bench, to_device=to_device, pinned=pinned))
-
-
-def memory_series(bench: Bench) -> Series:
+def memory_work(bench: Bench) -> Workload:
     """``c = a + b`` over fp32 buffers, bytes read and written.
 
     A line that the cache fetches before it is overwritten is not counted, so hardware may move up to a third more.
     """
     plan = bench.effort()
-    a, b, c = (torch.ones(plan.buffer_bytes // 4, device=bench.device) for _ in range(3))
-
-    def add(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-        torch.add(first, second, out=out)
-
     sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, MIB // 4)
-    cases = [(3.0 * size, partial(in_turns, add, size // 4, a, b, c)) for size in sizes]
+
+    def buffers() -> list[torch.Tensor]:
+        return [torch.ones(plan.buffer_bytes // 4, device=bench.device) for _ in range(3)]
+
     how = f"c = a + b on {bench.device}, fp32 buffers of {_span(sizes)}"
-    return sweep(bench, plan, "host_memory", "bytes", how, cases)
+    begin = walking(lambda a, b, c: torch.add(a, b, out=c), buffers)
+    return Workload("host memory", ("host_memory",), bench, how, sizes, begin, lambda size: 3.0 * size)
 
 
-def one_way_series(bench: Bench, *, to_device: bool, pinned: bool) -> Series:
+def copy_work(bench: Bench, way: str, *, pinned: bool = True) -> Workload:
     """Copies between host and device, one direction; on the CPU from host to host."""
     plan = bench.effort()
-    host, other = _buffers(bench, plan.buffer_bytes, pinned)
-    source, target = (host, other) if to_device else (other, host)
+    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
 
-    def copy(origin: torch.Tensor, goal: torch.Tensor) -> None:
-        goal.copy_(origin, non_blocking=True)
+    def buffers() -> list[torch.Tensor]:
+        both = _buffers(bench, plan.buffer_bytes, pinned)
+        return both if way == "host_to_device" else both[::-1]
 
-    sizes = _sizes(plan)
-    key = _FAMILIES[to_device] + ("" if pinned else ".pageable") + _suffix(bench)
-    how = f"copy {_TITLES[to_device].format(bench.device)}, {_span(sizes)}, {_kind(bench, pinned)}"
-    return sweep(
-        bench, plan, key, "bytes", how, [(size, partial(in_turns, copy, size, source, target)) for size in sizes]
-    )
+    title, key = _TITLES[way].format(bench.device), way + ("" if pinned else ".pageable") + _suffix(bench)
+    how = f"copy {title}, {_span(sizes)}, {_kind(bench, pinned)}"
+    begin = walking(lambda source, goal: goal.copy_(source, non_blocking=True), buffers)
+    title += "" if pinned else ", pageable"
+    return Workload(title, (key,), bench, how, sizes, begin)
 
 
-def both_ways_series(bench: Bench) -> list[Series]:
+def both_ways_work(bench: Bench) -> Workload:
     """Copies up and down that start together: two streams on CUDA, two threads on the CPU. One series per direction."""
     plan = bench.effort()
     half = plan.buffer_bytes // 2
-    (host_up, up), (host_down, down) = (_buffers(bench, half, pinned=True) for _ in range(2))
-    ways = ((host_up, up), (down, host_down))
-    points: tuple[list[tuple[float, float]], ...] = ([], [])
-    fewest = plan.max_repeats
     sizes = geometric(min(SMALLEST_BOTH_BYTES, half), half, plan.amounts, SMALLEST_BYTES)
-    timed = _timed_on_streams if bench.device.type == "cuda" else _timed_on_threads
-    with ThreadPoolExecutor(2) as pool:
-        for size in sizes:
+
+    def begin() -> Callable[[int], Run]:
+        (host_up, up), (host_down, down) = (_buffers(bench, half, pinned=True) for _ in range(2))
+        timed = _timed_on_streams(bench.device) if bench.device.type == "cuda" else _timed_on_threads()
+
+        def prepare(size: int) -> Run:
+            ways = ((host_up, up), (down, host_down))
             copies = [zip(windows(source, size), windows(goal, size), strict=True) for source, goal in ways]
             turns = itertools.cycle(zip(*copies, strict=True))
-            once = timed(bench.device, pool, turns)
-            seconds, repeats = repeat(once, plan, bench.ranks)
-            for column, value in zip(points, seconds, strict=True):
-                column.append((float(size), value))
-            fewest = min(fewest, repeats)
-    how = bench.text(f"copies both ways at once, {_span(sizes)} each, {_kind(bench, True)}")
-    return [
-        Series(f"{family}.both{_suffix(bench)}", "bytes", tuple(column), fewest, how, bench.ranks.size)
-        for family, column in zip(("host_to_device", "device_to_host"), points, strict=True)
-    ]
+            return lambda: timed(next(turns))
+
+        return prepare
+
+    keys = tuple(f"{way}.both{_suffix(bench)}" for way in _TITLES)
+    title, how = f"host and {bench.device}, both ways at once", f"copies both ways at once, {_span(sizes)} each"
+    return Workload(title, keys, bench, f"{how}, {_kind(bench, True)}", sizes, begin)
 
 
-def peer_series(bench: Bench) -> Series:
-    """Copies from the device to the next CUDA device, one direction.
-
-    Raises:
-        InputError: they are not two different CUDA devices of this machine.
-    """
+def _peer_work(bench: Bench) -> Workload:
+    """Copies from the device to the next CUDA device, one direction."""
     first = bench.device
-    is_cuda = first.type == "cuda"
-    second = check_device(f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}" if is_cuda else "cpu")
-    if not is_cuda or first == second:
-        raise InputError(f"expected two different CUDA devices, got {first} and {second}")
+    second = check_device(f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}")
     plan = bench.effort(second)
-    origin = torch.ones(plan.buffer_bytes, dtype=torch.uint8, device=first)
-    target = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=second)
+    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
 
-    def prepare(size: int) -> Callable[[], object]:
-        def run() -> None:
-            # The copy spans two devices: an event of one says nothing about the other, so both are waited for.
-            target[:size].copy_(origin[:size], non_blocking=True)
-            torch.cuda.synchronize(first)
-            torch.cuda.synchronize(second)
+    def buffers() -> list[torch.Tensor]:
+        return [torch.ones(plan.buffer_bytes, dtype=torch.uint8, device=device) for device in (first, second)]
 
-        return run
+    def copy(source: torch.Tensor, goal: torch.Tensor) -> None:
+        # The copy spans two devices: an event of one says nothing about the other, so both are waited for.
+        goal.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(first)
+        torch.cuda.synchronize(second)
 
-    sizes = _sizes(plan)
     how = f"copy {first} to {second}, {_span(sizes)}"
-    cases = [(size, partial(prepare, size)) for size in sizes]
-    return sweep(bench.on("cpu"), plan, "device_to_device", "bytes", how, cases)  # by the clock, see above
+    by_clock = bench.on("cpu")  # see above
+    begin = walking(copy, buffers)
+    return Workload("device to device", ("device_to_device",), by_clock, how, sizes, begin)
 
 
-def _timed_on_threads(device: torch.device, pool: ThreadPoolExecutor, turns: Any) -> Callable[[], tuple[float, ...]]:
-    start = threading.Barrier(2)
+def _timed_on_threads() -> Callable[[Any], tuple[float, ...]]:
+    pool, start = ThreadPoolExecutor(2), threading.Barrier(2)
 
-    def timed(source: torch.Tensor, goal: torch.Tensor) -> float:
+    def timed(way: tuple[torch.Tensor, torch.Tensor]) -> float:
+        source, goal = way
         start.wait()
         began = time.perf_counter()
         goal.copy_(source)
         return time.perf_counter() - began
 
-    def once() -> tuple[float, ...]:
-        return tuple(pool.map(lambda way: timed(*way), next(turns)))
-
-    return once
+    return lambda ways: tuple(pool.map(timed, ways))
 
 
-def _timed_on_streams(device: torch.device, pool: ThreadPoolExecutor, turns: Any) -> Callable[[], tuple[float, ...]]:
+def _timed_on_streams(device: torch.device) -> Callable[[Any], tuple[float, ...]]:
     cuda: Any = torch.cuda  # its classes carry no annotations
     streams = [cuda.Stream(device), cuda.Stream(device)]
     events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in streams]
 
-    def once() -> tuple[float, ...]:
+    def timed(ways: Any) -> tuple[float, ...]:
         with cuda.device(device):
-            for stream, (began, ended), (source, goal) in zip(streams, events, next(turns), strict=True):
+            for stream, (began, ended), (source, goal) in zip(streams, events, ways, strict=True):
                 with cuda.stream(stream):
                     began.record()
                     goal.copy_(source, non_blocking=True)
@@ -207,18 +181,14 @@ def _timed_on_streams(device: torch.device, pool: ThreadPoolExecutor, turns: Any
             cuda.synchronize(device)
         return tuple(float(began.elapsed_time(ended)) / 1e3 for began, ended in events)
 
-    return once
+    return timed
 
 
-def _buffers(bench: Bench, size: int, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _buffers(bench: Bench, size: int, pinned: bool) -> list[torch.Tensor]:
     """A host buffer and one on the device, both written to, so that their pages exist."""
     pin = pinned and bench.device.type == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pin).fill_(1)
-    return host, torch.ones(size, dtype=torch.uint8, device=bench.device)
-
-
-def _sizes(plan: Effort) -> list[int]:
-    return geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
+    return [host, torch.ones(size, dtype=torch.uint8, device=bench.device)]
 
 
 def _suffix(bench: Bench) -> str:
@@ -231,5 +201,5 @@ def _kind(bench: Bench, pinned: bool) -> str:
     return "pinned" if pinned else "pageable"
 
 
-def _span(sizes: list[int]) -> str:
+def _span(sizes: Sequence[int]) -> str:
     return f"{sizes[0] / MIB:g} to {sizes[-1] / MIB:g} MiB"

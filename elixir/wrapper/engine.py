@@ -311,7 +311,7 @@ class Engine:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
         if self.joins_pass:
             return
-        HEAP.look(self.plan.predicted.activation_bytes if torch.is_grad_enabled() and not of_part else 0)
+        HEAP.trim_if_over(self.plan.predicted.activation_bytes if torch.is_grad_enabled() and not of_part else 0)
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()
@@ -350,7 +350,7 @@ class Engine:
                 self.gradients.begin()
             if self._pass is None:
                 call_after_backward(self._backward_over)
-        HEAP.look()
+        HEAP.trim_if_over()
         self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:

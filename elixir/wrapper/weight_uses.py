@@ -231,7 +231,7 @@ class WeightUses:
     def _acquire(self, streamed: list[int]) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
-        HEAP.look()
+        HEAP.trim_if_over()
         with _hidden_from_modes():
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # tensors that it creates could not be written to in training

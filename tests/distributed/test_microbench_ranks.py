@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
-import pytest
 import torch
 
-from elixir.errors import RankError
 from elixir.hardware.host_share import HostView, adam_threads
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.microbench import adam, machine
 from elixir.microbench import bench as bench_module
-from elixir.microbench.bench import Bench, Effort, median_seconds
+from elixir.microbench.bench import Bench, Effort, median_seconds, run_jobs
 from elixir.microbench.fitting import Series
-from elixir.microbench.ranks import Ranks, spawn
+from elixir.microbench.ranks import Ranks
 from tests.common.spawn import run_ranks
 
 TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)
@@ -31,7 +28,7 @@ def ranks_here(rank: int, size: int) -> Ranks:
 def measured(rank: int, size: int) -> dict[str, Series | None]:
     bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     bench = Bench(torch.device("cpu"), True, ranks_here(rank, size))
-    return {result.key: result.series for result in machine.run_jobs(machine.rank_jobs(bench))}
+    return {result.key: result.series for result in run_jobs(machine.rank_jobs(bench))}
 
 
 def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
@@ -55,7 +52,7 @@ def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tu
     adam.use_threads = lambda threads, cores: asked.add((threads, cores))
     bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size))
     jobs = [job for job in adam.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
-    return [result.key for result in machine.run_jobs(jobs) if result.series is not None], asked
+    return [result.key for result in run_jobs(jobs) if result.series is not None], asked
 
 
 def test_ranks_measure_the_hosts_adam_on_what_each_has_in_training() -> None:
@@ -75,22 +72,6 @@ def test_a_run_takes_as_long_as_on_the_slowest_rank_and_all_stop_together() -> N
     first, second = run_ranks(2, one_is_slow)
     assert first == second
     assert first[0] >= 0.02
-
-
-def the_rank(ranks: Ranks, what: str) -> Any:
-    if what == "fail" and ranks.rank == 1:
-        raise ValueError("no such thing")
-    return what, ranks.size, ranks.slowest(float(ranks.rank))
-
-
-def test_started_ranks_say_what_went_wrong() -> None:
-    with pytest.raises(RankError, match="no such thing|ended without|another rank"):
-        spawn(2, the_rank, "fail")
-
-
-@pytest.mark.slow
-def test_several_started_ranks_answer() -> None:
-    assert spawn(2, the_rank, "hello") == ("hello", 2, 1.0)
 
 
 def test_keys_of_several_ranks_are_keys_of_a_profile() -> None:

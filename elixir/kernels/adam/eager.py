@@ -68,7 +68,7 @@ def step_pieces(  # noqa: PLR0913 - a step's arguments, and how to make it
     numel = states.master.numel()
     scalars = adam_scalars(options, step, factor, states.master.device)
     for start in range(0, numel, piece_numel):
-        HEAP.look()  # each piece may leave gaps
+        HEAP.trim_if_over()  # each piece may leave gaps
         part = slice(start, min(start + piece_numel, numel))
         function(part.stop - start)(*step_arguments(gradient, states, weight_out, scalars, step, part, first))
 

@@ -106,7 +106,7 @@ def make_moments(
     """
     make = zeros or (lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
     kind = check_kind(moments)
-    HEAP.look(moments_size(kind).nbytes(numel))
+    HEAP.trim_if_over(moments_size(kind).nbytes(numel))
     if kind != "8bit":
         dtype = torch.float32 if kind == "float32" else torch.bfloat16
         return Moments(kind, make(numel, dtype), make(numel, dtype))

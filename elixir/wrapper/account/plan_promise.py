@@ -1,4 +1,4 @@
-"""`PlanPromise`: the memory of this machine that one plan at work may take, for the ledger of the process."""
+"""`PlanPromise`: the memory of this machine that one plan at work may take, among the reservations of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elixir.wrapper.engine import Engine
 
 
 class PlanPromise:
-    """The promise to one model, whichever plan it runs under; on the ledger while the plan is at work.
+    """The promise to one model, whichever plan it runs under; reserved while the plan is at work.
 
     Args:
         model: as it is before it is wrapped.

@@ -368,7 +368,7 @@ def _with_gradients(states: ClassStates, arrived: Arrived, factor: float | torch
             segment.weights.grad = None
             if states.shares_call:
                 states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
-        HEAP.look(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
+        HEAP.trim_if_over(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
         for segment, gradient in arrived:
             # In float32 without a factor this is the gradient itself, as in plain PyTorch.
             value = gradient.to(segment.weights.dtype)

@@ -14,8 +14,7 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
-from elixir.hardware.host_share import core_list, rank_threads
-from elixir.hardware.own_threads import use_threads
+from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
@@ -273,7 +272,7 @@ class Stepper:
                 continue
             self.early.kept += update(self._engine, shard, inputs)
             updates += self._updated(shard, inputs)
-            HEAP.look()
+            HEAP.trim_if_over()
         update_together(together)
         for shard, inputs in together:
             updates += self._updated(shard, inputs)

@@ -105,5 +105,5 @@ def test_memory_that_our_own_allocator_caches_counts_as_free(monkeypatch: pytest
     monkeypatch.setattr(torch, "cuda", FakeCuda())
     assert free_device_bytes(0) == free_device_bytes("cuda:0") == 10 + 30
     assert free_device_bytes("cuda") == 11 + 30
-    with pytest.raises(InputError, match="has 2 CUDA devices|machine has 2"):
+    with pytest.raises(InputError, match="sees 2 CUDA devices"):
         free_device_bytes("cuda:2")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import elixir
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.memory import cpu_name, device_name_here
 from elixir.hardware.profile import (
@@ -26,7 +27,10 @@ from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
 from elixir.search import minimum_waste_search, optimal_search
 
 GIB = 2**30
-EXPECTED = "h200 h100 h100-pcie a100 a100-40gb a6000 v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()
+EXPECTED = (
+    "h200 h100 h100-pcie a100 a100-40gb a6000 v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 gh200 gb10 rtxpro6000 "
+    "mi300x cpu"
+).split()
 
 
 def holds_numbers(value: object) -> bool:
@@ -111,6 +115,27 @@ def test_presets_do_not_share_state() -> None:
 
 def test_names_ignore_case() -> None:
     assert preset("H200") == preset("h200")
+
+
+def test_a_preset_is_a_file_that_a_user_can_copy_and_change(tmp_path: Path) -> None:
+    folder = Path(elixir.__file__).parent / "hardware" / "presets"
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(EXPECTED)
+    copied = tmp_path / "mine.json"
+    copied.write_text((folder / "gh200.json").read_text().replace('"devices_per_host": 1', '"devices_per_host": 4'))
+    assert HardwareProfile.load(copied) == dataclasses.replace(preset("gh200"), devices_per_host=4)
+
+
+def test_a_unified_memory_counts_once_and_says_that_offload_gains_nothing() -> None:
+    profile = preset("gb10")
+    assert profile.host_memory_bytes is not None
+    assert profile.device_memory_bytes + profile.host_memory_bytes == 128501256192
+    assert "offload gains nothing" in profile.sources["host_memory_bytes"]
+    assert "Offload gains nothing" in profile.sources["host_to_device_bytes_per_s"]
+
+
+def test_what_nobody_has_verified_says_so() -> None:
+    from_data_sheet = ("device_memory_bytes", "device_memory_bytes_per_s", "flops_per_s", "host_to_device_bytes_per_s")
+    assert all("unverified" in preset("mi300x").sources[name] for name in (*from_data_sheet, "matmul_efficiency"))
 
 
 def test_unknown_hardware_suggests_the_nearest() -> None:

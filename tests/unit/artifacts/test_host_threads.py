@@ -30,8 +30,8 @@ from elixir.hardware.host_share import (
     host_view,
     quota_cores,
     rank_threads,
+    use_threads,
 )
-from elixir.hardware.own_threads import use_threads
 from elixir.hardware.rate_fit import RateFit
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.compiled_step import Combination, missing_compiler

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from elixir.hardware.machines import MachineView, least_free, unequal
 from elixir.hardware.memory import free_host_bytes
-from elixir.hardware.promises import Memory
+from elixir.hardware.promises import MachineView, Memory, least_free, unequal
 from elixir.units import GIB
 
 

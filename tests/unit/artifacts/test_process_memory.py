@@ -60,17 +60,17 @@ def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
     kept = pieces[::16]
     del pieces[:]
     before = held_bytes()
-    limit.look()  # nothing is expected yet
+    limit.trim_if_over()  # nothing is expected yet
     limit.set(LARGEST_BYTES)
-    limit.look()
+    limit.trim_if_over()
     assert held_bytes() > before - MIB
     shared = torch.full((64 << 18,), 1.0).share_memory_()  # part of what is held, and cannot be given back
     limit.set(before + 64 * MIB)  # less a share
-    limit.look()
+    limit.trim_if_over()
     assert held_bytes() < before + 32 * MIB
     more = torch.zeros(int(HEAP_LOOK_SHARE * before) // 8)  # half of what it may grow by; all of it is in use
     after = held_bytes()
-    limit.look()
+    limit.trim_if_over()
     assert held_bytes() == pytest.approx(after, abs=MIB)
     assert len(kept) + len(more) + len(shared) > 40
 
@@ -83,10 +83,10 @@ def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatc
     limit = HeapLimit()
     limit.set(MIB)  # the process has far more, and goes on
     for _ in range(3):
-        limit.look(64 * MIB)
+        limit.trim_if_over(64 * MIB)
     assert len(given) == 1
     limit.forget()
-    limit.look(LARGEST_BYTES)
+    limit.trim_if_over(LARGEST_BYTES)
     assert (len(given), limit.expected_bytes) == (1, 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.microbench import disk, machine, measure
-from elixir.microbench.bench import Bench
+from elixir.microbench.bench import Bench, Job
 from elixir.microbench.disk import check_folder, disk_jobs, disk_series, file_system
-from elixir.microbench.fitting import Job, Series
+from elixir.microbench.fitting import Series
 from elixir.microbench.script import run_script
 from elixir.units import MIB
 
@@ -133,11 +133,13 @@ def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
 ) -> None:
     all_jobs = machine.single_jobs
 
-    def fake(job: Job) -> list[Series]:
-        return [Series(key, "bytes", ((1e6, 1e-3), (2e6, 2e-3), (4e6, 4e-3)), 3, "a test") for key in job.keys]
+    @dataclass(frozen=True)
+    class Fake(Job):
+        def series(self) -> list[Series]:
+            return [Series(key, ((1e6, 1e-3), (2e6, 2e-3), (4e6, 4e-3)), 3, "a test") for key in self.keys]
 
     def fakes(bench: Bench) -> list[Job]:
-        return [Job(job.title, job.keys, lambda job=job: fake(job)) for job in all_jobs(bench)]
+        return [Fake(job.title, job.keys) for job in all_jobs(bench)]
 
     monkeypatch.setattr(machine, "single_jobs", fakes)
     without = measure(quick=True)

@@ -22,21 +22,19 @@ from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
 from elixir.hardware.host_share import HostView
-from elixir.hardware.memory import cache_bytes, free_host_bytes, total_host_bytes
+from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
-from elixir.microbench import adam, machine, measure
+from elixir.microbench import adam, measure
 from elixir.microbench import bench as bench_module
-from elixir.microbench.adam import adam_series, compute_threads, thread_counts
-from elixir.microbench.bench import Bench, Effort, check_device, effort, median_seconds
-from elixir.microbench.collectives import collective_jobs, collective_series
-from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
-from elixir.microbench.fitting import ERROR_LIMIT, Job, Measured, Series, fit_points, fitted, geometric, windows
-from elixir.microbench.plots import plot_fits, plot_profile
+from elixir.microbench.adam import HostAdam, adam_jobs, adam_work, compute_threads, thread_counts
+from elixir.microbench.bench import Bench, Effort, Job, Workload, geometric, median_seconds
+from elixir.microbench.collectives import collective_jobs
+from elixir.microbench.compute import attention_work, compute_jobs, matmul_work
+from elixir.microbench.fitting import Measured, Series, fit_points, fitted
 from elixir.microbench.ranks import Ranks, joined
-from elixir.microbench.report import as_json, as_table, format_rate
-from elixir.microbench.script import run_script
-from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series, transfer_jobs
+from elixir.microbench.script import as_json, as_table, format_rate, run_script
+from elixir.microbench.transfers import memory_work, transfer_jobs
 from tests.common import inside
 
 CPU = torch.device("cpu")
@@ -59,7 +57,20 @@ def line(
 
 
 def series(points: list[tuple[float, float]], key: str = "host_to_device", ranks: int = 1) -> Series:
-    return Series(key, "bytes", tuple(points), 5, "copy", ranks)
+    return Series(key, tuple(points), 5, "copy", ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(Job):
+    """A job that gives what is asked of it, one after the other."""
+
+    left: list[Series | Exception]
+
+    def series(self) -> list[Series]:
+        first = self.left.pop(0)
+        if isinstance(first, Exception):
+            raise first
+        return [first]
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits
@@ -83,6 +94,7 @@ def test_small_amounts_weigh_as_much_as_large_ones() -> None:
     fit = fit_points([*points[:-1], (amount, seconds * 1.02)])
     assert fit.latency_s == pytest.approx(1e-5, rel=0.02)
     assert 0 < fit.error < 0.02
+    assert fit.error == pytest.approx(max(abs(fit.seconds(amount) / seconds - 1) for amount, seconds in fit.points))
 
 
 def test_latency_is_never_negative() -> None:
@@ -116,13 +128,6 @@ def test_a_fit_that_cannot_be_believed_is_refused(points: list[tuple[float, floa
     assert reason in result.problem
 
 
-def test_the_error_of_a_fit_is_its_largest_and_below_the_limit() -> None:
-    points = [(amount, seconds * (1.3 if index == 1 else 1.0)) for index, (amount, seconds) in enumerate(line(0, 1e9))]
-    fit = fit_points(points)
-    assert fit.error == pytest.approx(max(abs(fit.seconds(amount) / seconds - 1) for amount, seconds in points))
-    assert 0.1 < fit.error <= ERROR_LIMIT
-
-
 def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
     result = fitted(series([(1e6, 1.0), (1e8, 2.0)]))
     assert result.per_s == 5e7
@@ -134,9 +139,9 @@ def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
 def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
     good, bad = series(line(1e-5, 1e9)), series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)])
     for given_, runs in (([good, bad], 1), ([bad, good], 2), ([bad, bad], 2)):
-        left = list(given_)
-        (result,) = Job("", ("host_to_device",), lambda left=left: [left.pop(0)]).measured()
-        assert 2 - len(left) == runs
+        job = Given("", ("host_to_device",), list(given_))
+        (result,) = job.measured()
+        assert 2 - len(job.left) == runs
         assert (result.fit is None) == (good not in given_)
 
 
@@ -144,10 +149,7 @@ def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
     "error", [RuntimeError("not implemented for 'Half'\nin file"), InputError("too little memory")]
 )
 def test_what_a_device_cannot_do_is_a_problem_with_a_name(error: Exception) -> None:
-    def fail() -> list[Series]:
-        raise error
-
-    (result,) = Job("", ("matmul.float16.square",), fail).measured()
+    (result,) = Given("", ("matmul.float16.square",), [error]).measured()
     assert (result.key, result.fit, result.series) == ("matmul.float16.square", None, None)
     assert result.problem == str(error).splitlines()[0]
     with pytest.raises(InputError, match=r"matmul\.float16\.square could not be measured"):
@@ -155,11 +157,8 @@ def test_what_a_device_cannot_do_is_a_problem_with_a_name(error: Exception) -> N
 
 
 def test_a_lost_rank_ends_it_all() -> None:
-    def fail() -> list[Series]:
-        raise RankError("gone")
-
     with pytest.raises(RankError):
-        Job("", ("all_gather.2",), fail).measured()
+        Given("", ("all_gather.2",), [RankError("gone")]).measured()
 
 
 # --------------------------------------------------------------------------------------------------------------- timing
@@ -193,10 +192,10 @@ def test_a_server_s_cache_is_walked_through_several_times(monkeypatch: pytest.Mo
     assert cache_bytes("cpu", tmp_path / "absent") == 0
     monkeypatch.setattr(bench_module, "cache_bytes", lambda device: cache)
     monkeypatch.setattr(bench_module, "free_device_bytes", lambda device: 64 * 2**30)
-    plan = effort(CPU, quick=False)
+    plan = Bench(CPU).effort()
     assert 3 * plan.buffer_bytes >= 4 * cache - 3 * 2**20
     assert 16 * plan.adam_numel >= 4 * cache - 16
-    assert effort(CPU, quick=True).buffer_bytes == 64 * 2**20
+    assert QUICK.effort().buffer_bytes == 64 * 2**20
 
 
 def test_a_slow_run_stops_at_its_budget() -> None:
@@ -211,12 +210,12 @@ def test_buffers_never_take_more_than_half_of_the_free_memory(monkeypatch: pytes
         monkeypatch.setattr(bench_module, "free_device_bytes", lambda device, free=free: free)
         for quick in (True, False):
             for sharers in (1, 2, 8):
-                plan = effort(CPU, quick, sharers)
+                plan = Bench(CPU, quick, Ranks(local_size=sharers)).effort()
                 assert sharers * 3 * plan.buffer_bytes <= min(free // 2, 2**30)
                 assert sharers * 16 * plan.adam_numel <= min(free // 2, 2**30)
     monkeypatch.setattr(bench_module, "free_device_bytes", lambda device: 2**20)
     with pytest.raises(InputError, match="too little free memory"):
-        effort(CPU, quick=True)
+        QUICK.effort()
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**9), st.integers(1, 12), st.sampled_from((1, 8, 512)))
@@ -229,11 +228,6 @@ def test_amounts_rise_are_multiples_and_end_at_the_largest(
     assert amounts[-1] == largest
     assert len(amounts) <= count
     assert all(amount % multiple == 0 and amount > 0 for amount in amounts)
-
-
-def test_windows_follow_each_other_and_do_not_overlap() -> None:
-    pieces = windows(torch.arange(10), 3)
-    assert [piece.tolist() for piece in pieces] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 # --------------------------------------------------------------------------------------------------------- what is run
@@ -253,54 +247,40 @@ def test_amounts_are_what_was_moved_or_computed(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(owner, name, call)
 
-    def check(result: Series) -> None:
+    def check(work: Workload) -> None:
+        (result,) = work.series()
         assert sorted(set(seen)) == [amount for amount, _ in result.points]
         assert all(seconds > 0 for _, seconds in result.points)
         seen.clear()
 
     spy(torch, "mm", lambda a, b: 2.0 * a.shape[0] * a.shape[1] * b.shape[1])
     for shape in ("square", "tall", "deep", "skinny"):
-        check(matmul_series(QUICK, torch.float32, shape))
+        check(matmul_work(QUICK, torch.float32, shape))
     spy(torch, "add", lambda a, b: 12.0 * a.numel())
-    check(memory_series(QUICK))
-    spy(torch.optim.AdamW, "step", lambda self: float(self.param_groups[0]["params"][0].numel()))
-    check(adam_series(QUICK, torch.bfloat16))
+    check(memory_work(QUICK))
+    optimizers: list[torch.optim.AdamW] = []
+
+    def stepped(optimizer: torch.optim.AdamW) -> float:
+        optimizers.append(optimizer)
+        return float(optimizer.param_groups[0]["params"][0].numel())
+
+    spy(torch.optim.AdamW, "step", stepped)
+    check(adam_work(QUICK, torch.bfloat16))
+    (state,) = optimizers[-1].state.values()
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
     attention = torch.nn.functional
     spy(
         attention,
         "scaled_dot_product_attention",
         lambda q, k, v: 4.0 * q.shape[1] * q.shape[3] * sum(range(1, q.shape[2] + 1)),
     )
-    check(attention_series(QUICK, torch.bfloat16))
-
-
-@pytest.mark.usefixtures("tiny")
-def test_adam_has_states_of_the_dtype_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, found = torch.optim.AdamW.step, set()
-
-    def step(self: torch.optim.AdamW) -> None:
-        real(self)
-        (state,) = self.state.values()
-        found.add((state["exp_avg"].dtype, state["exp_avg_sq"].dtype))
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    adam_series(QUICK, torch.bfloat16)
-    assert found == {(torch.bfloat16, torch.bfloat16)}
-
-
-@no_gpu
-@pytest.mark.usefixtures("tiny")
-def test_copies_go_both_ways_at_once_with_a_series_each() -> None:
-    up, down = both_ways_series(QUICK)
-    assert (up.key, down.key) == ("host_to_device.both", "device_to_host.both")
-    assert [amount for amount, _ in up.points] == [amount for amount, _ in down.points]
-    assert one_way_series(QUICK, to_device=False, pinned=False).key == "device_to_host.pageable"
+    check(attention_work(QUICK, torch.bfloat16))
 
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.measure_with(monkeypatch, TINY)
     monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.series()])
-    jobs = [*transfer_jobs(QUICK), *machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
+    jobs = [*transfer_jobs(QUICK), *adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
     assert len(promised) == len(set(promised))
     given_ = [result for job in jobs for result in job.measured()]
@@ -312,8 +292,8 @@ def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: p
 @pytest.mark.usefixtures("tiny")
 def test_threads_and_random_state_stay_as_they_were() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    for job in [*machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.float32,))]:
-        job.run()
+    for job in [*adam_jobs(QUICK), *compute_jobs(QUICK, (torch.float32,))]:
+        job.series()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -338,38 +318,33 @@ def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatc
 def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement runs on a thread with that number of threads; the caller's number stays."""
     seen: list[tuple[int, int]] = []
-    before, real = torch.get_num_threads(), adam.adam_series
-    ask = ThreadPoolExecutor(1)
+    before, ask = torch.get_num_threads(), ThreadPoolExecutor(1)
+    real = Workload.series
 
-    def series(bench: Bench, dtype: torch.dtype, key: str) -> Series:
+    def spied(work: Workload) -> list[Series]:
         seen.append((torch.get_num_threads(), ask.submit(torch.get_num_threads).result()))
-        return real(bench, dtype, key)
+        return real(work)
 
-    monkeypatch.setattr(adam, "adam_series", series)
-    monkeypatch.setattr(adam, "thread_counts", lambda: [3])
-    job = adam.adam_jobs(QUICK)[0]
+    monkeypatch.setattr(Workload, "series", spied)
+    job = adam_work(QUICK, torch.float32, 3)
     (found,) = job.series()
+    assert isinstance(job, HostAdam)
     assert (job.keys, found.key) == (("host_adam.3",), "host_adam.3")
     assert "3 threads" in found.how
     assert seen == [(3, before)]
     assert torch.get_num_threads() == before
 
 
-def test_devices_dtypes_and_kinds_that_cannot_be_measured_are_refused() -> None:
+@pytest.mark.usefixtures("tiny")
+def test_devices_and_dtypes_that_cannot_be_measured_are_refused() -> None:
     with pytest.raises(InputError, match="cuda:"):
         check_device(f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(InputError, match="no device"):
         check_device("warp")
-    with pytest.raises(InputError, match="cuda and cpu"):
+    with pytest.raises(InputError, match="expected a device of cuda"):
         check_device("meta")
-    with pytest.raises(InputError, match="two different CUDA devices"):
-        peer_series(QUICK)
-    with pytest.raises(InputError, match="cannot multiply bool"):
-        matmul_series(QUICK, torch.bool)
-    with pytest.raises(InputError, match="square, tall"):
-        matmul_series(QUICK, torch.float32, "round")
-    with pytest.raises(InputError, match="two ranks"):
-        collective_series(QUICK, "all_gather")
+    (result,) = matmul_work(QUICK, torch.bool).measured()
+    assert "not implemented for 'Bool'" in result.problem
     assert collective_jobs(QUICK) == []
 
 
@@ -438,12 +413,6 @@ def test_fields_come_from_fits_and_failed_fits_are_named_and_left_out(
 # ----------------------------------------------------------------------------------------------------------- the ranks
 
 
-def test_one_rank_waits_for_nobody() -> None:
-    alone = Ranks()
-    assert (alone.slowest(3.0), alone.least(3.0), alone.share("x")) == (3.0, 3.0, "x")
-    alone.barrier()
-
-
 def test_a_torchrun_environment_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
@@ -454,8 +423,7 @@ def test_a_torchrun_environment_that_lacks_something_is_refused(monkeypatch: pyt
         pass
 
 
-# ------------------------------------------------------------------------------------------------ tables, JSON,
-# pictures
+# ----------------------------------------------------------------------------------------------------- tables and JSON
 
 
 def results() -> list[Measured]:
@@ -476,7 +444,6 @@ def test_tables_say_rate_latency_error_and_what_failed() -> None:
     assert "not measured: not implemented" in rows[3]
     assert len({row.index("copy") for row in [rows[0], rows[1], rows[2]]}) == 1
     assert head.startswith("key")
-    assert as_table([]) == ""
     assert format_rate(999.0, "FLOP") == "999.00 FLOP/s"
 
 
@@ -488,35 +455,13 @@ def test_json_has_points_fits_and_problems() -> None:
     assert "hardly grow" in third["problem"]
 
 
-def test_pictures_show_every_series_and_the_line_of_its_fit(tmp_path: Path) -> None:
-    figure = plot_fits(results(), tmp_path / "fits.pdf")
-    assert (tmp_path / "fits.pdf").read_bytes().startswith(b"%PDF")
-    link, memory = figure.axes
-    assert len(link.lines) == 4  # two series, points and line
-    assert len(memory.lines) == 1  # no fit, no line
-    fit = fit_points(line(1e-5, 2.5e10))
-    xs, ys = link.lines[1].get_data()
-    assert list(ys) == pytest.approx([fit.seconds(x) for x in xs])
-    profile = dataclasses.replace(preset("h200"), fits={"host_to_device": fit})
-    assert len(plot_profile(profile).axes) == 1
-
-
-def test_pictures_of_nothing_and_of_no_format_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing was measured"):
-        plot_fits([])
-    with pytest.raises(InputError, match="no measured points"):
-        plot_profile(preset("h200"))
-    with pytest.raises(InputError, match="picture"):
-        plot_fits(results(), tmp_path / "fits.jpeg")
-
-
 # -------------------------------------------------------------------------------------------------------------- scripts
 
 
 def test_scripts_stand_alone(tmp_path: Path) -> None:
-    out, picture = tmp_path / "bandwidth.json", tmp_path / "bandwidth.png"
+    out = tmp_path / "bandwidth.json"
     command = [sys.executable, str(PROFILE_SCRIPTS / "bandwidth.py"), "--quick", "--device", "cpu"]
-    command += ["--out", str(out), "--plot", str(picture)]
+    command += ["--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE_SCRIPTS.parent, env=with_path())
     assert done.returncode == 0, done.stderr
     found = {record["key"]: record for record in json.loads(out.read_text())["series"]}
@@ -524,7 +469,6 @@ def test_scripts_stand_alone(tmp_path: Path) -> None:
     # Wide bounds: a factor of a thousand (a unit mixed up) falls outside, a slow or a large machine does not.
     amount, seconds = found["host_to_device"]["points"][-1]
     assert 2e8 < amount / seconds < 5e12
-    assert picture.stat().st_size > 0
     assert "host_to_device" in done.stdout
 
 
@@ -535,16 +479,16 @@ def test_a_bad_device_or_output_ends_a_script_before_it_measures(
         raise AssertionError("measured before the arguments were checked")
 
     folder = tmp_path / "no"
-    for arguments in (["--device", "warp"], ["--out", str(folder / "such.json")], ["--plot", str(tmp_path / "a.doc")]):
+    for arguments in (["--device", "warp"], ["--out", str(folder / "such.json")], ["--plot", "fits.pdf"]):
         with pytest.raises(SystemExit) as ended:
             run_script(never, None, arguments)
         assert ended.value.code == 2
         assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_lone_rank_that_may_start_no_other_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lone_rank_without_anything_to_measure_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_script(collective_jobs, None, ["--no-spawn", "--device", "cpu"], needs_ranks=True)
+        run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
     assert ended.value.code == 2
     assert "torchrun" in capsys.readouterr().err
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +12,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from elixir.errors import InputError, RankError
-from elixir.microbench import brief, measure_briefly, ranks, script
+from elixir.microbench import brief, measure_briefly, script
 from elixir.microbench.disk import disk_jobs
-from elixir.microbench.fitting import fit_points
-from elixir.microbench.ranks import Ranks, joined, spawn
+from elixir.microbench.ranks import Ranks, joined
 
 PAIR = Ranks(2, 0, 2, 0, None)
 
@@ -30,13 +27,6 @@ def test_a_dtype_that_the_cpu_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(brief, "WEIGHTS_BYTES", 1)
     with pytest.raises(InputError, match="cannot multiply float16 matrices: not implemented for 'Half'"):
         measure_briefly(0.01, dtype=torch.float16, tokens=1, hidden=8)
-
-
-def test_a_fit_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
-    solved = SimpleNamespace(x=(0.0, 1.0), success=False, message="too many iterations")
-    monkeypatch.setattr("scipy.optimize.lsq_linear", lambda *_, **__: solved)
-    with pytest.raises(InputError, match="the fit failed: too many iterations"):
-        fit_points([(float(amount), float(amount)) for amount in range(1, 9)])
 
 
 def test_a_disk_is_measured_by_one_rank(
@@ -66,23 +56,3 @@ def test_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", closed)
     with pytest.raises(RankError, match="another rank is gone while measuring; .*closed by peer"):
         PAIR.exchange(1.0)
-
-
-def never(_: Ranks) -> None:
-    time.sleep(60)
-
-
-def fails(_: Ranks) -> None:
-    raise ValueError("nothing to measure")
-
-
-def test_a_process_that_gives_no_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SPAWNED_WAIT_S", 0.0)
-    with pytest.raises(RankError, match="gave no answer within 0 s"):
-        spawn(1, never)
-
-
-@pytest.mark.slow
-def test_a_process_that_fails() -> None:
-    with pytest.raises(RankError, match="started to measure failed: ValueError: nothing to measure"):
-        spawn(1, fails)
