@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
@@ -36,7 +36,6 @@ from elixir.plan.chunk_plan import (
     check_at_least,
     itemsize_of,
 )
-from elixir.plan.earlier_plans import renewed
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.packed_weights import packed_text
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
@@ -54,12 +53,6 @@ class Plan(Artifact):
 
     artifact: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 31
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {
-        14: {"read_budgets": [], "assume": "scenarios"},
-        **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
-        **{version: {} for version in range(19, 31)},
-    }
-    dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
@@ -160,11 +153,6 @@ class Plan(Artifact):
     def passes(self) -> int:
         """Passes over the weights in an optimizer step, each with one backward; the last may be smaller."""
         return -(-self.accumulation // self.pass_size)
-
-    @classmethod
-    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """The fields of an earlier version, completed."""
-        return renewed(data, source, cls.anew)
 
     @property
     def shards(self) -> int:
