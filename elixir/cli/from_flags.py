@@ -13,7 +13,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models import user_code
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
-from elixir.show.tables import flag_of
+from elixir.show.tables import flags_of
 from elixir.step_trace import StepTrace
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def in_flags(error: PlanError, args: argparse.Namespace) -> str:
 
 def _action(lever: Lever, args: argparse.Namespace) -> str:
     if lever.options and all(name in vars(args) for name, _ in lever.options):
-        words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
+        words = flags_of(lever.options)
         trace = trace_in(args.model)
         if trace is not None and trace.step.checkpoint is None and lever.argument == "activations":
             return f"{words} (name the model, not its trace)"

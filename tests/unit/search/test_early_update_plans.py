@@ -28,7 +28,7 @@ from elixir.search.simulator import simulated_cost
 from elixir.search.simulator.early_updates import worth_stepping, worth_stepping_within
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
-from elixir.show.tables import plan_record
+from elixir.show.records import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.observed import steady
@@ -72,7 +72,7 @@ def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size:
     new_states = plan.predicted.host_parts["new_states"]
     assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + new_states <= plan.host_budget_bytes
     assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.seconds["total"], rel=1e-9)
-    assert plan_record(plan)["chunks_updated_early"] == len(chosen(plan))
+    assert record_of(plan)["chunks_updated_early"] == len(chosen(plan))
     assert f"{len(chosen(plan))} updated early" in str(plan)
 
 
