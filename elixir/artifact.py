@@ -4,6 +4,8 @@
 three), ``schema_version`` and the fields. Reading is strict: a missing, unknown or mistyped field is an
 `ArtifactError` that names it by its path, such as ``chunks[3].weight_home``. No library does this for dataclasses:
 msgspec accepts unknown fields, missing ones that have a default, a key twice, and NaN.
+
+A field's type may carry a `Bound`, the numbers that it may hold, which `check_bounds` checks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import types
 import typing
 from collections import Counter
@@ -37,6 +40,73 @@ _LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
 _TOO_LARGE, _TOO_LONG = 2**60, 2**64
 """Limits of integers: a field counts fewer bytes, elements or FLOPs than 2**60, so that sums of several fit into the 64
 bits in which searches compute; integers in lists may be checksums of 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The numbers that a field may hold; part of its type, as in ``Annotated[int, POSITIVE] | None``."""
+
+    text: str
+    """What an error says after "must be"."""
+    least: float
+    most: float = sys.float_info.max
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is a number from the least to the most."""
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and self.least <= value <= self.most
+
+
+POSITIVE = Bound("a positive finite number", math.ulp(0.0))
+NOT_NEGATIVE = Bound("finite and at least 0", 0)
+
+
+def check_bounds(data: Any, where: str = "field '{}'") -> None:
+    """Checks the numbers in a dataclass against the `Bound` in the types of its fields, for ``__post_init__``.
+
+    A dict or a tuple is checked item by item. None is for fields whose type says so.
+
+    Args:
+        data: the dataclass.
+        where: how an error names a field.
+
+    Raises:
+        InputError: names the first number out of bounds by its path, such as ``seconds.total`` or ``points[3][0]``.
+    """
+    for name, bound, optional in _bounds(data.__class__):
+        value = getattr(data, name)
+        if value is None and optional:
+            continue
+        for path, number in _leaves(name, value):
+            if not bound.allows(number):
+                raise InputError(f"{where.format(path)} must be {bound.text}, found {number!r}")
+
+
+@functools.cache
+def _bounds(cls: type) -> tuple[tuple[str, Bound, bool], ...]:
+    """(name, bound, whether it may be None) of each field that has a bound."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = ((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    return tuple(
+        (name, bound, type(None) in typing.get_args(hint))
+        for name, hint in found
+        if (bound := _bound_in(hint)) is not None
+    )
+
+
+def _bound_in(hint: Any) -> Bound | None:
+    inner = (part if isinstance(part, Bound) else _bound_in(part) for part in typing.get_args(hint))
+    return next((bound for bound in inner if bound is not None), None)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", item)
+    else:
+        yield path, value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,44 +10,44 @@ import datetime
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from elixir.artifact import Artifact, digest
+from elixir.artifact import NOT_NEGATIVE, POSITIVE, Artifact, Bound, check_bounds, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware.presets import PRESETS
 from elixir.hardware.rate_fit import (
     DOUBTFUL_ERROR,
     LARGEST_ALONE,
+    PER_S,
     PLAIN_FIELDS,
     PRODUCTS,
     RateFit,
     check_key,
-    check_positive,
-    is_finite,
     plainer_keys,
 )
 from elixir.units import is_dtype_name
 
 _LOG = logging.getLogger(__name__)
 
-_POSITIVE_FIELDS = (
-    "devices_per_host",
-    "device_memory_bytes",
-    "device_memory_bytes_per_s",
-    "matmul_efficiency",
-    "host_memory_bytes_per_s",
-    "host_to_device_bytes_per_s",
-    "device_to_host_bytes_per_s",
-    "device_to_device_bytes_per_s",
-    "host_adam_numel_per_s",
-    "device_adam_numel_per_s",
+_Rate = Annotated[float, PER_S]
+_Size = Annotated[int, POSITIVE]
+_Positive = Annotated[float, POSITIVE]
+_NotNegative = Annotated[float, NOT_NEGATIVE]
+_PositiveShare = Annotated[float, Bound("a share above 0 and at most 1", POSITIVE.least, 1.0)]
+_Share = Annotated[float, Bound("a share from 0 to 1", 0.0, 1.0)]
+
+_NO_PART_OF_PLANS = (
+    "sources",
+    "measured_at",
+    "fits",
+    "host_pin_bytes_per_s",
+    "step_range",
+    "learned",
+    "early_steps",
 )
-_NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
-_START_FIELDS = ("host_pin_bytes_per_s",)
-_NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention", "early_steps")
-_SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "sustained_attention_share", "launch_s")
-_SHARE_FIELDS = ("host_adam_least", "link_least", "early_kept")
-_DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
+"""Fields that `HardwareProfile.fingerprint` leaves out as they are; of fits it takes latency and rate."""
+_EVEN_IF_UNKNOWN = ("compute_capability", "host_memory_bytes", "contention")
+"""Fields that have a part in a fingerprint even if they are None."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,29 @@ class HardwareProfile(Artifact):
     """The name of the device, as the driver or the operating system has it."""
     compute_capability: tuple[int, int] | None
     """(major, minor) of a CUDA device, else None."""
-    devices_per_host: int
+    devices_per_host: _Size
     """1 on a ``cpu`` machine without a network, which any number of ranks share; see `ranks_per_host`."""
-    device_memory_bytes: int
+    device_memory_bytes: _Size
     """Memory of one device, as PyTorch reports it. On a ``cpu`` machine this is the host's memory."""
-    device_memory_bytes_per_s: float
+    device_memory_bytes_per_s: _Rate
     """Bandwidth of the device's own memory."""
-    flops_per_s: dict[str, float]
+    flops_per_s: dict[str, _Rate]
     """Dense peak by torch dtype name, such as ``bfloat16``."""
-    matmul_efficiency: float
+    matmul_efficiency: _PositiveShare
     """Share of `flops_per_s` that large matrix products reach, above 0 and at most 1."""
-    host_memory_bytes: int | None
+    host_memory_bytes: _Size | None
     """Memory of the whole machine."""
-    host_memory_bytes_per_s: float
+    host_memory_bytes_per_s: _Rate
     """Bandwidth of host memory, all cores together."""
-    host_to_device_bytes_per_s: float
+    host_to_device_bytes_per_s: _Rate
     """One device alone, from pinned memory."""
-    device_to_host_bytes_per_s: float
+    device_to_host_bytes_per_s: _Rate
     """The same in the other direction."""
-    device_to_device_bytes_per_s: float
+    device_to_device_bytes_per_s: _Rate
     """Bandwidth between devices of one machine, per device and direction."""
-    host_adam_numel_per_s: float
+    host_adam_numel_per_s: _Rate
     """Elements per second of a fused Adam over fp32 states on the host, all cores together."""
-    device_adam_numel_per_s: float
+    device_adam_numel_per_s: _Rate
     """Elements per second of a fused Adam over fp32 states on the device."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each number: a publication, or how it was measured."""
@@ -126,47 +126,47 @@ class HardwareProfile(Artifact):
     """Latency and rate by what was measured, such as ``host_to_device.both``; of a preset, what its source says of all
     ranks at once. docs/appendix/hardware_fits.md lists the keys; `rate` and `seconds` answer for those that are not
     there."""
-    network_bytes_per_s: float | None = None
+    network_bytes_per_s: _Rate | None = None
     """Bandwidth between machines, per machine and direction, all its network cards together."""
-    network_latency_s: float | None = None
+    network_latency_s: _NotNegative | None = None
     """Latency of one step of a collective between machines, at least 0."""
-    disk_read_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: _Rate | None = None
     """Rate of the disk of one machine on which states may live, past the page cache; shared by its ranks."""
-    disk_write_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: _Rate | None = None
     """Rate of writing, until the bytes are on the disk."""
-    disk_free_bytes: int | None = None
+    disk_free_bytes: _Size | None = None
     """Free there when it was measured."""
-    sustained_flops_share: float | None = None
+    sustained_flops_share: _Positive | None = None
     """Share of `flops_per_s` that the matrix products of a whole training step reach, which run at the clocks of a warm
     device, next to collectives. Asked where no fit was measured; None: `matmul_efficiency`."""
-    sustained_memory_share: float | None = None
+    sustained_memory_share: _Positive | None = None
     """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it."""
-    sustained_attention_share: float | None = None
+    sustained_attention_share: _Positive | None = None
     """Share of `flops_per_s` that attention reaches, masked scores not counted; None: `sustained_flops_share`."""
-    step_range: tuple[float, float] | None = None
+    step_range: tuple[_Positive, _Positive] | None = None
     """The multiples of the predicted seconds between which steps fell on machines like this one; None if no run is
     known."""
     learned: Learned | None = None
     """The runs that its rates agree with; see `elixir.hardware.learning.learn`."""
-    launch_s: float | None = None
+    launch_s: _Positive | None = None
     """Seconds that the host needs per operator. Where kernels are shorter than that, it is what counts; on a CPU, which
     runs them itself, it is added."""
-    contention: float | None = None
+    contention: _NotNegative | None = None
     """Seconds that compute loses for each second in which a lane works next to it: on a CPU copies and Adam take cores,
     caches and memory from it. None: nothing, as on devices with copy engines."""
-    host_pin_bytes_per_s: float | None = None
+    host_pin_bytes_per_s: _Rate | None = None
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""
 
-    host_adam_least: float | None = None
+    host_adam_least: _PositiveShare | None = None
     """Part of its rate that CPU Adam may turn out to have, at most 1; None: as little as is known of such a profile
     (`elixir.hardware.scenario.slowest_rates`)."""
-    link_least: float | None = None
+    link_least: _PositiveShare | None = None
     """The same part for the links between host and device."""
-    early_kept: float | None = None
+    early_kept: _Share | None = None
     """Share of steps that kept new states which the host made in backward, from 0 to 1: those whose gradients were not
     clipped. None: no run has said."""
-    early_steps: int | None = None
+    early_steps: Annotated[int, NOT_NEGATIVE] | None = None
     """Steps of runs from which that share is known."""
 
     @classmethod
@@ -188,20 +188,7 @@ class HardwareProfile(Artifact):
             raise InputError("hardware field 'name' must not be empty")
         if self.device_kind not in ("cuda", "cpu"):
             raise InputError(f"hardware field 'device_kind' must be 'cuda' or 'cpu', found {self.device_kind!r}")
-        for name in _POSITIVE_FIELDS:
-            check_positive(name, getattr(self, name))
-        if self.host_memory_bytes is not None:
-            check_positive("host_memory_bytes", self.host_memory_bytes)
-        for name in ("network_bytes_per_s", *_SUSTAINED_FIELDS, *_DISK_FIELDS, *_START_FIELDS):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        for bound in self.step_range or ():
-            check_positive("step_range", bound)
-        self._check_not_negative()
-        if self.matmul_efficiency > 1:
-            raise InputError(
-                f"hardware field 'matmul_efficiency' is a share above 0 and at most 1, found {self.matmul_efficiency}"
-            )
+        check_bounds(self, "hardware field '{}'")
         self._check_capability()
         self._check_rates()
         if self.measured_at is not None:
@@ -212,26 +199,14 @@ class HardwareProfile(Artifact):
                     f"hardware field 'measured_at' must be a date such as '2026-01-31', found {self.measured_at!r}"
                 ) from None
 
-    def _check_not_negative(self) -> None:
-        for name in _SHARE_FIELDS:
-            share = getattr(self, name)
-            if share is not None and not (is_finite(share) and 0 <= share <= 1 and (share or name == "early_kept")):
-                least = "from 0 to" if name == "early_kept" else "above 0 and at most"
-                raise InputError(f"hardware field '{name}' must be a share {least} 1, found {share!r}")
-        for name in _NOT_NEGATIVE_FIELDS:
-            value = getattr(self, name)
-            if value is not None and not (is_finite(value) and value >= 0):
-                raise InputError(f"hardware field '{name}' must be finite and at least 0, found {value!r}")
-
     def _check_rates(self) -> None:
         if not self.flops_per_s:
             raise InputError("hardware field 'flops_per_s' must give a rate for at least one dtype, found none")
-        for dtype, rate in self.flops_per_s.items():
+        for dtype in self.flops_per_s:
             if not is_dtype_name(dtype):
                 raise InputError(
                     f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
                 )
-            check_positive(f"flops_per_s.{dtype}", rate)
         for key, fit in self.fits.items():
             check_key(key)
             if not isinstance(fit, RateFit):
@@ -269,19 +244,12 @@ class HardwareProfile(Artifact):
     @property
     def fingerprint(self) -> str:
         """Identifies the numbers that plans depend on, not their sources. What is not known has no part in it."""
-        data = self.to_dict() | {"schema_version": 1}
-        del (
-            data["sources"],
-            data["measured_at"],
-            data["fits"],
-            data["host_pin_bytes_per_s"],
-            data["step_range"],
-            data["learned"],
-            data["early_steps"],
-        )
-        for name in (*_NETWORK_FIELDS, *_SUSTAINED_FIELDS, *_DISK_FIELDS, *_SHARE_FIELDS):
-            if data[name] is None:
-                del data[name]
+        data = {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in _NO_PART_OF_PLANS and (value is not None or name in _EVEN_IF_UNKNOWN)
+        }
+        data["schema_version"] = 1
         fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}
         return digest(data, fits) if fits else digest(data)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
+from elixir.artifact import NOT_NEGATIVE, POSITIVE, Bound, check_bounds
 from elixir.errors import InputError
 
-SLOWEST_PER_S, FASTEST_PER_S = 1.0, 1e36
-"""No part of a machine does less or more, and times that follow from rates between them stay finite."""
+PER_S = Bound("from 1 to 1e36 plain bytes, elements or FLOPs a second", 1.0, 1e36)
+"""Rates. No part of a machine does less or more, and times that follow from rates between them stay finite."""
 DOUBTFUL_ERROR = 0.35
 """Share by which a fit may be off before it is warned of. On an idle machine the worst fit is off by about 0.3; with
 other work on its cores one in eight is off by more than this (docs/hardware.md)."""
@@ -56,27 +58,20 @@ class RateFit:
         InputError: a number is negative, not finite, or zero where it cannot be; the message names the field.
     """
 
-    latency_s: float
+    latency_s: Annotated[float, NOT_NEGATIVE]
     """Seconds before the first byte, element or FLOP; at least 0."""
-    per_s: float
+    per_s: Annotated[float, PER_S]
     """Bytes, elements or FLOPs per second of large amounts; above 0."""
-    error: float
+    error: Annotated[float, NOT_NEGATIVE]
     """Largest relative error of the fit over the measured points, as a share."""
-    points: tuple[tuple[float, float], ...] = ()
+    points: tuple[tuple[Annotated[float, POSITIVE], Annotated[float, POSITIVE]], ...] = ()
     """(amount, measured seconds)."""
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "error"):
-            value = getattr(self, name)
-            if not is_finite(value) or value < 0:
-                raise InputError(f"field '{name}' of a fit must be finite and at least 0, found {value!r}")
-        check_positive("per_s", self.per_s, where="field '{}' of a fit")
+        check_bounds(self, "field '{}' of a fit")
         for index, point in enumerate(self.points):
-            if len(point) != 2 or not all(is_finite(value) and value > 0 for value in point):
-                raise InputError(
-                    f"field 'points[{index}]' of a fit must be (amount, seconds), both above 0 and finite, "
-                    f"found {point!r}"
-                )
+            if len(point) != 2:
+                raise InputError(f"field 'points[{index}]' of a fit must be (amount, seconds), found {point!r}")
 
     def seconds(self, amount: float) -> float:
         """Seconds for `amount`, in the unit that `per_s` counts.
@@ -118,17 +113,6 @@ def check_key(key: object) -> None:
             f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', "
             "'host_adam.2', 'matmul.bfloat16.square', "
             "'attention.bfloat16', 'all_gather.8' (docs/appendix/hardware_fits.md lists them)"
-        )
-
-
-def check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
-    """Raises `InputError` where `value` is no positive finite number, or a rate that no machine has."""
-    if not is_finite(value) or value <= 0:  # type: ignore[operator]
-        raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
-    if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]
-        raise InputError(
-            f"{where.format(name)} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, found {value!r}; give "
-            "plain bytes, elements or FLOPs a second"
         )
 
 

@@ -9,13 +9,22 @@ import os
 import typing
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elixir.artifact import Artifact, check_writable, digest, write_atomically
+from elixir.artifact import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Artifact,
+    Bound,
+    check_bounds,
+    check_writable,
+    digest,
+    write_atomically,
+)
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import HardwareProfile, Learned
 from elixir.hardware.rate_fit import RateFit
@@ -488,3 +497,37 @@ def test_what_cannot_be_written_is_said_beforehand(tmp_path: Path) -> None:
 def test_checking_leaves_no_file(tmp_path: Path) -> None:
     check_writable(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    ranks: Annotated[int, Bound("1 or larger", 1)] = 1
+    seconds: dict[str, Annotated[float, NOT_NEGATIVE]] = dataclasses.field(default_factory=dict)
+    points: tuple[tuple[Annotated[float, POSITIVE], float], ...] = ()
+    share: Annotated[float, Bound("a share from 0 to 1", 0, 1)] | None = None
+    unbounded: float = -1.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "hardware field '{}'")
+
+
+def test_numbers_within_their_bounds_are_accepted() -> None:
+    Bounded(2, {"total": 0.0}, ((1e-300, 1.0),), 1.0, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": 0}, "hardware field 'ranks' must be 1 or larger, found 0"),
+        ({"ranks": None}, "'ranks' must be 1 or larger, found None"),
+        ({"ranks": True}, "'ranks' must be 1 or larger, found True"),
+        ({"seconds": {"total": 1.0, "wait": math.nan}}, "'seconds.wait' must be finite and at least 0, found nan"),
+        ({"seconds": {"total": "long"}}, "'seconds.total' must be finite and at least 0, found 'long'"),
+        ({"points": ((1.0, 1.0), (0, 1.0))}, r"'points\[1\]\[0\]' must be a positive finite number, found 0"),
+        ({"points": ((math.inf, 1.0),)}, "must be a positive finite number, found inf"),
+        ({"share": 10**400}, "'share' must be a share from 0 to 1, found 1"),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_named_by_its_path(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Bounded(**given)
