@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
+from elixir.artifact import NOT_NEGATIVE, Bound, check_bounds
 from elixir.errors import InputError
 from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
 from elixir.plan.packed_weights import Weight
 from elixir.units import dtype_bytes
 
+Count = Annotated[int, NOT_NEGATIVE]
+Amount = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[int, Bound("1 or larger", 1)]
 Memory = Literal["device", "host"]
 WeightHome = Literal["device", "host", "files"]
 StateHome = Literal["device", "host", "disk", "files"]
@@ -126,13 +130,12 @@ class ParamSlot:
     """The part of a chunk that holds one parameter."""
 
     name: str
-    offset: int
+    offset: Count
     """In elements from the start of the chunk."""
-    numel: int
+    numel: Count
 
     def __post_init__(self) -> None:
-        check_at_least(0, "offset", self.offset)
-        check_at_least(0, "numel", self.numel)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class ChunkPlan:
     """Torch name of the dtype of its weights and gradients, such as ``bfloat16``."""
     trainable: bool
     """False for a chunk of frozen parameters, which has no gradients and no states."""
-    numel: int
+    numel: Positive
     """Elements of the buffer, padding included; a multiple of the world size."""
     parameters: tuple[ParamSlot, ...]
     """Its parameters with their places in the buffer."""
@@ -170,7 +173,7 @@ class ChunkPlan:
     """Rows and columns of its parameters, if an optimizer steps them as whole matrices; otherwise empty."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "numel", self.numel)
+        check_bounds(self)
         itemsize_of(self.dtype)
         end = 0
         for index, slot in enumerate(self.parameters):
@@ -265,11 +268,6 @@ class ChunkUse:
     """Indices into `Plan.chunks`, resident ones included."""
     pin_until: int
     """Index of the last entry during which these may not be evicted."""
-
-
-def check_at_least(least: int, name: str, value: float) -> None:
-    if value < least:
-        raise InputError(f"field '{name}' must be {least} or larger, found {value}")
 
 
 def itemsize_of(dtype: str) -> int:
