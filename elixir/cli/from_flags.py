@@ -20,22 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 STEP_FLAGS = (
-    "batch",
-    "seq",
-    "dtype",
-    "checkpoint",
-    "optimizer",
-    "optimizer_kernel",
-    "inp",
-    "step",
-    "fused_kernels",
-    "compile",
-    "forward",
-    "generate",
-    "lora",
-    "quantised",
-    "positions",
-)
+    "batch seq dtype checkpoint optimizer optimizer_kernel inp step fused_kernels compile forward generate lora "
+    "quantised positions"
+).split()
 """Flags of the step, which a trace has settled; None where they are not given."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
 """Words of an error -> the flag that gives the code it asks for."""

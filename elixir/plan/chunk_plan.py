@@ -177,37 +177,37 @@ class ChunkPlan:
         itemsize_of(self.dtype)
         end = 0
         for index, slot in enumerate(self.parameters):
-            field = f"parameters[{index}].offset"
-            if slot.offset < end:
-                raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
+            if not end <= slot.offset <= self.numel - slot.numel:
+                wrong = f"starts at {slot.offset}, inside what ends at {end}"
+                if slot.offset >= end:
+                    wrong = f"ends at element {slot.offset + slot.numel} of a chunk that has {self.numel}"
+                raise InputError(f"field 'parameters[{index}].offset': {slot.name!r} {wrong}")
             end = slot.offset + slot.numel
-            if end > self.numel:
-                raise InputError(
-                    f"field '{field}': {slot.name!r} ends at element {end} of a chunk that has {self.numel}"
-                )
         self._check_homes()
 
     def _check_homes(self) -> None:
-        home = self.home
-        if self.matrices and (home.early or not self.trainable):
-            raise InputError(
-                "field 'matrices' is for trainable chunks that are updated after the norm, found the home "
-                f"{home.name}, trainable {self.trainable}"
-            )
-        if self.matrices and [rows * columns for rows, columns in self.matrices] != [s.numel for s in self.parameters]:
-            raise InputError("field 'matrices' must have rows and columns of each parameter")
-        if self.trainable and home is Home.FILES:
-            raise InputError("field 'weight_home' may be 'files' for frozen chunks only, found it for a trainable one")
-        if self.update != "after_norm" and (not self.trainable or self.grad_entry is None):
-            raise InputError(
-                f"field 'update' may be {self.update!r} for trainable chunks with gradients, found trainable "
-                f"{self.trainable}, grad_entry {self.grad_entry}"
-            )
-        if not self.trainable and not home.without_states:
-            raise InputError(
-                f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
-                f"states, found {self.state_home!r}"
-            )
+        home, what = self.home, f"trainable {self.trainable}"
+        must(
+            not self.matrices or (self.trainable and not home.early),
+            "matrices",
+            f"is for trainable chunks that are updated after the norm, found the home {home.name}, {what}",
+        )
+        sizes = [rows * columns for rows, columns in self.matrices]
+        shaped = not self.matrices or sizes == [slot.numel for slot in self.parameters]
+        must(shaped, "matrices", "must have rows and columns of each parameter")
+        in_files = self.trainable and home is Home.FILES
+        must(not in_files, "weight_home", "may be 'files' for frozen chunks only, found it for a trainable one")
+        must(
+            self.update == "after_norm" or (self.trainable and self.grad_entry is not None),
+            "update",
+            f"may be {self.update!r} for trainable chunks with gradients, found {what}, grad_entry {self.grad_entry}",
+        )
+        must(
+            self.trainable or home.without_states,
+            "state_home",
+            f"must be the weight home {self.weight_home!r} for a frozen chunk, which has no states, found "
+            f"{self.state_home!r}",
+        )
 
     def weights(self) -> tuple[Weight, ...]:
         """Its parameters, with what the chunk says of them all."""
@@ -268,6 +268,12 @@ class ChunkUse:
     """Indices into `Plan.chunks`, resident ones included."""
     pin_until: int
     """Index of the last entry during which these may not be evicted."""
+
+
+def must(holds: object, field: str, what: str) -> None:
+    """Raises `InputError` unless something holds that a field has to be."""
+    if not holds:
+        raise InputError(f"field '{field}' {what}")
 
 
 def itemsize_of(dtype: str) -> int:

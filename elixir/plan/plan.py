@@ -37,6 +37,7 @@ from elixir.plan.chunk_plan import (
     Positive,
     alignment_bytes,
     itemsize_of,
+    must,
 )
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.packed_weights import packed_text
@@ -232,111 +233,100 @@ class Plan(Artifact):
     def __post_init__(self) -> None:
         check_bounds(self)
         check_replicas(self.replicas, self.world_size, "field 'replicas'")
-        if self.pass_size > 1 and not self.step.checkpointed:
-            raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_activations(self.activations, self.step.units)
-        if self.pass_size > 1 and any(each.keep != () for each in self.activations):
-            raise InputError(
-                f"field 'pass_size' above 1 takes units that are made again as a whole, found {self.pass_size} and "
-                f"{activations_text(self.activations)}"
-            )
         if self.dtype != "as built":
             itemsize_of(self.dtype)
+        if self.pass_size > 1:
+            found = f"found {self.pass_size} and"
+            must(self.step.checkpointed, "pass_size", f"above 1 takes checkpointed units, {found} none")
+            must(
+                all(each.keep == () for each in self.activations),
+                "pass_size",
+                f"above 1 takes units that are made again as a whole, {found} {activations_text(self.activations)}",
+            )
         if self.moments != "float32":
             self._check_moments()
-        if self.has_early_updates and self.may_update_early is False:
-            raise InputError("field 'may_update_early' must be true or null with early updates, found false")
-        if any(chunk.matrices for chunk in self.chunks) and matrix_family(self.optimizer) is None:
-            raise InputError(f"field 'optimizer' must name an optimizer of whole matrices, found {self.optimizer!r}")
+        early = self.may_update_early is not False or not self.has_early_updates
+        must(early, "may_update_early", "must be true or null with early updates, found false")
+        whole = matrix_family(self.optimizer) is not None or not any(chunk.matrices for chunk in self.chunks)
+        must(whole, "optimizer", f"must name an optimizer of whole matrices, found {self.optimizer!r}")
+        must(
+            self.frozen_weights == "files" or not self.reads_files,
+            "frozen_weights",
+            f"must be 'files' for weights there, found {self.frozen_weights!r}",
+        )
+        blocks = self.block_bytes or not self.grad_block_count
+        must(blocks, "block_bytes", f"must be above 0 for {self.grad_block_count} gradient blocks, found 0")
         self._check_chunks()
-        self._check_alignment()
         self._check_order()
 
     def _check_moments(self) -> None:
         check_adam(self.optimizer, self.moments)
         expected = moments_size(self.moments)
-        if self.state_size != expected:
-            raise InputError(
-                f"field 'state_size' must be {expected} for moments in {self.moments}, found {self.state_size}"
-            )
+        must(
+            self.state_size == expected,
+            "state_size",
+            f"must be {expected} for moments in {self.moments}, found {self.state_size}",
+        )
         for index, chunk in enumerate(self.chunks):
-            if chunk.trainable and itemsize_of(chunk.dtype) > MASTER_BYTES:
-                raise InputError(
-                    f"field 'chunks[{index}].dtype': moments in {self.moments} go with float32 master weights, found "
-                    f"{chunk.dtype}; plan with moments='float32'"
-                )
-
-    def _check_alignment(self) -> None:
-        unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
-        if self.alignment_bytes < 1 or self.alignment_bytes % unit:
-            raise InputError(
-                f"field 'alignment_bytes' must be a multiple of {unit} with moments in {self.moments}, found "
-                f"{self.alignment_bytes}"
+            must(
+                not chunk.trainable or itemsize_of(chunk.dtype) <= MASTER_BYTES,
+                f"chunks[{index}].dtype",
+                f"must be at most float32 for moments in {self.moments}, which go with float32 master weights, found "
+                f"{chunk.dtype}; plan with moments='float32'",
             )
-        for index, chunk in enumerate(self.chunks):
-            shard_bytes = chunk.weight_bytes // self.shards
-            if shard_bytes % self.alignment_bytes:
-                raise InputError(
-                    f"field 'chunks[{index}].numel': shards of {shard_bytes} bytes do not end at a multiple of "
-                    f"{self.alignment_bytes}"
-                )
-            for number, slot in enumerate(chunk.parameters):
-                at = slot.offset * itemsize_of(chunk.dtype)
-                if at % self.alignment_bytes:
-                    raise InputError(
-                        f"field 'chunks[{index}].parameters[{number}].offset': {slot.name!r} starts at byte {at} of "
-                        f"its chunk, which is no multiple of {self.alignment_bytes}"
-                    )
 
     def _check_chunks(self) -> None:
+        unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
+        must(
+            self.alignment_bytes >= 1 and self.alignment_bytes % unit == 0,
+            "alignment_bytes",
+            f"must be a multiple of {unit} with moments in {self.moments}, found {self.alignment_bytes}",
+        )
+        aligned = f"multiples of {self.alignment_bytes} bytes"
         seen: dict[str, int] = {}
         for index, chunk in enumerate(self.chunks):
-            if chunk.numel % self.shards:
-                raise InputError(
-                    f"field 'chunks[{index}].numel' must be a multiple of the {self.shards} shards, so that it can be "
-                    f"sharded evenly, found {chunk.numel}"
-                )
-            if not chunk.resident and chunk.weight_bytes > self.block_bytes:
-                raise InputError(
-                    f"field 'block_bytes' must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} "
-                    f"bytes, found {self.block_bytes}"
-                )
-            for slot in chunk.parameters:
-                if slot.name in seen:
-                    raise InputError(
-                        f"field 'chunks[{index}].parameters': {slot.name!r} is in chunk {seen[slot.name]} already"
-                    )
-                seen[slot.name] = index
-        if self.reads_files and self.frozen_weights != "files":
-            raise InputError(f"field 'frozen_weights' must be 'files' for weights there, found {self.frozen_weights!r}")
-        if self.grad_block_count and not self.block_bytes:
-            raise InputError(
-                f"field 'block_bytes' must be above 0 for {self.grad_block_count} gradient blocks, found 0"
+            name, shard_bytes = f"chunks[{index}]", chunk.weight_bytes // self.shards
+            evenly = f"must be a multiple of the {self.shards} shards, so that it can be sharded evenly"
+            must(chunk.numel % self.shards == 0, f"{name}.numel", f"{evenly}, found {chunk.numel}")
+            must(
+                shard_bytes % self.alignment_bytes == 0,
+                f"{name}.numel",
+                f"must make shards that end at {aligned}, found shards of {shard_bytes} bytes",
             )
+            must(
+                chunk.resident or chunk.weight_bytes <= self.block_bytes,
+                "block_bytes",
+                f"must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} bytes, found "
+                f"{self.block_bytes}",
+            )
+            for number, slot in enumerate(chunk.parameters):
+                at, slots = slot.offset * itemsize_of(chunk.dtype), f"{name}.parameters"
+                if at % self.alignment_bytes:
+                    where = f"{slots}[{number}].offset"
+                    raise InputError(f"field '{where}': {slot.name!r} must start at {aligned} of its chunk, found {at}")
+                if slot.name in seen:
+                    raise InputError(f"field '{slots}': {slot.name!r} is in chunk {seen[slot.name]} already")
+                seen[slot.name] = index
 
     def _check_order(self) -> None:
+        last = len(self.order) - 1
         for index, entry in enumerate(chunk.grad_entry for chunk in self.chunks):
-            if entry is not None and not 0 <= entry < len(self.order):
-                raise InputError(
-                    f"field 'chunks[{index}].grad_entry' must be from 0 to {len(self.order) - 1}, found {entry}"
-                )
+            fits = entry is None or 0 <= entry <= last
+            must(fits, f"chunks[{index}].grad_entry", f"must be from 0 to {last}, found {entry}")
         for index, use in enumerate(self.order):
             for chunk in use.chunks:
-                if not 0 <= chunk < len(self.chunks):
-                    raise InputError(
-                        f"field 'order[{index}].chunks' refers to chunk {chunk}, there are {len(self.chunks)}"
-                    )
-            if not index <= use.pin_until < len(self.order):
-                raise InputError(
-                    f"field 'order[{index}].pin_until' must be from {index} to {len(self.order) - 1}, "
-                    f"found {use.pin_until}"
-                )
+                there = 0 <= chunk < len(self.chunks)
+                must(there, f"order[{index}].chunks", f"refers to chunk {chunk}, there are {len(self.chunks)}")
+            pinned = index <= use.pin_until <= last
+            must(pinned, f"order[{index}].pin_until", f"must be from {index} to {last}, found {use.pin_until}")
         needed = self.schedule().min_blocks
-        if self.block_count < needed:
-            raise InputError(
-                f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, "
-                f"with {self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
-            )
+        must(
+            self.block_count >= needed,
+            "block_count",
+            f"must be {needed} or larger, so that all chunks that the order needs at once, with {self.prefetch_depth} "
+            f"fetched ahead, lie in blocks; found {self.block_count}",
+        )
 
     def schedule(self) -> Schedule:
         """The order without the resident chunks, as the rCache walks it."""

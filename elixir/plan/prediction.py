@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elixir.artifact import check_bounds
-from elixir.errors import InputError
 from elixir.hardware.scenario import Scenario
-from elixir.plan.chunk_plan import Amount, Count
+from elixir.plan.chunk_plan import Amount, Count, must
 from elixir.units import format_seconds
 
 DISK_LINKS = ("disk_read", "disk_write")
@@ -47,8 +46,8 @@ class Judgement:
 
     def __post_init__(self) -> None:
         check_bounds(self, "field 'judgements.{}'")
-        if not self.best_s and self.step_s:  # only a step without anything to compute takes none
-            raise InputError(f"field 'judgements.best_s' must be above 0, as 'step_s' is, found {self.best_s!r}")
+        # Only a step without anything to compute takes none.
+        must(self.best_s or not self.step_s, "judgements.best_s", f"must be above 0, found {self.best_s!r}")
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,13 @@ class Prediction:
             ("device_parts", self.device_parts, self.device_peak_bytes),
             ("host_parts", self.host_parts, self.host_peak_bytes),
         ):
-            if sum(parts.values()) != peak:
-                raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
-        if sorted(self.moved_bytes) != sorted(LINKS):
-            raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
-        if "total" not in self.seconds:
-            raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
-        unknowns = list(Scenario.__dataclass_fields__)
-        if not self.regret_if_known.keys() <= set(unknowns):
-            raise InputError(
-                f"field 'regret_if_known' must name some of {unknowns}, found {list(self.regret_if_known)}"
-            )
+            total = sum(parts.values())
+            must(total == peak, name, f"must sum to the peak of {peak} bytes, found {total}")
+        links, unknowns = sorted(self.moved_bytes), list(Scenario.__dataclass_fields__)
+        must(links == sorted(LINKS), "moved_bytes", f"must have the links {list(LINKS)}, found {links}")
+        must("total" in self.seconds, "seconds", f"must have the step's 'total', found {sorted(self.seconds)}")
+        known = self.regret_if_known.keys() <= set(unknowns)
+        must(known, "regret_if_known", f"must name some of {unknowns}, found {list(self.regret_if_known)}")
 
     @property
     def step_s(self) -> float:

@@ -64,16 +64,12 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Price
             number = reasons(rows).index(row.reason) + 1
             body.append([machine, "-", "-", "-", f"does not fit [{number}]", *cost])
             continue
-        body.append(
-            [
-                machine,
-                range_cell(row.step_s or 0.0, _range(row)),
-                f"{_speed(row)}\n{speed_of_device(row, 'T')}",
-                f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",
-                f"{style.RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
-                *cost,
-            ]
-        )
+        step, speed = range_cell(row.step_s or 0.0, _range(row)), f"{_speed(row)}\n{speed_of_device(row, 'T')}"
+        peaks = f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}"
+        on_disk = f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""
+        states = f"{row.states_on_host_chunks} of {row.chunks}{on_disk}"
+        bound = style.RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or "")
+        body.append([machine, step, speed, peaks, f"{bound}\n{states}", *cost])
     if len(jobs) > 1:
         columns = ["model", *columns]
         body = [[f"{row.model}\nbatch {row.batch}", *cells] for row, cells in zip(rows, body, strict=True)]
@@ -112,11 +108,6 @@ def cost_text(row: SweepRow, cost: RunCost, currency: str, amount: float | None)
             "price file does not say"
         )
     return text
-
-
-def _states(row: SweepRow) -> str:
-    on_disk = f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""
-    return f"{row.states_on_host_chunks} of {row.chunks}{on_disk}"
 
 
 def _range(row: SweepRow) -> tuple[float, float] | None:
