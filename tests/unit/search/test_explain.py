@@ -322,7 +322,7 @@ def test_what_would_be_faster_but_has_no_room_says_what_it_lacks(found: Explanat
     ("regret", "verdict"),
     [
         (None, "yes: plan again"),
-        (1.09, "would be 12.000 ms faster here, but 9% slower than necessary if links are slow"),
+        (1.09, "would be 0.012 s faster here, but 9% slower than necessary if links are slow"),
     ],
 )
 def test_what_fits_and_is_faster_says_why_it_was_left(found: Explanation, regret: float | None, verdict: str) -> None:
