@@ -47,7 +47,7 @@ class Bound:
     """The numbers that a field may hold; part of its type, as in ``Annotated[int, POSITIVE] | None``."""
 
     text: str
-    """What an error says after "must be"."""
+    """The words of an error after "must be"."""
     least: float
     most: float = sys.float_info.max
 

@@ -54,7 +54,7 @@ def run_compare(args: argparse.Namespace) -> Iterator[Said]:
 
 
 def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:
-    """What a plan costs by a price file; empty without one."""
+    """The cost of a plan by a price file; empty without one."""
     if path is None:
         return {}
     from elixir.search.whatif.prices import Prices

@@ -213,7 +213,7 @@ def _rows_record(rows: Sequence[SweepRow], prices: Prices | None) -> dict[str, A
 
 
 def _cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Iterator[str]:
-    """What a row costs, if there is a price file; notes that it does not name the machine."""
+    """The cost of a row, if there is a price file; notes that it does not name the machine."""
     cost = None if prices is None else prices.cost(row)
     if cost is not None and prices is not None:
         yield cost_text(row, cost, prices.currency, amount)
@@ -224,7 +224,7 @@ def _cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Iterato
 
 
 def _cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | None) -> Iterator[str]:
-    """Which of the rows costs least per token, if there are prices of several."""
+    """The row that costs least per token, if there are prices of several."""
     costs = (
         [] if prices is None else [(cost.per_million, at) for at, row in enumerate(rows) if (cost := prices.cost(row))]
     )

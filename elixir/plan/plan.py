@@ -446,7 +446,7 @@ class Plan(Artifact):
         return "\n".join((" ".join(head), *(f"  {label:14}{text}" for label, text in lines if text)))
 
     def _lines(self) -> dict[str, str]:
-        """What is said of the plan, by label; empty where there is nothing to say."""
+        """The text about the plan, by label; empty if there is nothing to say."""
         predicted, counts, several = self.predicted, self.counts, self.accumulation > 1
         updates = Counter(chunk.update for chunk in self.chunks if chunk.update in UPDATES)
         states = (

@@ -32,7 +32,7 @@ class AlikeChunks:
     weight_bytes: int
     spot: Spot
     elsewhere: Spot | None
-    """None where there is no other spot."""
+    """None without any other spot."""
     least_change_s: float
     """The change of the step if one of them were there, at least and at most."""
     most_change_s: float
