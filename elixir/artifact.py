@@ -119,8 +119,6 @@ class Artifact:
     """How a user replaces a file of another schema version."""
     earlier: ClassVar[dict[int, dict[str, Any]]] = {}
     """Earlier schema versions that are read -> the fields that their files lack, with what leaving them out means."""
-    dropped: ClassVar[tuple[str, ...]] = ()
-    """Fields that files of earlier versions have, and that mean nothing any more."""
     printed: ClassVar[tuple[str, ...]] = ()
     """Keys that a command prints next to the fields, and that follow from them."""
 
@@ -147,8 +145,7 @@ class Artifact:
         version = data.get("schema_version")
         lacking = cls.earlier.get(version) if type(version) is int else None
         if lacking is not None:
-            kept = {key: value for key, value in data.items() if key not in cls.dropped}
-            data = cls.renewed(lacking | kept, source) | {"schema_version": cls.schema_version}
+            data = cls.renewed(lacking | data, source) | {"schema_version": cls.schema_version}
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)
@@ -167,8 +164,7 @@ class Artifact:
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Returns the fields of an earlier version's file without those that are gone since; `ArtifactError` if one
-        counts."""
+        """Returns the fields of an earlier version's file as this version means them."""
         return data
 
     @classmethod

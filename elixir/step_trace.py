@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 from elixir.artifact import Artifact
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import InputError
 from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, NO_OPTIMIZER, StateSize, state_size
 from elixir.units import dtype_bytes
 
@@ -148,7 +148,7 @@ class Unit:
     """``compiled``, also where it is checkpointed too; ``plain`` for a repeated layer that is neither."""
     kind: str
     """Same for units of the same class whose parameters have the same names, shapes and dtypes: the name of the class,
-    with a number from its second kind on. Empty in artifacts of earlier versions."""
+    with a number from its second kind on."""
     fetch: Fetch
     """``one`` for compiled units. ``parameters`` for those that write to their weights, choose among them by values (as
     a router of experts does), checkpoint a part of themselves, keep a view of a weight when they return, or whose
@@ -366,39 +366,12 @@ class StepShape:
         return tuple(unit.name for unit in self.units if unit.fetch == "one" and unit.form != "compiled")
 
 
-def renewed_step(step: Any, source: str) -> Any:
-    """The fields of a `StepShape` in a file of an earlier version, which may lack some, and named compiled units only.
-
-    Anything but an object is returned as it is: decoding refuses it, and names the field.
-
-    Raises:
-        ArtifactError: a compiled unit has a memory budget, as a part of what it keeps.
-    """
-    if not isinstance(step, dict):
-        return step
-    step = {"units": [], "forward": False, "generate": None, "lora": None, "quantised": None, "activations": []} | step
-    if isinstance(step["units"], list):
-        step["units"] = [
-            {"name": unit, "form": "compiled", "kind": "", "fetch": "one"} if isinstance(unit, str) else unit
-            for unit in step["units"]
-        ]
-    for each in step["activations"] if isinstance(step["activations"], list) else ():
-        if isinstance(each, dict) and each.pop("budget", None) is not None:
-            raise ArtifactError(
-                f"{source}: field 'budget' of {each.get('unit')!r} is a memory budget of torch.compile, but a compiled "
-                "layer is kept or recomputed whole; plan anew with activations='auto'",
-                field="budget",
-            )
-    return step
-
-
 @dataclass(frozen=True)
 class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
     schema_version: ClassVar[int] = 14
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {version: {} for version in range(4, 14)}
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -469,21 +442,6 @@ class StepTrace(Artifact):
     `torch.autograd.graph.save_on_cpu` does, and those of the plan."""
     host_peak_bytes: int = 0
     """The most host memory that the step takes for what it moves there itself, as PyTorch's allocators take it."""
-
-    @classmethod
-    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Traces of version 4 knew no compiled modules, those of 5 only training, of 6 no units but compiled ones, of 7
-        no passes of several micro-batches, and not what is kept when an access begins: at most what is live; of 8 no
-        adapters, of 9 only what the model does with activations, and no copies, of 10 no operators of units, of 12
-        not when gradients are with autograd, and of 12 and 13 memory budgets of compiled units."""
-        data = {"pass_size": 1, "forwards": [], "transfers": [], "host_peak_bytes": 0} | data
-        if isinstance(curve := data.get("curve"), list) and all(isinstance(sample, dict) for sample in curve):
-            data["curve"] = [{"host": 0} | sample for sample in curve]
-        accesses = data.get("accesses")
-        if isinstance(accesses, list) and all(isinstance(access, dict) for access in accesses):
-            added: dict[str, Any] = {"parts": [], "arriving_bytes": None}
-            data["accesses"] = [{"kept_bytes": each.get("live_bytes", 0)} | added | each for each in accesses]
-        return data | {"step": renewed_step(data["step"], source)} if "step" in data else data
 
     def __post_init__(self) -> None:
         for number, access in enumerate(self.accesses):

@@ -1,37 +1,41 @@
 """``elixir try | profile | hardware | plan | check | show | compare | models | sweep | fit | explain | timeline |
 checkpoint``.
 
-Nothing but `os`, `signal` and `sys` is imported up front, and everything else inside of `main`, so that a user who
-interrupts an import gets an answer. ``elixir --help``, ``show``, ``compare``, ``models`` and ``hardware`` import no
-torch, unless they measure. Results go to standard output, everything else to standard error.
+Nothing of ours is imported up front, and everything else inside of `main`, so that a user who interrupts an import gets
+an answer. ``elixir --help``, ``show``, ``compare``, ``models`` and ``hardware`` import no torch, unless they measure.
+
+A command is a generator of what it has to say: text, tables, a dict for ``--json``, or an exit status. `main` alone
+prints that, to standard output. While a command works, what else is printed from Python goes to standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
+
+    from elixir.cli.output import Said
 
 __all__ = ["main"]
 
 BAD_INPUT_STATUS = 2
 DEFECT_STATUS = 1
 INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
-_COMMANDS = {
-    "show": ("show", "compare", "models"),
-    "hardware": ("hardware",),
-    "commands": ("profile", "plan", "check"),
-    "whatif": ("sweep", "fit", "explain", "timeline"),
-    "checkpoints": ("checkpoint",),
-    "try_model": ("try",),
+_MODULES = {
+    **dict.fromkeys(("show", "compare", "models"), "show"),
+    **dict.fromkeys(("profile", "plan", "check"), "commands"),
+    **dict.fromkeys(("sweep", "fit", "explain", "timeline"), "whatif"),
+    **{"hardware": "hardware", "checkpoint": "checkpoints", "try": "try_model"},
 }
-"""Commands by the module that runs them: one imports only what its command needs."""
+"""Command -> the module that runs it: one imports only what its command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,130 +46,104 @@ def main(argv: Sequence[str] | None = None) -> int:
     error is raised instead of explained.
 
     Args:
-        argv: the words after the program's name; None: those of this process, which ends after the command.
+        argv: the words after the program's name; None: those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
-    if sys.stdout is None:  # closed by the caller, as `elixir ... >&-` does
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    interrupts = _Interrupts()
-    command = ""
-    try:
-        with interrupts:
-            args = _parsed(words)
-            if args is None:
-                return BAD_INPUT_STATUS
-            command = f" {args.command}"
-            return _run(args, for_good=argv is None)
-    except KeyboardInterrupt as error:
-        from elixir.errors import UserInterruptError
-
-        if debug:
-            raise
-        if isinstance(error, UserInterruptError) and not interrupts.came:
-            _complain(f"elixir{command}: error: {error} raised KeyboardInterrupt")
-            return BAD_INPUT_STATUS
-        _complain("elixir: interrupted")
-        return INTERRUPTED_STATUS
-    except BrokenPipeError:
-        return 0  # the reader (head, less) has seen enough
-    except Exception as error:
-        if debug:
-            raise
-        if interrupts.seen:  # compiled code, such as an import's, turns an interrupt into another error
-            _complain("elixir: interrupted")
-            return INTERRUPTED_STATUS
-        return _explain(args if command else None, command, error)
-
-
-class _Interrupts:
-    """Knows whether an interrupt has come from outside: code of the user's may raise `KeyboardInterrupt` by itself."""
-
-    def __init__(self) -> None:
-        self.came = False
-        """Whether it has, or may have: elsewhere than in the main thread nothing is known."""
-        self.seen = False
-        """Whether it has for certain."""
-        self._replaced = False
-
-    def __enter__(self) -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as `elixir ... >&-` does
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    args: Namespace | None = None
+    with _noted_interrupts() as interrupts:
         try:
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._handle)
-                self._replaced = True
-        except ValueError:
-            self.came = True  # not in the main thread, which alone may set a handler
+            from elixir.cli import output
+            from elixir.cli.options import build_parser, normalise
 
-    def __exit__(self, *_: object) -> None:
-        if self._replaced:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with output.writing(sys.stdout):  # help, which may have nowhere to go
+                parser = build_parser()
+                args = parser.parse_args(normalise(words))
+                if args.command is None:
+                    parser.print_help()
+                    return BAD_INPUT_STATUS
+            return _run(args)
+        except BrokenPipeError:
+            return 0  # the reader (head, less) has seen enough
+        except (Exception, KeyboardInterrupt) as error:
+            if "--debug" in words:
+                raise
+            if interrupts or type(error) is KeyboardInterrupt:
+                return _complain("elixir: interrupted", INTERRUPTED_STATUS)
+            return _explain(args, error)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.came = self.seen = True
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Gives a list that has an entry once an interrupt has come from outside.
+
+    Code of the user's may raise `KeyboardInterrupt` by itself, and compiled code, such as an import's, turns an
+    interrupt into another error.
+    """
+    noted: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
         signal.default_int_handler(number, frame)
 
-
-def _parsed(words: list[str]) -> Namespace | None:
-    """The arguments; None without a command, after help has been printed."""
-    from elixir.cli import output
-    from elixir.cli.options import build_parser, normalise
-
-    parser = build_parser()
+    # The main thread alone may set a handler. One that somebody else has set stays.
+    main_thread = threading.current_thread() is threading.main_thread()
+    ours = main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, handle)
     try:
-        args: Namespace = parser.parse_args(normalise(words))
-    except SystemExit:
-        output.flush()  # help, which may have nowhere to go
-        raise
-    if args.command is not None:
-        return args
-    parser.print_help()
-    output.flush()
-    return None
+        yield noted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _run(args: Namespace, *, for_good: bool) -> int:
-    import contextlib
+def _run(args: Namespace) -> int:
     from importlib import import_module
 
     from elixir.cli import output
     from elixir.garbage import garbage_collection_paused
 
+    stream, status = sys.stdout, 0
     # A command imports and traces for most of its time, and ends; only one that trains makes garbage that matters.
     paused = contextlib.nullcontext() if args.command == "try" else garbage_collection_paused()
-    with output.results_apart(for_good=for_good), paused:
-        module = next(name for name, commands in _COMMANDS.items() if args.command in commands)
-        run: Callable[[Namespace], int] = getattr(import_module(f"elixir.cli.{module}"), f"run_{args.command}")
-        return run(args)
+    with contextlib.redirect_stdout(sys.stderr), paused:
+        module = import_module(f"elixir.cli.{_MODULES[args.command]}")
+        run: Callable[[Namespace], Iterator[Said]] = getattr(module, f"run_{args.command}")
+        for said in run(args):
+            if isinstance(said, int):
+                status = said
+            else:
+                output.say(said, stream)
+    return status
 
 
-def _explain(args: Namespace | None, command: str, error: Exception) -> int:
+def _explain(args: Namespace | None, error: BaseException) -> int:
     """Says what went wrong in one line (a `PlanError` adds its levers), and gives the exit status for it."""
     from elixir.cli.options import LONGEST_MESSAGE
-    from elixir.errors import ElixirError, PlanError, StateError, shortened
+    from elixir.errors import ElixirError, PlanError, StateError, UserInterruptError, shortened
 
+    command = f" {args.command}" if args is not None and args.command else ""
     message = str(error) or type(error).__name__
-    if args is not None and isinstance(error, PlanError):
+    if isinstance(error, PlanError) and args is not None:
         from elixir.cli.from_flags import in_flags
 
         message = in_flags(error, args)
+    if isinstance(error, UserInterruptError):
+        message += " raised KeyboardInterrupt"
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{shortened(str(error.filename), 200)}: {error.strerror}"
-    if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):
-        _complain(f"elixir{command}: error: {shortened(message, LONGEST_MESSAGE)}")
-        return BAD_INPUT_STATUS
-    first_line = message.splitlines()[0]
-    _complain(
-        f"elixir{command}: internal error: {type(error).__name__}: {shortened(first_line, LONGEST_MESSAGE)} "
-        "(--debug shows where)"
-    )
-    return DEFECT_STATUS
+    mistakes = (ElixirError, ValueError, OSError, UserInterruptError)
+    if isinstance(error, mistakes) and not isinstance(error, StateError):
+        return _complain(f"elixir{command}: error: {shortened(message, LONGEST_MESSAGE)}", BAD_INPUT_STATUS)
+    problem = f"{type(error).__name__}: {shortened(message.splitlines()[0], LONGEST_MESSAGE)}"
+    return _complain(f"elixir{command}: internal error: {problem} (--debug shows where)", DEFECT_STATUS)
 
 
-def _complain(text: str) -> None:
-    """Says it on standard error, if that can still be written to."""
-    try:
+def _complain(text: str, status: int) -> int:
+    """Says it on standard error, if that can still be written to; gives the status."""
+    with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr)
-    except (OSError, ValueError):
-        return
+    return status

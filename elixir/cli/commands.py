@@ -6,17 +6,18 @@ Each checks everything the user gave before the work starts, then works, then pr
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from elixir.cli import files, from_flags, output
-from elixir.cli.show import say_parts, say_trace
 from elixir.errors import InputError
-from elixir.hardware.profile import HardwareProfile, preset, preset_names
+from elixir.hardware.profile import HardwareProfile, load_hardware, preset, preset_names
 from elixir.models import user_code
 from elixir.models.loading import config_of
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
+from elixir.plan.plan import Plan
 from elixir.plan.weight_file import WeightFile
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
@@ -27,32 +28,30 @@ from elixir.search.whatif.sweep_row import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
+from elixir.show.records import batch_table, record_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from elixir.cli.output import Said
 
-def run_profile(args: argparse.Namespace) -> int:
+
+def run_profile(args: argparse.Namespace) -> Iterator[Said]:
     """Traces one training step and says what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
-    hardware = files.find_hardware(args.hardware)
-    trace, _ = from_flags.traced(args, hardware)
-    written = [trace.save(args.out)] if args.out else []
-    if args.plot:
-        plot_memory(trace, args.plot)
-        written.append(Path(args.plot))
+    trace, _ = from_flags.traced(args, load_hardware(args.hardware))
+    written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
     if args.json:
-        output.say_json(tables.trace_record(trace))
-        return 0
-    say_trace(trace, brief=args.brief)
-    output.say_written(written)
-    return 0
+        yield record_of(trace)
+    else:
+        yield from tables.trace_shown(trace, brief=args.brief)
+        yield from written
 
 
-def run_plan(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> Iterator[Said]:
     """Traces (or reads a trace), searches, and says what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     kept = _weight_files(args)
@@ -77,33 +76,39 @@ def run_plan(args: argparse.Namespace) -> int:
     warn_if_disk_full(hardware, args.disk_memory)
     if args.host_memory is None and args.host_budget is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
+    optimizer = _optimizer(args, trace)
+    request = from_flags.asked(args, optimizer)
     if trace is None:
-        asked = from_flags.asked(args, _optimizer(args, trace))
-        resolve_budgets(hardware, asked)  # refuses before a trace is made
-        asked.divisions(1)  # likewise
-        if not args.search_batch:
-            # One over whole matrices is planned, not traced; a plan counts states by itself.
-            whole = matrix_family(optimizer_name(_optimizer(args, None))) is not None
-            trace, model = from_flags.traced(args, hardware, steps=not whole)
-    request = from_flags.asked(args, _optimizer(args, trace))
-    if model is not None or trace is None:
-        request = replace(request, activations=None)  # the trace has chosen them
-    if model is not None:
-        request = with_passes_of(model, request)
+        resolve_budgets(hardware, request)  # refuses before a trace is made
+        request.divisions(1)  # likewise
     choice = None
-    if trace is None:
-        choice, model = _search_batch(args, hardware, request)
+    if args.search_batch:
+        choice, model = _search_batch(args, hardware, replace(request, activations=None))
         answer = choice.answer
     else:
-        from elixir.search import plan_from_trace
-
-        question = Question(trace, hardware, request)
-        answer = plan_from_trace(*(_with_allowed(args, question) if args.allow else question))
+        if trace is None:
+            # One over whole matrices is planned, not traced; a plan counts states by itself.
+            whole = matrix_family(optimizer_name(optimizer)) is not None
+            trace, model = from_flags.traced(args, hardware, steps=not whole)
+            request = replace(from_flags.asked(args, _optimizer(args, trace)), activations=None)  # the trace chose them
+            request = with_passes_of(model, request)
+        answer = _answer(args, Question(trace, hardware, request))
     if model is not None:
         from elixir.models.plannable import refuse_compiled
 
         refuse_compiled(model, answer.plan)
-    return _say_plan(args, answer, choice, kept)
+    yield from _plan_shown(args, answer, choice, replace(answer.plan, weight_files=kept))
+
+
+def _answer(args: argparse.Namespace, question: Question) -> Answer:
+    """The answer to a question with the best of the changes that `--allow` names; says which were made."""
+    from elixir.search import plan_from_trace
+
+    if args.allow:
+        question, taken = best_allowed(question, args.allow)
+        for change in taken:
+            output.note(f"allowed and taken: {change.action} ({tables.flags_of(change.options)})")
+    return plan_from_trace(*question)
 
 
 def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
@@ -126,60 +131,33 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 
-def _say_plan(
-    args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, kept: tuple[WeightFile, ...]
-) -> int:
-    """Saves, draws and prints a plan, and what would make it better."""
-    plan = replace(answer.plan, weight_files=kept)
-    written = [plan.save(args.out)] if args.out else []
-    if args.plot:
-        plot_plan(plan, args.plot)
-        written.append(Path(args.plot))
+def _plan_shown(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan) -> Iterator[Said]:
+    """Saves and draws a plan, and says it, with the memory that must be free, and what would make it better."""
+    written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
+    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
+    free_bytes = need.machine_bytes(ranks)
     if args.json:
-        output.say_json(plan.to_dict() | {"must_be_free": _need(answer)})
-        return 0
+        free = {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}
+        yield plan.to_dict() | {"must_be_free": free}
+        return
     if choice is not None and not args.brief:
-        output.say_tables(tables.batch_table(choice))
-    output.say(str(plan))
-    _say_need(answer, args.host_memory)
-    if not args.brief:
-        say_parts(plan)
-    if plan.uses_disk:
-        output.say(tables.wear(plan, args.disk_endurance))
-    if not (args.brief or args.no_levers):
-        output.say_tables(tables.plan_levers_table(plan, answer.levers()))
-    output.say_written(written)
-    return 0
-
-
-def _need(answer: Answer) -> dict[str, Any]:
-    """The memory that the processes of a plan take of each machine, and for what each of them takes it; libraries
-    count once."""
-    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
-    return {"machine_bytes": need.machine_bytes(ranks), "processes": ranks, "parts": need.parts}
-
-
-def _say_need(answer: Answer, given: str | int | None) -> None:
-    """Says how much memory the processes of a plan take of their machine, and for what."""
-    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(answer.plan.world_size)
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
+        yield batch_table(choice)
+    given = args.host_memory
+    of_given = f" of the {format_bytes(parse_bytes(given))}" if given not in (None, FREE_HERE) else ""
     of_each = f"; each of {ranks} processes" if ranks > 1 else ""
-    of_given = f" of the {format_bytes(parse_bytes(given))}" if given is not None and given != FREE_HERE else ""
-    taken = f"{format_bytes(need.machine_bytes(ranks))}{of_given}"
-    output.say(f"  must be free  {taken} of each machine's memory{of_each}: {parts}")
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
+    yield str(plan)
+    yield f"  must be free  {format_bytes(free_bytes)}{of_given} of each machine's memory{of_each}: {parts}"
+    if not args.brief:
+        yield from tables.plan_tables(plan)
+    if plan.uses_disk:
+        yield tables.wear(plan, args.disk_endurance)
+    if not (args.brief or args.no_levers):
+        yield tables.plan_levers_table(plan, answer.levers())
+    yield from written
 
 
-def _with_allowed(args: argparse.Namespace, question: Question) -> Question:
-    """The question with the best of the changes that `--allow` names; says which were made."""
-
-    question, taken = best_allowed(question, args.allow)
-    for change in taken:
-        flags = " ".join(f"{tables.flag_of(name)} {value}".rstrip() for name, value in change.options)
-        output.note(f"allowed and taken: {change.action} ({flags})")
-    return question
-
-
-def run_check(args: argparse.Namespace) -> int:
+def run_check(args: argparse.Namespace) -> Iterator[Said]:
     """Takes two steps of the user's program with everything streamed, and prints what would be refused; status 1 if
     anything is."""
     from elixir.check import refusals
@@ -194,10 +172,10 @@ def run_check(args: argparse.Namespace) -> int:
     with user_code.contained(f"{args.function}: the step"):
         found = refusals(model, optimizer, batch, step_fn)
     if args.json:
-        output.say_json({"refused": [vars(each) for each in found]})
+        yield {"refused": [vars(each) for each in found]}
     else:
-        output.say("\n".join(map(str, found)) or "nothing is refused")
-    return 1 if found else 0
+        yield "\n".join(map(str, found)) or "nothing is refused"
+    yield 1 if found else 0
 
 
 def _search_batch(
@@ -232,14 +210,14 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
     """Refuses what leaves no batch to search."""
     if trace is not None:
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
-    if args.inp:
-        raise InputError("--inp settles the input; leave out --search-batch")
-    if args.activations:
-        raise InputError("--search-batch chooses how many layers run again; leave out --activations")
-    if args.allow:
-        raise InputError("--search-batch chooses batches and checkpointing by itself; leave out --allow")
-    if args.accumulation is not None:
-        raise InputError("--search-batch cuts --batch into micro-batches itself; leave out --accumulation")
+    for name, why in (
+        ("inp", "--inp settles the input; leave out --search-batch"),
+        ("activations", "--search-batch chooses how many layers run again; leave out --activations"),
+        ("allow", "--search-batch chooses batches and checkpointing by itself; leave out --allow"),
+        ("accumulation", "--search-batch cuts --batch into micro-batches itself; leave out --accumulation"),
+    ):
+        if getattr(args, name):
+            raise InputError(why)
 
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:

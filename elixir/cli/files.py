@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.profile import HardwareProfile, load_hardware, warn_if_doubtful
 from elixir.plan.plan import Plan
 from elixir.show.style import picture_format
 from elixir.step_trace import StepTrace
 
 _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
+Kind = TypeVar("Kind", bound=Artifact)
 
 
 def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | None] = ()) -> None:
@@ -21,30 +23,38 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
     """
-
     seen: list[Path] = []
-    for picture in pictures:
-        if picture is not None:
-            picture_format(picture)
-    for path in (*pictures, *data):
-        if path is None:
-            continue
+    for picture in filter(None, pictures):
+        picture_format(picture)
+    for path in filter(None, (*pictures, *data)):
         target = check_writable(path).resolve()
         if target in seen:
             raise InputError(f"{path} is named for two outputs; give each a separate file")
         seen.append(target)
 
 
-def load(path: str) -> Artifact:
-    """A saved artifact of whichever kind; `ArtifactError` where it cannot be read or is none of ours."""
+def written(*outputs: tuple[str | None, Callable[[str], object]]) -> list[str]:
+    """Writes each output whose path was given; the last thing that a command says, nothing without any."""
+    given = [(path, write) for path, write in outputs if path]
+    for path, write in given:
+        write(path)
+    return [f"written: {', '.join(path for path, _ in given)}"] if given else []
+
+
+def load(path: str, expected: type[Kind]) -> Kind:
+    """A saved artifact; `ArtifactError` where it cannot be read or is of another kind."""
     data = read_json(path)
-    kind = data.get("artifact") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
+    found = data.get("artifact") if isinstance(data, dict) else None
+    if not isinstance(found, str) or found not in _KINDS:
         raise ArtifactError(
             f"{path}: no plan, trace or hardware profile that Elixir saved "
-            f"(field 'artifact' must be one of {', '.join(sorted(_KINDS))}, found {kind!r})"
+            f"(field 'artifact' must be one of {', '.join(sorted(_KINDS))}, found {found!r})"
         )
-    return _KINDS[kind].from_dict(data, source=path)
+    artifact = _KINDS[found].from_dict(data, source=path)
+    if not isinstance(artifact, expected):
+        wanted = expected.artifact.removeprefix("step_")
+        raise ArtifactError(f"{path}: expected a {wanted}, found a {found.replace('_', ' ')}")
+    return artifact
 
 
 def trace_in(text: str) -> StepTrace | None:
@@ -53,15 +63,10 @@ def trace_in(text: str) -> StepTrace | None:
     Raises:
         ArtifactError: the file is a plan or a hardware profile, or a trace that cannot be read back.
     """
-    path = Path(text)
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    data = read_json(text)
-    if not isinstance(data, dict) or "artifact" not in data:
-        return None
-    if data["artifact"] != StepTrace.artifact:
+    data = _ours(text)
+    if data is not None and data["artifact"] != StepTrace.artifact:
         raise ArtifactError(f"{text}: expected a model or a trace, found a {data['artifact']}")
-    return StepTrace.from_dict(data, source=text)
+    return None if data is None else StepTrace.from_dict(data, source=text)
 
 
 def refuse_artifact(text: str) -> None:
@@ -70,33 +75,27 @@ def refuse_artifact(text: str) -> None:
     Raises:
         InputError: `text` is the path of such a file.
     """
+    data = _ours(text)
+    if data is not None and data["artifact"] in [*_KINDS]:
+        kind = data["artifact"].replace("_", " ")
+        raise InputError(f"{text}: expected a model, found a {kind}, which `elixir show {text}` prints")
+
+
+def _ours(text: str) -> dict[str, Any] | None:
+    """The object in the file `text` that says which artifact it is; None if it is no such file."""
     path = Path(text)
-    if path.suffix != ".json" or not path.is_file():
-        return
-    data = read_json(text)
-    kind = data.get("artifact") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind in _KINDS:
-        raise InputError(
-            f"{text}: expected a model, found a {kind.replace('_', ' ')}, which `elixir show {text}` prints"
-        )
+    data = read_json(text) if path.suffix == ".json" and path.is_file() else None
+    return data if isinstance(data, dict) and "artifact" in data else None
 
 
-def find_hardware(text: str) -> HardwareProfile:
-    """A preset by name, or a profile from a file.
+def find_timed_hardware(text: str) -> HardwareProfile:
+    """A preset by name, or a profile from a file, for predictions of time: rates that are not to be relied on are
+    warned of.
 
     Raises:
         InputError: the name is unknown; the message has the nearest names.
         ArtifactError: the file is no hardware profile.
     """
-    from elixir.hardware.profile import load_hardware
-
-    return load_hardware(text)
-
-
-def find_timed_hardware(text: str) -> HardwareProfile:
-    """`find_hardware`, for predictions of time: rates that are not to be relied on are warned of."""
-    from elixir.hardware.profile import warn_if_doubtful
-
-    profile = find_hardware(text)
+    profile = load_hardware(text)
     warn_if_doubtful(profile)
     return profile

@@ -13,29 +13,16 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models import user_code
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
-from elixir.show.tables import flag_of
+from elixir.show.tables import flags_of
 from elixir.step_trace import StepTrace
 
 if TYPE_CHECKING:
     from torch import nn
 
 STEP_FLAGS = (
-    "batch",
-    "seq",
-    "dtype",
-    "checkpoint",
-    "optimizer",
-    "optimizer_kernel",
-    "inp",
-    "step",
-    "fused_kernels",
-    "compile",
-    "forward",
-    "generate",
-    "lora",
-    "quantised",
-    "positions",
-)
+    "batch seq dtype checkpoint optimizer optimizer_kernel inp step fused_kernels compile forward generate lora "
+    "quantised positions"
+).split()
 """Flags of the step, which a trace has settled; None where they are not given."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
 """Words of an error -> the flag that gives the code it asks for."""
@@ -154,7 +141,7 @@ def in_flags(error: PlanError, args: argparse.Namespace) -> str:
 
 def _action(lever: Lever, args: argparse.Namespace) -> str:
     if lever.options and all(name in vars(args) for name, _ in lever.options):
-        words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
+        words = flags_of(lever.options)
         trace = trace_in(args.model)
         if trace is not None and trace.step.checkpoint is None and lever.argument == "activations":
             return f"{words} (name the model, not its trace)"

@@ -10,11 +10,11 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
-from elixir.errors import GONE, ElixirError, InputError, shortened
+from elixir.errors import GONE, InputError, shortened
 from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, parse_checkpoint
+from elixir.units import parse_bytes
 
 LARGEST_COUNT = 1_000_000_000
 """Most of anything that is counted: samples, tokens, ranks, rows of a table."""
@@ -53,29 +53,35 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def _checkpoint(text: str) -> str:
-    try:
-        parse_checkpoint(text)
-    except ElixirError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _converter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` for argparse, which repeats the message of no other error."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def _count(text: str, most: int = LARGEST_COUNT) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(repr(text))}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {shortened(str(value))}")
-    if value > most:
-        raise argparse.ArgumentTypeError(f"must be at most {most:,}, found {shortened(str(value))}")
+        raise InputError(f"expected a whole number, found {shortened(repr(text))}") from None
+    if not 1 <= value <= most:
+        bound = "at least 1" if value < 1 else f"at most {most:,}"
+        raise InputError(f"must be {bound}, found {shortened(str(value))}")
     return value
 
 
+def _batches(text: str) -> int:
+    return _count(text, LARGEST_ACCUMULATION)
+
+
 def _count_or_auto(text: str) -> int | str:
-    """A whole number, or ``auto``."""
-    return text if text == "auto" else _count(text, LARGEST_ACCUMULATION)
+    return text if text == "auto" else _batches(text)
 
 
 def _amount(text: str) -> float:
@@ -85,17 +91,8 @@ def _amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number such as 1e9, found {shortened(repr(text))}")
+        raise InputError(f"expected a positive number such as 1e9, found {shortened(repr(text))}")
     return value
-
-
-def _size(text: str) -> int:
-    from elixir.units import parse_bytes  # units come with torch, which only a command that plans has to import
-
-    try:
-        return parse_bytes(text)
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
@@ -104,16 +101,21 @@ def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
     def parse(text: str) -> list[object]:
         words = [word.strip() for word in text.split(",")]
         if not all(words):
-            raise argparse.ArgumentTypeError(f"expected values between commas, found {shortened(repr(text))}")
+            raise InputError(f"expected values between commas, found {shortened(repr(text))}")
         return list(dict.fromkeys(kind(word) for word in words))
 
     return parse
 
 
+def _form(text: str) -> str:
+    parse_checkpoint(text)
+    return text
+
+
 def _generation(text: str) -> tuple[int, int]:
     prompt, plus, new = text.partition("+")
     if not plus:
-        raise argparse.ArgumentTypeError(f"expected PROMPT+NEW tokens such as 512+512, found {shortened(repr(text))}")
+        raise InputError(f"expected PROMPT+NEW tokens such as 512+512, found {shortened(repr(text))}")
     return _count(prompt), _count(new)
 
 
@@ -122,7 +124,7 @@ Flag = dict[str, Any]
 
 
 def _flag(help_text: str, metavar: str | None = None, kind: Callable[[str], object] = str, **more: Any) -> Flag:
-    return {"help": help_text, "metavar": metavar, "type": kind, **more}
+    return {"help": help_text, "metavar": metavar, "type": _converter(kind), **more}
 
 
 def _number(help_text: str, **more: Any) -> Flag:
@@ -130,11 +132,15 @@ def _number(help_text: str, **more: Any) -> Flag:
 
 
 def _bytes(help_text: str) -> Flag:
-    return _flag(help_text, "SIZE", _size)
+    return _flag(help_text, "SIZE", parse_bytes)
 
 
 def _switch(help_text: str, **more: Any) -> Flag:
     return {"help": help_text, "action": "store_true", **more}
+
+
+def _choice(help_text: str, *choices: str, default: str | None = None) -> Flag:
+    return {"help": help_text, "choices": choices, "default": default}
 
 
 _MODEL = "a name (`elixir models` lists them), a Hugging Face config.json, or module:function"
@@ -206,28 +212,20 @@ FLAGS: dict[str, Flag] = {
     "--dtype@try": _flag(
         "of parameters and floating inputs: bf16 (default on a GPU), fp32 (default on a CPU), fp16, fp64", "DTYPE"
     ),
-    "--activation-checkpointing": _flag(f"{_CHECKPOINT} (default: none)", "FORM", _checkpoint, dest="checkpoint"),
+    "--activation-checkpointing": _flag(f"{_CHECKPOINT} (default: none)", "FORM", _form, dest="checkpoint"),
     "--optimizer": _flag("adamw (default), adam, sgd, ...", "NAME"),
-    "--optimizer-kernel": _flag(
-        "how its step runs (default: what torch would choose)", choices=("default", "fused", "foreach", "for-loop")
+    "--optimizer-kernel": _choice(
+        "how its step runs (default: what torch would choose)", "default", "fused", "foreach", "for-loop"
     ),
-    "--fused-kernels": {
-        "action": "store_const",
-        "const": True,
-        "help": "with fused norms, SwiGLU and loss, as a run with use_fused_kernels=True",
-    },
-    "--compile": {
-        "action": "store_const",
-        "const": True,
-        "help": "with the layers that the model repeats compiled, as elixir.wrap(compile=True) runs them",
-    },
+    "--fused-kernels": _switch(
+        "with fused norms, SwiGLU and loss, as a run with use_fused_kernels=True", default=None
+    ),
+    "--compile": _switch(
+        "with the layers that the model repeats compiled, as elixir.wrap(compile=True) runs them", default=None
+    ),
     "--inp": _flag("for other than Hugging Face models: returns the dict a step is fed with", "MODULE:FUNCTION"),
     "--step": _flag("function(model, inp) that runs forward, loss and backward", "MODULE:FUNCTION"),
-    "--forward": {
-        "action": "store_const",
-        "const": True,
-        "help": "evaluation: forward alone, without gradients and optimizer states",
-    },
+    "--forward": _switch("evaluation: forward alone, without gradients and optimizer states", default=None),
     "--generate": _flag(
         "generation with a key-value cache: tokens of each prompt and new ones, such as 512+512", "PROMPT+NEW",
         _generation,
@@ -243,73 +241,52 @@ FLAGS: dict[str, Flag] = {
         "FORM",
     ),
     # The search.
-    "--moments": _flag(
-        "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
+    "--moments": _choice(
+        "how Adam's moments are kept (default: float32)", "float32", "bfloat16", "8bit", default="float32"
     ),
-    "--early-updates": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "CPU Adam updates chunks during backward, and keeps the old states until the norm is known "
-        "(default: where that clearly shortens the step)",
-    },
-    "--no-clipping": {
-        "dest": "clipping",
-        "action": "store_const",
-        "const": False,
-        "help": "for a run that does not clip gradients by their norm (default: it does)",
-    },
-    "--frozen-weights": _flag(
+    "--early-updates": _switch(
+        "CPU Adam updates chunks during backward, and keeps the old states until the norm is known (default: where "
+        "that clearly shortens the step)",
+        action=argparse.BooleanOptionalAction,
+    ),
+    "--no-clipping": _switch(
+        "for a run that does not clip gradients by their norm (default: it does)",
+        action="store_false", dest="clipping", default=None,
+    ),
+    "--frozen-weights": _choice(
         "where weights are that are not trained and do not fit the device: in host memory, or in the files that they "
-        "come in (default: host)",
-        choices=("host", "files"),
-        default="host",
+        "come in (default: host)", "host", "files", default="host",
     ),
     "--weights": _flag(
         "with --frozen-weights files: their safetensors, or the folder; the plan then says if one has changed", "PATH"
     ),
-    "--assume": _flag(
+    "--assume": _choice(
         "what to plan for: scenarios (the plan that loses least in all that the hardware profile thinks possible) or "
-        "nominal (the fastest at its rates) (default: scenarios)",
-        choices=("scenarios", "nominal"),
-        default="scenarios",
+        "nominal (the fastest at its rates) (default: scenarios)", "scenarios", "nominal", default="scenarios",
     ),
-    "--placement": _flag(
-        "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
-    ),
-    "--no-overlap": {
-        "dest": "overlap", "action": "store_false", "help": "transfers wait for compute: no prefetch",
-    },
+    "--placement": _choice("force every chunk's home (default: auto)", "auto", "cuda", "cpu", default="auto"),
+    "--no-overlap": _switch("transfers wait for compute: no prefetch", action="store_false", dest="overlap"),
     "--search-batch": _switch(
         "--batch is of a step: choose whether to cut it into several that are accumulated, and, unless "
         "--activation-checkpointing says so, whether to recompute activations, and of how many layers"
     ),
-    "--accumulation": _flag(
-        "micro-batches per optimizer step, --batch samples each (default: 1)",
-        "N",
-        partial(_count, most=LARGEST_ACCUMULATION),
-    ),
+    "--accumulation": _flag("micro-batches per optimizer step, --batch samples each (default: 1)", "N", _batches),
     "--pass-size": _flag(
         "micro-batches that go through each layer before the next layer's weights are fetched, with "
         "optimizer.accumulate: a number that divides --accumulation, or auto for the fastest (default: 1)",
-        "N",
-        _count_or_auto,
-        default=1,
+        "N", _count_or_auto, default=1,
     ),
     "--replicas": _flag(
         "replicas of the model, each sharded over as many neighbouring ranks, two or more: a number that divides the "
         "ranks, or auto for the fastest that fits the machines (default: 1)",
-        "N",
-        _count_or_auto,
-        default=1,
+        "N", _count_or_auto, default=1,
     ),
-    "--activations": _flag(
+    "--activations": _choice(
         "auto: choose for each layer which results of its forward are kept for backward and which are made again "
-        "(default: as --activation-checkpointing says)",
-        choices=("auto",),
+        "(default: as --activation-checkpointing says)", "auto",
     ),
     "--accumulation@timeline": _flag(
-        "micro-batches per optimizer step (default: as it was planned for)",
-        "N",
-        partial(_count, most=LARGEST_ACCUMULATION),
+        "micro-batches per optimizer step (default: as it was planned for)", "N", _batches
     ),
     # Measuring.
     "--list": _switch("the presets (the default)"),
@@ -324,14 +301,14 @@ FLAGS: dict[str, Flag] = {
         "with --measure: also measure the disk that DIR is on; several: their drives together", "DIR", nargs="+"
     ),
     # Checkpoints.
-    "action": _flag("what to do", None, choices=("show", "verify", "export", "prune")),
+    "action": _choice("what to do", "show", "verify", "export", "prune"),
     "folder": _flag("a checkpoint, or a folder with several", "FOLDER"),
     "--hf": _flag("with export: the folder for the weights, as Hugging Face reads them", "OUT"),
     "--config": _flag("with export: the config.json of the model, or its folder", "FILE"),
     "--dtype@checkpoint": _flag("with export: of the weights (default: as saved)", "DTYPE"),
     "--keep": _number("with prune: how many steps stay; older ones go (default: only what was cut off goes)"),
     # Results.
-    "--top": _number("runs of chunks in the table (default: 5)", default=5),
+    "--top": _number("rows of the table (default: 5)", default=5),
     "--no-levers@plan": _switch("do not plan again with one thing changed each"),
     "--allow": _flag(
         "take the best of these changes, which alter numerics or the step: moments, kernels, accumulation, "
@@ -367,7 +344,7 @@ _AGAIN = {
 }
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "try": (
-        "Ten steps of a model on this machine, measured briefly: memory, seconds and transfers as predicted, or not.",
+        "Train ten steps of a model here and compare memory and time with the prediction.",
         {
             "": "model --device-memory --host-memory --host-budget --out --json",
             STEP: "--batch --seq --dtype --activation-checkpointing --moments",
@@ -395,7 +372,7 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
         {"": "function --json"},
     ),
     "show": ("Show a plan, trace or hardware profile that was saved.", {"": "file --json"}),
-    "compare": ("Two plans (or traces, or profiles) side by side, differences marked.", {"": "a b --json"}),
+    "compare": ("Two plans (or traces, or profiles) side by side, differences marked.", {"": "a b --prices --json"}),
     "models": ("The models known by name.", {"": "--json"}),
     "checkpoint": (
         "What a saved run holds, whether it is whole, its weights for Hugging Face, and what may go.",
@@ -486,7 +463,11 @@ def build_parser() -> Parser:
     """The whole command line."""
     from elixir import __version__
 
-    parser = Parser(prog="elixir", description="From a model to a memory plan, without a GPU.", allow_abbrev=False)
+    parser = Parser(
+        prog="elixir",
+        description="Predict the memory and time of a training step, and plan what stays on the GPU.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"elixir {__version__}")
     parser.add_argument("--debug", action="store_true", help="raise errors with their traceback")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)

@@ -14,9 +14,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -44,74 +44,36 @@ KIND = "trial"
 """The field ``artifact`` of a saved trial."""
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """One figure of a step, predicted and measured."""
 
     name: str
     unit: Literal["bytes", "seconds"]
     predicted: float
     measured: float
+    agrees: bool | None
+    """Whether seconds are within their range, None without one; or bytes within `NEAR` of what was predicted."""
     range_s: tuple[float, float] | None = None
     """The range that the plan predicts for its seconds."""
-    at_times: float = 0.0
-    """Predicted bytes that are there only if a copy takes its time: gradients on their way to the host."""
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether seconds are within their range, None without one; or bytes within `NEAR` of what was predicted."""
-        if self.unit == "seconds":
-            return None if self.range_s is None else self.range_s[0] <= self.measured <= self.range_s[1]
-        low, high = (1 - NEAR) * (self.predicted - self.at_times), (1 + NEAR) * self.predicted
-        return low <= self.measured <= high
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Ten steps of one model on this machine, and what was predicted for them."""
+class Prepared(NamedTuple):
+    """A model that is wrapped under a plan, and what it takes to step it."""
 
-    model: str
+    device: torch.device
     machine: HardwareProfile
-    plan: Plan
-    compared: tuple[Compared, ...]
-    steps: tuple[dict[str, float], ...]
-    """`StepReport.to_dict` of every timed step."""
-    versions: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trial as JSON; `elixir hardware --learn` reads the steps and the machine from it."""
-        return {
-            "artifact": KIND,
-            "model": self.model,
-            "versions": self.versions,
-            "compared": [{**vars(each), "agrees": each.agrees} for each in self.compared],
-            "hardware": self.machine.to_dict(),
-            "plan": self.plan.to_dict(),
-            "steps": list(self.steps),
-        }
+    inp: dict[str, Any]
+    module: ElixirModule
+    optimizer: ElixirOptimizer
 
 
-def try_model(
-    name: str,
-    model: nn.Module,
-    *,
-    batch: int = 1,
-    seq: int | None = None,
-    inp: Mapping[str, Any] | None = None,
-    machine: HardwareProfile | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-    **options: Any,
-) -> Trial:
-    """Measures this machine, plans a step of the model, and takes ten of them.
+def prepared(model: nn.Module, *, batch: int, seq: int | None, **options: Any) -> Prepared:
+    """Measures this machine, a CPU for two seconds and a GPU for about a minute, and wraps a model under a plan.
 
     Args:
-        name: what the result calls the model.
         model: on meta, to be filled chunk by chunk, or real; it returns a loss, as models of transformers do.
         batch: samples of the made-up batch.
         seq: tokens per sample; None for `default_input`'s default.
-        inp: a batch instead of the made-up one.
-        machine: a profile; None measures this machine, a CPU for two seconds and a GPU for about a minute.
-        tell: called with the plan in words, before its first step.
         options: of `elixir.wrap`, such as ``device_memory`` or ``dtype``.
 
     Raises:
@@ -119,26 +81,29 @@ def try_model(
         PlanError: nothing fits; says what is needed and what would help.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    given = dict(default_input(model, batch=batch, seq=seq) if inp is None else inp)
-    if machine is None:
-        machine = _measured(model, given, device, options.get("dtype"))
+    inp = dict(default_input(model, batch=batch, seq=seq))
+    machine = _measured(model, inp, device, options.get("dtype"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     settled = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, "verbose": False, **options}
-    module, wrapped = wrap(model, optimizer, inp=given, **settled)
-    try:
-        tell(str(module.plan))
-        on_device = {key: value.to(device) if torch.is_tensor(value) else value for key, value in given.items()}
-        reports, peak_bytes = _steps(module, wrapped, on_device, device)
-        return Trial(
-            model=name,
-            machine=machine,
-            plan=module.plan,
-            compared=_compared(module.plan, reports, peak_bytes, device),
-            steps=tuple(report.to_dict() for report in reports),
-            versions={"torch": torch.__version__, "device": machine.device_name},
-        )
-    finally:
-        module.close()
+    module, wrapped = wrap(model, optimizer, inp=inp, **settled)
+    on_device = {key: value.to(device) if torch.is_tensor(value) else value for key, value in inp.items()}
+    return Prepared(device, machine, on_device, module, wrapped)
+
+
+def tried(name: str, made: Prepared) -> tuple[list[Compared], dict[str, Any]]:
+    """Takes ten steps; gives what was predicted for them next to what was measured, and all of it as JSON, of which
+    `elixir hardware --learn` reads the steps and the machine."""
+    reports, peak_bytes = _steps(made)
+    plan, compared = made.module.plan, _compared(made.module.plan, reports, peak_bytes)
+    return compared, {
+        "artifact": KIND,
+        "model": name,
+        "versions": {"torch": torch.__version__, "device": made.machine.device_name},
+        "compared": [each._asdict() for each in compared],
+        "hardware": made.machine.to_dict(),
+        "plan": plan.to_dict(),
+        "steps": [report.to_dict() for report in reports],
+    }
 
 
 def _measured(model: nn.Module, inp: Mapping[str, Any], device: torch.device, dtype: Any) -> HardwareProfile:
@@ -152,35 +117,29 @@ def _measured(model: nn.Module, inp: Mapping[str, Any], device: torch.device, dt
     return measure_briefly(MEASURING_S, dtype=computed, tokens=tokens, **sizes)
 
 
-def _steps(
-    module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any], device: torch.device
-) -> tuple[list[StepReport], int | None]:
+def _steps(made: Prepared) -> tuple[list[StepReport], int | None]:
     """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed."""
     reports: list[StepReport] = []
     peak_bytes: int | None = None
     for number in range(STEPS):
-        observed = number == WARM_UP_STEPS and device.type == "cpu"
-        if observed:
-            module.settle()
-            arena = engine_of(module).arena
-            resting = arena.live_bytes("device") + arena.live_bytes("host") + _input_bytes(inp)
-            peak_bytes = resting + allocated_peak(lambda: _step(module, optimizer, inp))
-        else:
-            _step(module, optimizer, inp)
-        if number >= WARM_UP_STEPS and not observed and module.last_report is not None:
-            reports.append(module.last_report)
+        if number == WARM_UP_STEPS and made.device.type == "cpu":
+            made.module.settle()
+            arena = engine_of(made.module).arena
+            inputs = sum(value.nbytes for value in made.inp.values() if torch.is_tensor(value))
+            resting = arena.live_bytes("device") + arena.live_bytes("host") + inputs
+            peak_bytes = resting + allocated_peak(partial(_step, made))
+            continue
+        _step(made)
+        if number >= WARM_UP_STEPS and made.module.last_report is not None:
+            reports.append(made.module.last_report)
     return reports, peak_bytes
 
 
-def _step(module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any]) -> None:
-    output = module(**inp)  # held until the step is over, as in the step that was traced
-    optimizer.backward(output["loss"] if isinstance(output, Mapping) else output.loss)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _input_bytes(inp: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in inp.values() if torch.is_tensor(value))
+def _step(made: Prepared) -> None:
+    output = made.module(**made.inp)  # held until the step is over, as in the step that was traced
+    made.optimizer.backward(output["loss"] if isinstance(output, Mapping) else output.loss)
+    made.optimizer.step()
+    made.optimizer.zero_grad()
 
 
 def allocated_peak(call: Callable[[], object]) -> int:
@@ -215,28 +174,33 @@ def quiet_profiler() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _compared(
-    plan: Plan, reports: list[StepReport], peak_bytes: int | None, device: torch.device
-) -> tuple[Compared, ...]:
-    last = reports[-1]
-    in_flight = plan.predicted.device_parts.get("gradient_in_flight", 0)
+def _compared(plan: Plan, reports: list[StepReport], peak_bytes: int | None) -> list[Compared]:
+    last, predicted = reports[-1], plan.predicted
+    # There only if a copy takes its time: gradients on their way to the host.
+    in_flight = predicted.device_parts.get("gradient_in_flight", 0)
     rows = []
     if peak_bytes is not None:
-        predicted = plan.predicted.device_peak_bytes + last.predicted["host_peak"]
-        rows.append(Compared("peak, device and host", "bytes", predicted, peak_bytes, at_times=in_flight))
-    names = {
-        "device_peak": "device peak",
-        "device_buffers": "buffers on the device",
-        "host_peak": "buffers on the host",
-        "host_to_device": "host to device",
-        "device_to_host": "device to host",
-    }
-    for key, name in names.items():
+        expected = predicted.device_peak_bytes + last.predicted["host_peak"]
+        rows.append(compared_bytes("peak, device and host", expected, peak_bytes, in_flight))
+    for key, name in (
+        ("device_peak", "device peak"),
+        ("device_buffers", "buffers on the device"),
+        ("host_peak", "buffers on the host"),
+        ("host_to_device", "host to device"),
+        ("device_to_host", "device to host"),
+    ):
         if key in last.observed and key in last.predicted:
             at_times = in_flight if key == "device_peak" else 0
-            rows.append(Compared(name, "bytes", last.predicted[key], last.observed[key], at_times=at_times))
+            rows.append(compared_bytes(name, last.predicted[key], last.observed[key], at_times))
     seconds = [report.step_s for report in reports if report.step_s is not None]
     if seconds:
-        median_s = statistics.median(seconds)
-        rows.append(Compared("seconds a step", "seconds", plan.predicted.step_s, median_s, plan.predicted.range_s))
-    return tuple(rows)
+        median_s, between = statistics.median(seconds), predicted.range_s
+        agrees = None if between is None else between[0] <= median_s <= between[1]
+        rows.append(Compared("seconds a step", "seconds", predicted.step_s, median_s, agrees, between))
+    return rows
+
+
+def compared_bytes(name: str, predicted: float, measured: float, at_times: float = 0.0) -> Compared:
+    """Predicted bytes next to measured ones, which may lack those that are there `at_times`."""
+    agrees = (1 - NEAR) * (predicted - at_times) <= measured <= (1 + NEAR) * predicted
+    return Compared(name, "bytes", predicted, measured, agrees)

@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
+from elixir.artifact import NOT_NEGATIVE, Bound, check_bounds
 from elixir.errors import InputError
 from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
 from elixir.plan.packed_weights import Weight
 from elixir.units import dtype_bytes
 
+Count = Annotated[int, NOT_NEGATIVE]
+Amount = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[int, Bound("1 or larger", 1)]
 Memory = Literal["device", "host"]
 WeightHome = Literal["device", "host", "files"]
 StateHome = Literal["device", "host", "disk", "files"]
@@ -126,13 +130,12 @@ class ParamSlot:
     """The part of a chunk that holds one parameter."""
 
     name: str
-    offset: int
+    offset: Count
     """In elements from the start of the chunk."""
-    numel: int
+    numel: Count
 
     def __post_init__(self) -> None:
-        check_at_least(0, "offset", self.offset)
-        check_at_least(0, "numel", self.numel)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class ChunkPlan:
     """Torch name of the dtype of its weights and gradients, such as ``bfloat16``."""
     trainable: bool
     """False for a chunk of frozen parameters, which has no gradients and no states."""
-    numel: int
+    numel: Positive
     """Elements of the buffer, padding included; a multiple of the world size."""
     parameters: tuple[ParamSlot, ...]
     """Its parameters with their places in the buffer."""
@@ -170,41 +173,41 @@ class ChunkPlan:
     """Rows and columns of its parameters, if an optimizer steps them as whole matrices; otherwise empty."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "numel", self.numel)
+        check_bounds(self)
         itemsize_of(self.dtype)
         end = 0
         for index, slot in enumerate(self.parameters):
-            field = f"parameters[{index}].offset"
-            if slot.offset < end:
-                raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
+            if not end <= slot.offset <= self.numel - slot.numel:
+                wrong = f"starts at {slot.offset}, inside what ends at {end}"
+                if slot.offset >= end:
+                    wrong = f"ends at element {slot.offset + slot.numel} of a chunk that has {self.numel}"
+                raise InputError(f"field 'parameters[{index}].offset': {slot.name!r} {wrong}")
             end = slot.offset + slot.numel
-            if end > self.numel:
-                raise InputError(
-                    f"field '{field}': {slot.name!r} ends at element {end} of a chunk that has {self.numel}"
-                )
         self._check_homes()
 
     def _check_homes(self) -> None:
-        home = self.home
-        if self.matrices and (home.early or not self.trainable):
-            raise InputError(
-                "field 'matrices' is for trainable chunks that are updated after the norm, found the home "
-                f"{home.name}, trainable {self.trainable}"
-            )
-        if self.matrices and [rows * columns for rows, columns in self.matrices] != [s.numel for s in self.parameters]:
-            raise InputError("field 'matrices' must have rows and columns of each parameter")
-        if self.trainable and home is Home.FILES:
-            raise InputError("field 'weight_home' may be 'files' for frozen chunks only, found it for a trainable one")
-        if self.update != "after_norm" and (not self.trainable or self.grad_entry is None):
-            raise InputError(
-                f"field 'update' may be {self.update!r} for trainable chunks with gradients, found trainable "
-                f"{self.trainable}, grad_entry {self.grad_entry}"
-            )
-        if not self.trainable and not home.without_states:
-            raise InputError(
-                f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
-                f"states, found {self.state_home!r}"
-            )
+        home, what = self.home, f"trainable {self.trainable}"
+        must(
+            not self.matrices or (self.trainable and not home.early),
+            "matrices",
+            f"is for trainable chunks that are updated after the norm, found the home {home.name}, {what}",
+        )
+        sizes = [rows * columns for rows, columns in self.matrices]
+        shaped = not self.matrices or sizes == [slot.numel for slot in self.parameters]
+        must(shaped, "matrices", "must have rows and columns of each parameter")
+        in_files = self.trainable and home is Home.FILES
+        must(not in_files, "weight_home", "may be 'files' for frozen chunks only, found it for a trainable one")
+        must(
+            self.update == "after_norm" or (self.trainable and self.grad_entry is not None),
+            "update",
+            f"may be {self.update!r} for trainable chunks with gradients, found {what}, grad_entry {self.grad_entry}",
+        )
+        must(
+            self.trainable or home.without_states,
+            "state_home",
+            f"must be the weight home {self.weight_home!r} for a frozen chunk, which has no states, found "
+            f"{self.state_home!r}",
+        )
 
     def weights(self) -> tuple[Weight, ...]:
         """Its parameters, with what the chunk says of them all."""
@@ -267,9 +270,10 @@ class ChunkUse:
     """Index of the last entry during which these may not be evicted."""
 
 
-def check_at_least(least: int, name: str, value: float) -> None:
-    if value < least:
-        raise InputError(f"field '{name}' must be {least} or larger, found {value}")
+def must(holds: object, field: str, what: str) -> None:
+    """Raises `InputError` unless something holds that a field has to be."""
+    if not holds:
+        raise InputError(f"field '{field}' {what}")
 
 
 def itemsize_of(dtype: str) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
-from elixir.artifact import Artifact, digest
+from elixir.artifact import Artifact, check_bounds, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.profile import preset_names
 from elixir.optimizer_states import (
@@ -29,14 +29,16 @@ from elixir.optimizer_states import (
 from elixir.plan.activations import activations_text, check_activations, passes_together
 from elixir.plan.chunk_plan import (
     UPDATES,
+    Amount,
     ChunkPlan,
     ChunkUse,
+    Count,
     FrozenHome,
+    Positive,
     alignment_bytes,
-    check_at_least,
     itemsize_of,
+    must,
 )
-from elixir.plan.earlier_plans import renewed
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.packed_weights import packed_text
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
@@ -54,12 +56,6 @@ class Plan(Artifact):
 
     artifact: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 32
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {
-        14: {"read_budgets": [], "assume": "scenarios"},
-        **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
-        **{version: {} for version in range(19, 32)},
-    }
-    dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
@@ -71,7 +67,7 @@ class Plan(Artifact):
     """Name of the hardware profile that it was planned with."""
     hardware_fingerprint: str
     """Digest of that profile's numbers."""
-    world_size: int
+    world_size: Positive
     """Ranks, one device each."""
     dtype: str
     """Dtype the parameters and floating inputs are cast to, or ``as built``."""
@@ -83,15 +79,15 @@ class Plan(Artifact):
     """Whether transfers run while compute does, with prefetch."""
     placement: Literal["auto", "cuda", "cpu"]
     """``auto``, or the home that was forced on all chunks."""
-    block_numel: int
+    block_numel: Count
     """`block_bytes` in elements of the most common dtype."""
-    block_bytes: int
+    block_bytes: Count
     """Size of one rCache or gradient block, the same for all; 0 without blocks."""
-    block_count: int
+    block_count: Count
     """Blocks of the rCache."""
-    prefetch_depth: int
+    prefetch_depth: Count
     """How many chunks ahead of their use are fetched."""
-    grad_block_count: int
+    grad_block_count: Count
     """Blocks of `block_bytes` that gradients on their way to the host, or to their reduction, are gathered in."""
     chunks: tuple[ChunkPlan, ...]
     """All chunks, in the order in which runs number them."""
@@ -100,16 +96,16 @@ class Plan(Artifact):
     alignment_bytes: int
     """Parameters begin inside their chunks, and shards begin and end, at multiples of this; see
     `alignment_bytes`."""
-    device_budget_bytes: int
+    device_budget_bytes: Count
     """Budget of one device."""
-    host_budget_bytes: int
+    host_budget_bytes: Count
     """Budget of the host memory of one machine."""
     predicted: Prediction
     """Memory, transfers and seconds of a step."""
-    accumulation: int = 1
+    accumulation: Positive = 1
     """Micro-batches per optimizer step that it was searched for; it runs with any number, but what it predicts is of
     this."""
-    disk_budget_bytes: int = 0
+    disk_budget_bytes: Count = 0
     """Budget of the disk of one machine; 0: the plan may not use it."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
@@ -122,15 +118,15 @@ class Plan(Artifact):
     assume: Literal["scenarios", "nominal"] = "scenarios"
     """``scenarios``: it was chosen for its worst regret in all that the hardware profile thinks possible; ``nominal``:
     it is the fastest at the profile's rates."""
-    device_reserve_bytes: int = 0
+    device_reserve_bytes: Count = 0
     """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
-    host_reserve_bytes: int = 0
+    host_reserve_bytes: Count = 0
     """Memory of one machine, likewise."""
     read_budgets: tuple[Literal["device", "host"], ...] = ()
     """Budgets that nobody gave: what was free where it was planned. Ranks that all plan may read different ones."""
-    start_up_s: float = 0.0
+    start_up_s: Amount = 0.0
     """Seconds until the host memory that the plan takes is ready, once; 0 if the machine was not measured."""
-    host_threads: int | None = None
+    host_threads: Positive | None = None
     """Threads of one rank's Adam on the host with which its time was predicted, where the machine was measured: the
     fewest that reach nearly its best rate. A run takes no more, unless the user asks for more; None: as many as
     `elixir.hardware.host_share` gives."""
@@ -144,11 +140,11 @@ class Plan(Artifact):
     """These files as they were when the plan was made; empty if nobody named them."""
     replicas: int = 1
     """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
-    pass_size: int = 1
+    pass_size: Positive = 1
     """Micro-batches that go through a checkpointed unit before the next one's weights are fetched: those of a pass."""
     fetch_wanted: Literal["parameters", "units", None] = None
     """How the search was asked to have weights fetched; None: as it found best."""
-    reserve_bytes: int = 0
+    reserve_bytes: Count = 0
     """Host memory that the program takes later in each process, as the search was asked to leave free."""
 
     @property
@@ -160,11 +156,6 @@ class Plan(Artifact):
     def passes(self) -> int:
         """Passes over the weights in an optimizer step, each with one backward; the last may be smaller."""
         return -(-self.accumulation // self.pass_size)
-
-    @classmethod
-    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """The fields of an earlier version, completed."""
-        return renewed(data, source, cls.anew)
 
     @property
     def shards(self) -> int:
@@ -240,120 +231,101 @@ class Plan(Artifact):
         return any(chunk.home.early for chunk in self.chunks)
 
     def __post_init__(self) -> None:
-        check_at_least(1, "world_size", self.world_size)
+        check_bounds(self)
         check_replicas(self.replicas, self.world_size, "field 'replicas'")
-        check_at_least(1, "accumulation", self.accumulation)
-        check_at_least(1, "pass_size", self.pass_size)
-        if self.pass_size > 1 and not self.step.checkpointed:
-            raise InputError(f"field 'pass_size' above 1 takes checkpointed units, found {self.pass_size} and none")
         check_activations(self.activations, self.step.units)
-        if self.pass_size > 1 and not passes_together(self.step):
-            raise InputError(
-                "field 'pass_size' above 1 takes units that are made again as a whole and are not compiled, found "
-                f"{self.pass_size} and {activations_text(self.activations)}"
-            )
-        check_at_least(0, "start_up_s", self.start_up_s)
-        if self.host_threads is not None:
-            check_at_least(1, "host_threads", self.host_threads)
-        for name in _COUNTS:
-            check_at_least(0, name, getattr(self, name))
         if self.dtype != "as built":
             itemsize_of(self.dtype)
+        if self.pass_size > 1:
+            must(
+                passes_together(self.step),
+                "pass_size",
+                "above 1 takes units that are made again as a whole and are not compiled, "
+                f"found {self.pass_size} and {activations_text(self.activations)}",
+            )
         if self.moments != "float32":
             self._check_moments()
-        if self.has_early_updates and self.may_update_early is False:
-            raise InputError("field 'may_update_early' must be true or null with early updates, found false")
-        if any(chunk.matrices for chunk in self.chunks) and matrix_family(self.optimizer) is None:
-            raise InputError(f"field 'optimizer' must name an optimizer of whole matrices, found {self.optimizer!r}")
+        early = self.may_update_early is not False or not self.has_early_updates
+        must(early, "may_update_early", "must be true or null with early updates, found false")
+        whole = matrix_family(self.optimizer) is not None or not any(chunk.matrices for chunk in self.chunks)
+        must(whole, "optimizer", f"must name an optimizer of whole matrices, found {self.optimizer!r}")
+        must(
+            self.frozen_weights == "files" or not self.reads_files,
+            "frozen_weights",
+            f"must be 'files' for weights there, found {self.frozen_weights!r}",
+        )
+        blocks = self.block_bytes or not self.grad_block_count
+        must(blocks, "block_bytes", f"must be above 0 for {self.grad_block_count} gradient blocks, found 0")
         self._check_chunks()
-        self._check_alignment()
         self._check_order()
 
     def _check_moments(self) -> None:
         check_adam(self.optimizer, self.moments)
         expected = moments_size(self.moments)
-        if self.state_size != expected:
-            raise InputError(
-                f"field 'state_size' must be {expected} for moments in {self.moments}, found {self.state_size}"
-            )
+        must(
+            self.state_size == expected,
+            "state_size",
+            f"must be {expected} for moments in {self.moments}, found {self.state_size}",
+        )
         for index, chunk in enumerate(self.chunks):
-            if chunk.trainable and itemsize_of(chunk.dtype) > MASTER_BYTES:
-                raise InputError(
-                    f"field 'chunks[{index}].dtype': moments in {self.moments} go with float32 master weights, found "
-                    f"{chunk.dtype}; plan with moments='float32'"
-                )
-
-    def _check_alignment(self) -> None:
-        unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
-        if self.alignment_bytes < 1 or self.alignment_bytes % unit:
-            raise InputError(
-                f"field 'alignment_bytes' must be a multiple of {unit} with moments in {self.moments}, found "
-                f"{self.alignment_bytes}"
+            must(
+                not chunk.trainable or itemsize_of(chunk.dtype) <= MASTER_BYTES,
+                f"chunks[{index}].dtype",
+                f"must be at most float32 for moments in {self.moments}, which go with float32 master weights, found "
+                f"{chunk.dtype}; plan with moments='float32'",
             )
-        for index, chunk in enumerate(self.chunks):
-            shard_bytes = chunk.weight_bytes // self.shards
-            if shard_bytes % self.alignment_bytes:
-                raise InputError(
-                    f"field 'chunks[{index}].numel': shards of {shard_bytes} bytes do not end at a multiple of "
-                    f"{self.alignment_bytes}"
-                )
-            for number, slot in enumerate(chunk.parameters):
-                at = slot.offset * itemsize_of(chunk.dtype)
-                if at % self.alignment_bytes:
-                    raise InputError(
-                        f"field 'chunks[{index}].parameters[{number}].offset': {slot.name!r} starts at byte {at} of "
-                        f"its chunk, which is no multiple of {self.alignment_bytes}"
-                    )
 
     def _check_chunks(self) -> None:
+        unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
+        must(
+            self.alignment_bytes >= 1 and self.alignment_bytes % unit == 0,
+            "alignment_bytes",
+            f"must be a multiple of {unit} with moments in {self.moments}, found {self.alignment_bytes}",
+        )
+        aligned = f"multiples of {self.alignment_bytes} bytes"
         seen: dict[str, int] = {}
         for index, chunk in enumerate(self.chunks):
-            if chunk.numel % self.shards:
-                raise InputError(
-                    f"field 'chunks[{index}].numel' must be a multiple of the {self.shards} shards, so that it can be "
-                    f"sharded evenly, found {chunk.numel}"
-                )
-            if not chunk.resident and chunk.weight_bytes > self.block_bytes:
-                raise InputError(
-                    f"field 'block_bytes' must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} "
-                    f"bytes, found {self.block_bytes}"
-                )
-            for slot in chunk.parameters:
-                if slot.name in seen:
-                    raise InputError(
-                        f"field 'chunks[{index}].parameters': {slot.name!r} is in chunk {seen[slot.name]} already"
-                    )
-                seen[slot.name] = index
-        if self.reads_files and self.frozen_weights != "files":
-            raise InputError(f"field 'frozen_weights' must be 'files' for weights there, found {self.frozen_weights!r}")
-        if self.grad_block_count and not self.block_bytes:
-            raise InputError(
-                f"field 'block_bytes' must be above 0 for {self.grad_block_count} gradient blocks, found 0"
+            name, shard_bytes = f"chunks[{index}]", chunk.weight_bytes // self.shards
+            evenly = f"must be a multiple of the {self.shards} shards, so that it can be sharded evenly"
+            must(chunk.numel % self.shards == 0, f"{name}.numel", f"{evenly}, found {chunk.numel}")
+            must(
+                shard_bytes % self.alignment_bytes == 0,
+                f"{name}.numel",
+                f"must make shards that end at {aligned}, found shards of {shard_bytes} bytes",
             )
+            must(
+                chunk.resident or chunk.weight_bytes <= self.block_bytes,
+                "block_bytes",
+                f"must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} bytes, found "
+                f"{self.block_bytes}",
+            )
+            for number, slot in enumerate(chunk.parameters):
+                at, slots = slot.offset * itemsize_of(chunk.dtype), f"{name}.parameters"
+                if at % self.alignment_bytes:
+                    where = f"{slots}[{number}].offset"
+                    raise InputError(f"field '{where}': {slot.name!r} must start at {aligned} of its chunk, found {at}")
+                if slot.name in seen:
+                    raise InputError(f"field '{slots}': {slot.name!r} is in chunk {seen[slot.name]} already")
+                seen[slot.name] = index
 
     def _check_order(self) -> None:
+        last = len(self.order) - 1
         for index, entry in enumerate(chunk.grad_entry for chunk in self.chunks):
-            if entry is not None and not 0 <= entry < len(self.order):
-                raise InputError(
-                    f"field 'chunks[{index}].grad_entry' must be from 0 to {len(self.order) - 1}, found {entry}"
-                )
+            fits = entry is None or 0 <= entry <= last
+            must(fits, f"chunks[{index}].grad_entry", f"must be from 0 to {last}, found {entry}")
         for index, use in enumerate(self.order):
             for chunk in use.chunks:
-                if not 0 <= chunk < len(self.chunks):
-                    raise InputError(
-                        f"field 'order[{index}].chunks' refers to chunk {chunk}, there are {len(self.chunks)}"
-                    )
-            if not index <= use.pin_until < len(self.order):
-                raise InputError(
-                    f"field 'order[{index}].pin_until' must be from {index} to {len(self.order) - 1}, "
-                    f"found {use.pin_until}"
-                )
+                there = 0 <= chunk < len(self.chunks)
+                must(there, f"order[{index}].chunks", f"refers to chunk {chunk}, there are {len(self.chunks)}")
+            pinned = index <= use.pin_until <= last
+            must(pinned, f"order[{index}].pin_until", f"must be from {index} to {last}, found {use.pin_until}")
         needed = self.schedule().min_blocks
-        if self.block_count < needed:
-            raise InputError(
-                f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, "
-                f"with {self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
-            )
+        must(
+            self.block_count >= needed,
+            "block_count",
+            f"must be {needed} or larger, so that all chunks that the order needs at once, with {self.prefetch_depth} "
+            f"fetched ahead, lie in blocks; found {self.block_count}",
+        )
 
     def schedule(self) -> Schedule:
         """The order without the resident chunks, as the rCache walks it."""
@@ -389,7 +361,7 @@ class Plan(Artifact):
     def prediction_for(self, micro_batches: int) -> Prediction:
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
-        backwards = Backwards.of([True] * micro_batches, self.accumulation)
+        backwards = Backwards.counted([True] * micro_batches, self.accumulation)
         ways, swapped = (self.routes(), loads.by_chunk, backwards), self.step.swap_bytes
         moved = step_traffic(*ways, replicas=self.replicas, swap_bytes=swapped)
         return replace(
@@ -410,40 +382,25 @@ class Plan(Artifact):
         """The training that is counted: the optimizer with its master weights, and the step. Otherwise the forward."""
         step = self.step
         narrow = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
-        masters = " with float32 master weights" if narrow else ""
-        batches = "batches" if step.forward else "micro-batches"
-        size = "" if step.samples is None else f", {batches} of {step.samples}"
-        tokens = "" if step.seq is None else f" x {step.seq} tokens"
-        if step.generate is not None:
-            tokens = f" x ({step.generate[0]} + {step.generate[1]}) tokens, the last one"
-        checkpoint = step.checkpoint not in (None, "none")
-        return (
-            (f"none: forward alone{size}" if step.forward else f"{self.optimizer}{masters}{size}")
-            + tokens
-            + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
-            + (f", LoRA of rank {step.lora}" if step.lora else "")
-            + (f", linear layers in {step.quantised}" if step.quantised else "")
-            + (", fused kernels" if step.fused_kernels else "")
-            + (f", {len(step.compiled)} compiled layers" if step.compiled else "")
-        )
+        training = f"{self.optimizer}{' with float32 master weights' * narrow}"
+        parts = ["none: forward alone" if step.forward else training]
+        if step.samples is not None:
+            tokens = "" if step.seq is None else f" x {step.seq} tokens"
+            if step.generate is not None:
+                tokens = f" x ({step.generate[0]} + {step.generate[1]}) tokens, the last one"
+            parts.append(f"{'batches' if step.forward else 'micro-batches'} of {step.samples}{tokens}")
+        parts += [f"activation checkpointing {step.checkpoint}"] * (step.checkpoint not in (None, "none"))
+        parts += [f"LoRA of rank {step.lora}"] * bool(step.lora)
+        parts += [f"linear layers in {step.quantised}"] * bool(step.quantised)
+        parts += ["fused kernels"] * step.fused_kernels
+        parts += [f"{len(step.compiled)} compiled layers"] * bool(step.compiled)
+        return ", ".join(parts)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of all ranks together, as predicted; None where samples are no tokens."""
         tokens, step_s = self.step.tokens, self.predicted.step_s
         return None if tokens is None or not step_s else tokens * self.accumulation * self.world_size / step_s
-
-    def _speed_text(self) -> str:
-        """The speed of all ranks and of one device, and what is not known of the machine."""
-        predicted = self.predicted
-        parts = [] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tokens/s"]
-        share = predicted.peak_share
-        if share is not None:
-            parts.append(f"{predicted.flops_per_s / 1e12:.3g} TFLOP/s a device, {100 * share:.0f} % of its peak")
-        hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
-        if hosted and self.host_threads is None and self.hardware_name in preset_names():
-            parts.append("a typical host is assumed, so measure yours")
-        return "".join(f"; {part}" for part in parts)
 
     @property
     def fingerprint(self) -> str:
@@ -477,9 +434,10 @@ class Plan(Artifact):
     def summary(self) -> str:
         """The plan in three lines."""
         lines = self._lines()
+        step = f"{format_seconds(self.predicted.step_s)} predicted"
         return (
             f"plan {lines['plan']}\n  chunks {lines['chunks']}; states {lines['states'] or 'none'}\n"
-            f"  device {lines['device peak']}, host {lines['host peak']}, step {self.predicted.time_text()} predicted"
+            f"  device {lines['device peak']}, host {lines['host peak']}, step {step}"
         )
 
     def __str__(self) -> str:
@@ -487,51 +445,60 @@ class Plan(Artifact):
         return "\n".join((" ".join(head), *(f"  {label:14}{text}" for label, text in lines if text)))
 
     def _lines(self) -> dict[str, str]:
-        streamed = sum(not chunk.resident for chunk in self.chunks)
-        in_files = sum(chunk.weight_home == "files" for chunk in self.chunks)
-        trainable = [chunk for chunk in self.chunks if chunk.trainable]
-        host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
-        updates = Counter(chunk.update for chunk in trainable)
-        predicted, moved = self.predicted, self.predicted.moved_bytes
-        unused: tuple[str, ...] = () if self.uses_disk or self.reads_files else DISK_LINKS
-        unused = unused if self.replicas > 1 else (*unused, "replicas")
-        shown = [link for link in LINKS if link not in unused]
-        links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
-        of_several = f", per optimizer step of {self.accumulation} micro-batches" if self.accumulation > 1 else ""
-        blocks = (
-            f"{self.block_count} {'block' if self.block_count == 1 else 'blocks'} of {format_bytes(self.block_bytes)}"
+        """The text about the plan, by label; empty if there is nothing to say."""
+        predicted, counts, several = self.predicted, self.counts, self.accumulation > 1
+        updates = Counter(chunk.update for chunk in self.chunks if chunk.update in UPDATES)
+        states = (
+            f"{counts['states_on_host_chunks']} of {sum(c.trainable for c in self.chunks)} trainable chunks on the host"
         )
+        states += f", {counts['states_on_disk_chunks']} on the disk" if self.uses_disk else ""
+        states += "" if self.moments == "float32" else f", moments in {self.moments}"
+        states += "".join(f", {count} {UPDATES[update]}" for update, count in updates.items())
+        in_files = sum(chunk.weight_home == "files" for chunk in self.chunks)
+        streamed = counts["resident_chunks"] < counts["chunks"]
+        blocks = f"{self.block_count} block{'s' * (self.block_count != 1)} of {format_bytes(self.block_bytes)}"
+        left_out = () if self.uses_disk or self.reads_files else DISK_LINKS
+        left_out = left_out if self.replicas > 1 else (*left_out, "replicas")
+        links = (
+            f"{link.replace('_', ' ')} {format_bytes(predicted.moved_bytes[link])}"
+            for link in LINKS
+            if link not in left_out
+        )
+        per_step = f", per optimizer step of {self.accumulation} micro-batches" * several
+        save = f"; {format_bytes(predicted.host_peak_bytes)} during a save" if predicted.checkpoint_bytes else ""
+        on_preset = self.hardware_name in preset_names()
+        hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
         return {
             "plan": f"{self.fingerprint}: {self._setting()}",
             "training": self._training(),
-            "weights": packed_text(
-                [weight for chunk in self.chunks for weight in chunk.weights()], self.step.quantised
-            ),
-            "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device"
+            "weights": packed_text([each for chunk in self.chunks for each in chunk.weights()], self.step.quantised),
+            "chunks": f"{counts['chunks']}, {counts['resident_chunks']} resident on the device"
             + (f", {in_files} frozen ones in their files" if in_files else ""),
-            "states": ""
-            if self.step.forward
-            else f"{host} of {len(trainable)} trainable chunks on the host"
-            + (f", {disk} on the disk" if self.uses_disk else "")
-            + (f", moments in {self.moments}" if self.moments != "float32" else "")
-            + "".join(f", {count} {UPDATES[update]}" for update, count in updates.items() if update in UPDATES),
+            "states": "" if self.step.forward else states,
             "activations": activations_text(self.activations),
             "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
             if streamed
             else "none: every chunk is resident",
             "device peak": _peak(predicted.device_peak_bytes, self.device_budget_bytes, self.device_reserve_bytes),
-            "host peak": _peak(predicted.host_step_bytes, self.host_budget_bytes, self.host_reserve_bytes)
-            + (f"; {format_bytes(predicted.host_peak_bytes)} during a save" if predicted.checkpoint_bytes else ""),
+            "host peak": _peak(predicted.host_step_bytes, self.host_budget_bytes, self.host_reserve_bytes) + save,
             "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
-            "moved a step": f"{links}{of_several}",
-            "step": f"{predicted.time_text()} predicted{of_several}"
-            + ("" if self.clipping or self.step.forward else ", without clipping")
-            + self._speed_text(),
-            "regret": predicted.regret_text(measured=self.hardware_name not in preset_names()),
+            "moved a step": ", ".join(links) + per_step,
+            "step": f"{predicted.time_text()}{per_step}"
+            + ("" if self.clipping or self.step.forward else ", without clipping"),
+            "speed": self._speed_text(),
+            "measure": 'your host with "elixir hardware --measure" for a narrower range'
+            if hosted and self.host_threads is None and on_preset
+            else "",
+            "safe choice": predicted.regret_text(measured=not on_preset),
             "start-up": f"{format_seconds(self.start_up_s)} until host memory is ready"
             if self.start_up_s >= NOTICEABLE_S
             else "",
         }
+
+    def _speed_text(self) -> str:
+        tokens, share = self.tokens_per_s, self.predicted.peak_share
+        parts = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
+        return ", ".join(parts + ([] if share is None else [f"{100 * share:.0f} % of the device's peak"]))
 
 
 class HasPlan(Protocol):
@@ -573,11 +540,6 @@ FILE_BUFFERS = 2
 """In host memory, through which weights pass from files to the device: while one is copied, the next is read."""
 WINDOW_CHUNKS = 3
 """In host memory, through which states on a disk pass: one is stepped, one is read and one written back."""
-_COUNTS = (
-    "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "device_budget_bytes",
-    "host_budget_bytes", "disk_budget_bytes", "device_reserve_bytes", "host_reserve_bytes",
-    "reserve_bytes",
-)  # fmt: skip
 
 
 def _peak(peak_bytes: int, budget_bytes: int, reserve_bytes: int) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elixir.errors import InputError
-from elixir.hardware.rate_fit import is_finite
+from elixir.artifact import check_bounds
 from elixir.hardware.scenario import Scenario
-from elixir.plan.chunk_plan import check_at_least
+from elixir.plan.chunk_plan import Amount, Count, must
 from elixir.units import format_seconds
 
 DISK_LINKS = ("disk_read", "disk_write")
@@ -17,7 +16,7 @@ LINKS = ("host_to_device", "device_to_host", "network", "replicas", *DISK_LINKS)
 
 
 NOTICEABLE_SHARE = 0.001
-"""Share of a step by which another plan must be faster to be named."""
+"""Share of a step by which another plan must be faster to be worth a change."""
 NOTICEABLE_REGRET = 0.01
 """A smaller regret is called none, and a measurement that removes less of it is not named."""
 
@@ -35,9 +34,9 @@ class Judgement:
     """A plan in one scenario."""
 
     scenario: Scenario
-    step_s: float
+    step_s: Amount
     """Seconds of its step there."""
-    best_s: float
+    best_s: Amount
     """The least that are known of any plan."""
 
     @property
@@ -46,11 +45,9 @@ class Judgement:
         return self.step_s / self.best_s - 1 if self.best_s else 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "best_s"):
-            seconds = getattr(self, name)
-            # A step without anything to compute takes none.
-            if not (is_finite(seconds) and (seconds > 0 or seconds == self.step_s == 0)):
-                raise InputError(f"field 'judgements.{name}' must be positive and finite, found {seconds!r}")
+        check_bounds(self, "field 'judgements.{}'")
+        # Only a step without anything to compute takes none.
+        must(self.best_s or not self.step_s, "judgements.best_s", f"must be above 0, found {self.best_s!r}")
 
 
 @dataclass(frozen=True)
@@ -62,37 +59,37 @@ class Prediction:
     """
 
     device_peak_bytes: int
-    device_parts: dict[str, int]
+    device_parts: dict[str, Count]
     """The device peak by what holds it; sums to `device_peak_bytes`."""
     host_peak_bytes: int
     """Bytes of all ranks of one machine together."""
-    host_parts: dict[str, int]
+    host_parts: dict[str, Count]
     """The host peak by what holds it; sums to `host_peak_bytes`."""
-    moved_bytes: dict[str, int]
+    moved_bytes: dict[str, Count]
     """Bytes per rank and optimizer step over each of `LINKS`."""
-    loads: int
+    loads: Count
     """Gathers into rCache blocks per optimizer step."""
-    hits: int
+    hits: Count
     """Uses of streamed chunks that found them in a block already."""
-    seconds: dict[str, float]
+    seconds: dict[str, Amount]
     """Predicted time by part; ``total`` is the step."""
-    fastest_s: float | None = None
+    fastest_s: Amount | None = None
     """Seconds of the fastest plan that was found, which may depend more on the host than this one does; None where
     there was no choice."""
     range_s: tuple[float, float] | None = None
     """The least and the most that a step may take, as far as a preset, a measurement or runs leave rates uncertain."""
-    flops: int = 0
+    flops: Count = 0
     """FLOPs of one rank and optimizer step, recomputed ones included, the optimizer's not."""
-    peak_flops_per_s: float | None = None
+    peak_flops_per_s: Amount | None = None
     """Peak of one device, dense, in the dtype of most parameters."""
-    disk_peak_bytes: int = 0
+    disk_peak_bytes: Count = 0
     """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
     judgements: tuple[Judgement, ...] = ()
     """The plan in each scenario that the hardware profile thinks possible, the nominal one first; empty where only that
     one was planned for."""
-    regret_if_known: dict[str, float] = field(default_factory=dict)
+    regret_if_known: dict[str, Amount] = field(default_factory=dict)
     """The worst regret that is left if one of the fields of `Scenario` is known, by its name."""
-    activation_bytes: int = 0
+    activation_bytes: Count = 0
     """The most that inputs, activations and workspace take at once, which is not always at the device peak."""
 
     @property
@@ -106,31 +103,18 @@ class Prediction:
         return self.host_peak_bytes - self.checkpoint_bytes
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         for name, parts, peak in (
             ("device_parts", self.device_parts, self.device_peak_bytes),
             ("host_parts", self.host_parts, self.host_peak_bytes),
         ):
-            for part, amount in parts.items():
-                check_at_least(0, f"{name}.{part}", amount)
-            if sum(parts.values()) != peak:
-                raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
-        if sorted(self.moved_bytes) != sorted(LINKS):
-            raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
-        for name in ("loads", "hits", "disk_peak_bytes", "activation_bytes"):
-            check_at_least(0, name, getattr(self, name))
-        if "total" not in self.seconds:
-            raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
-        unknowns = list(Scenario.__dataclass_fields__)
-        if not self.regret_if_known.keys() <= set(unknowns):
-            raise InputError(
-                f"field 'regret_if_known' must name some of {unknowns}, found {list(self.regret_if_known)}"
-            )
-        for name in ("moved_bytes", "seconds", "regret_if_known"):
-            for part, amount in getattr(self, name).items():
-                check_at_least(0, f"{name}.{part}", amount)
-        for name in ("flops", "fastest_s", "peak_flops_per_s"):
-            if getattr(self, name) is not None:
-                check_at_least(0, name, getattr(self, name))
+            total = sum(parts.values())
+            must(total == peak, name, f"must sum to the peak of {peak} bytes, found {total}")
+        links, unknowns = sorted(self.moved_bytes), list(Scenario.__dataclass_fields__)
+        must(links == sorted(LINKS), "moved_bytes", f"must have the links {list(LINKS)}, found {links}")
+        must("total" in self.seconds, "seconds", f"must have the step's 'total', found {sorted(self.seconds)}")
+        known = self.regret_if_known.keys() <= set(unknowns)
+        must(known, "regret_if_known", f"must name some of {unknowns}, found {list(self.regret_if_known)}")
 
     @property
     def step_s(self) -> float:
@@ -158,12 +142,13 @@ class Prediction:
             return ""
         worst = max(judged, key=lambda each: each.regret)
         if worst.regret < NOTICEABLE_REGRET:
-            return f"less than 1 % slower than the best plan in all of {len(judged)} scenarios"
-        # The worst scenario, and each that differs from the profile in one thing.
-        shown = dict.fromkeys([worst, *(it for it in judged if it.scenario.differences(judged[0].scenario) == 1)])
-        first, *others = (f"{100 * each.regret:.0f} %|if {each.scenario}" for each in shown)
-        text = "at most " + first.replace("|", " slower than the best plan ")
-        text += "".join(f", {other.replace('|', ' ')}" for other in others)
+            return f"costs less than 1 % against the best plan in all of {len(judged)} scenarios"
+        most = f"{100 * worst.regret:.0f} %"
+        text = f"costs at most {most} against the plan you would pick if you knew that {worst.scenario}"
+        # Each other scenario that differs from the profile in one thing.
+        others = [it for it in judged if it is not worst and it.scenario.differences(judged[0].scenario) == 1]
+        if others:
+            text += f" ({', '.join(f'{100 * each.regret:.0f} % if {each.scenario}' for each in others)})"
         known = self.regret_if_known
         name = min(known, key=lambda each: known[each], default="")
         if name and known[name] < worst.regret - NOTICEABLE_REGRET:
@@ -172,11 +157,12 @@ class Prediction:
         return text
 
     def time_text(self) -> str:
-        """The step's seconds with their range, and those of the fastest plan where it is another."""
-        text = range_text(self.step_s, self.range_s)
-        if self.fastest_s is not None and self.fastest_s < self.step_s * (1 - NOTICEABLE_SHARE):
-            text += f", {format_seconds(self.fastest_s)} the fastest plan,"
-        return text
+        """The step's seconds, with their range if one is known."""
+        text = f"{format_seconds(self.step_s)} predicted"
+        if self.range_s is None:
+            return text
+        low, high = map(format_seconds, self.range_s)
+        return f"{text} ({low} if links and CPU are fast, {high} if both are slow)"
 
 
 def range_text(seconds: float, between: tuple[float, float] | None) -> str:

@@ -48,7 +48,7 @@ class Backwards:
     """Number of the first backwards that were sent and not summed over the replicas."""
 
     @classmethod
-    def of(cls, reducing: Sequence[bool], accumulation: int = 1) -> Backwards:
+    def counted(cls, reducing: Sequence[bool], accumulation: int = 1) -> Backwards:
         """Counts backwards, given in order whether each reduced its gradients. Replicas sum from backward number
         `accumulation` on."""
         kept = reducing.count(False)

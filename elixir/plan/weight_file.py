@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elixir.plan.chunk_plan import check_at_least
+from elixir.artifact import check_bounds
+from elixir.plan.chunk_plan import Count
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class WeightFile:
 
     name: str
     """Its name without the folder, which may be another one where the plan runs."""
-    nbytes: int
+    nbytes: Count
     """Its size."""
     digest: str
     """Digest of its size, its header and a sample of each tensor (`elixir.extents.weight_files`)."""
@@ -21,4 +22,4 @@ class WeightFile:
     """Time of its last change, in microseconds; a copy on another machine may have another. None if not known."""
 
     def __post_init__(self) -> None:
-        check_at_least(0, "nbytes", self.nbytes)
+        check_bounds(self)

@@ -1,13 +1,10 @@
-"""Pictures of traces and plans, good enough for a paper.
-
-Every function returns a new matplotlib `Figure` (no pyplot, no global state) and, given a path, also writes it
-in the format its ending names. matplotlib is imported on first use.
-"""
+"""The picture of a step's memory, good enough for a paper."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
@@ -31,9 +28,6 @@ _STACK = (
 
 _OPTIMIZER_SHARE = 0.12
 """Share of the picture's width for the optimizer phase, whose operators have no common measure with the others."""
-
-
-# --------------------------------------------------------------------------------------------------- memory of a step
 
 
 def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -90,31 +84,21 @@ def _positions(curve: Sequence[CurveSample]) -> list[float]:
 def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) -> None:
     """A strip along the top: which phase runs when; recomputation is darker inside backward."""
     tones = {"forward": "#EEEEEE", "backward": "#D4D4D4", "recompute": "#8A8A8A", "optimizer": "#EEEEEE"}
-    bottom, height = 0.925, 0.075
-    blend = axes.get_xaxis_transform()
+    bottom, middle = 0.925, 0.9595
     for phase, start, stop in _runs([sample.phase for sample in curve]):
-        left, right = xs[max(start - 1, 0)], xs[stop]
-        axes.fill_between(
-            [left, right], bottom, bottom + height, transform=blend, color=tones[phase], linewidth=0, zorder=3
-        )
-    outer = ["backward" if sample.phase == "recompute" else sample.phase for sample in curve]
+        axes.axvspan(xs[max(start - 1, 0)], xs[stop], bottom, 1, color=tones[phase], linewidth=0, zorder=3)
     recomputes = any(sample.phase == "recompute" for sample in curve)
-    for phase, start, stop in _runs(outer):
+    box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "linewidth": 0}
+    for phase, start, stop in _runs(["backward" if each.phase == "recompute" else each.phase for each in curve]):
         left, right = xs[max(start - 1, 0)], xs[stop]
         if start:
             axes.axvline(left, color=style.DARK, linewidth=0.5, linestyle=(0, (3, 2)), zorder=4)
-        share = (right - left) / max(xs[-1] - xs[0], 1e-9)
-        text = {"backward": "backward (dark: recompute)" if recomputes else "backward", "optimizer": "step"}.get(
-            phase, phase
-        )
-        if share < 0.3 and phase == "backward":
-            text = phase
+        share, dark = (right - left) / max(xs[-1] - xs[0], 1e-9), phase == "backward" and recomputes
         if share > 0.05:
-            box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "linewidth": 0}
+            text = "step" if phase == "optimizer" else phase + " (dark: recompute)" * (dark and share >= 0.3)
             axes.text(
-                (left + right) / 2, bottom + height / 2 - 0.003, text, transform=blend, ha="center", va="center",
-                fontsize=style.SMALL_PT, color=style.DARK, zorder=5,
-                bbox=box if phase == "backward" and recomputes else None,
+                (left + right) / 2, middle, text, transform=axes.get_xaxis_transform(), ha="center", va="center",
+                fontsize=style.SMALL_PT, color=style.DARK, zorder=5, bbox=box if dark else None,
             )  # fmt: skip
 
 
@@ -146,83 +130,11 @@ def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> 
 
 
 def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
-    look: dict[str, Any] = {
-        "marker": "v",
-        "markersize": 4.5,
-        "color": style.DARK,
-        "markerfacecolor": face,
-        "zorder": 7,
-        "clip_on": False,
-    }
-    axes.plot([x], [sample.total / GIB], **look)
+    look: dict[str, Any] = {"color": style.DARK, "markerfacecolor": face, "zorder": 7, "clip_on": False}
+    axes.plot([x], [sample.total / GIB], marker="v", markersize=4.5, **look)
 
 
 def _runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     """Consecutive equal entries as (entry, first index, last index)."""
-    runs: list[tuple[str, int, int]] = []
-    for index, phase in enumerate(phases):
-        if runs and runs[-1][0] == phase:
-            runs[-1] = (phase, runs[-1][1], index)
-        else:
-            runs.append((phase, index, index))
-    return runs
-
-
-# ---------------------------------------------------------------------------------------------------- several models
-
-
-def plot_activations(traces: Sequence[StepTrace], path: str | os.PathLike[str] | None = None) -> Figure:
-    """Activation and step peaks of several models on one logarithmic axis, with and without checkpointing.
-
-    Traces of the same `model_name` share a line; one with checkpointed modules gets the hollow marks.
-
-    Raises:
-        InputError: no trace is given, or `path` names no picture format.
-    """
-    if not traces:
-        raise InputError("give at least one trace to draw")
-    names = list(dict.fromkeys(trace.model_name for trace in traces))
-    figure = style.new_figure(0.9 + 0.26 * len(names))
-    axes = figure.add_subplot()
-    for trace in traces:
-        y = names.index(trace.model_name)
-        plain = not trace.checkpointed_modules
-        for size, colour, marker in (
-            (trace.param_bytes, style.DARK, "|"),
-            (trace.activation_peak_bytes, style.ORANGE, "o"),
-            (trace.step_peak_bytes, style.BLUE, "D"),
-        ):
-            axes.plot([size / GIB], [y], **_mark(colour, marker, hollow=not plain))
-    for y, name in enumerate(names):
-        sizes = [trace.activation_peak_bytes / GIB for trace in traces if trace.model_name == name]
-        axes.plot([min(sizes), max(sizes)], [y, y], color=style.ORANGE, linewidth=1.0, alpha=0.5, zorder=1)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("GiB", fontsize=style.TEXT_PT)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", which="major", color=style.PALE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    handles = _activation_handles(traces)
-    style.legend(axes, handles, columns=2, below=0.5 / (0.9 + 0.26 * len(names)))
-    return style.finish(figure, path)
-
-
-def _mark(colour: str, marker: str, *, hollow: bool) -> dict[str, Any]:
-    # Hollow marks are larger, so that where both fall together the ring still shows around the dot.
-    size = 8.0 if marker == "|" else 6.5 if hollow else 4.0
-    look = {"marker": marker, "color": colour, "markerfacecolor": "none" if hollow else colour, "linestyle": "none"}
-    return look | {"markersize": size, "markeredgewidth": 1.0, "zorder": 3}
-
-
-def _activation_handles(traces: Sequence[StepTrace]) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    kinds = [("parameters", style.DARK, "|", False)]
-    for hollow, ending in ((False, ""), (True, ", checkpointing")):
-        if any(bool(trace.checkpointed_modules) == hollow for trace in traces):
-            kinds.append((f"activation peak{ending}", style.ORANGE, "o", hollow))
-            kinds.append((f"step peak{ending}", style.BLUE, "D", hollow))
-    return [
-        Line2D([], [], label=label, **_mark(colour, marker, hollow=hollow)) for label, colour, marker, hollow in kinds
-    ]
+    runs = [[index for index, _ in run] for _, run in groupby(enumerate(phases), key=lambda pair: pair[1])]
+    return [(phases[run[0]], run[0], run[-1]) for run in runs]

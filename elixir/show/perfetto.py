@@ -41,9 +41,11 @@ def chrome_trace(simulation: Simulation, plan: Plan | None = None, trace: StepTr
         InputError: nothing happens in the step, or plan and trace do not go together.
     """
     check_simulation(simulation)
-    events: list[Event] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank, simulated"}}]
-    for number, name in enumerate(LANE_ORDER):
-        events += _thread(number, RESOURCE_LABELS[name])
+    lanes = [RESOURCE_LABELS[name] for name in LANE_ORDER] + ["compute waits for"] * (plan is not None)
+    events = [_event("M", "process_name", args={"name": "one rank, simulated"})]
+    for number, lane in enumerate(lanes):
+        events.append(_event("M", "thread_name", number, args={"name": lane}))
+        events.append(_event("M", "thread_sort_index", number, args={"sort_index": number}))
     for span in simulation.timeline:
         about = {} if span.chunk is None else {"chunk": span.chunk}
         if plan is not None and span.chunk is not None:
@@ -51,7 +53,7 @@ def chrome_trace(simulation: Simulation, plan: Plan | None = None, trace: StepTr
         name = span.name if span.chunk is None else f"{span.name} chunk {span.chunk}"
         events.append(_slice(name, span.name, span.start_s, span.end_s, LANE_ORDER.index(span.resource), about))
     if plan is not None:
-        events += [*_thread(_WAITS, "compute waits for"), *_waits(simulation), *_flows(simulation)]
+        events += [*_waits(simulation), *_flows(simulation)]
         if trace is not None:
             events += _memory(simulation, plan, trace)
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -74,24 +76,15 @@ def save_chrome_trace(
     return write_atomically(path, text.encode())
 
 
-def _thread(number: int, name: str) -> list[Event]:
-    return [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}},
-        {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": number, "args": {"sort_index": number}},
-    ]
+def _event(kind: str, name: str, thread: int | None = None, at_s: float | None = None, **more: Any) -> Event:
+    event: Event = {"ph": kind, "name": name, "pid": 0, **more}
+    if at_s is not None:
+        event["ts"] = at_s * _MICROSECONDS
+    return event if thread is None else event | {"tid": thread}
 
 
 def _slice(name: str, kind: str, start_s: float, end_s: float, thread: int, about: dict[str, Any]) -> Event:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "ts": start_s * _MICROSECONDS,
-        "dur": (end_s - start_s) * _MICROSECONDS,
-        "pid": 0,
-        "tid": thread,
-        "args": about,
-    }
+    return _event("X", name, thread, start_s, dur=(end_s - start_s) * _MICROSECONDS, cat=kind, args=about)
 
 
 def _about(plan: Plan, span: WorkSpan) -> dict[str, Any]:
@@ -126,24 +119,16 @@ def _flows(simulation: Simulation) -> Iterator[Event]:
     last: dict[int, WorkSpan] = {}
     number = 0
     for span in sorted(simulation.timeline, key=lambda span: (span.start_s, span.end_s)):
-        if span.chunk is None:
-            continue
-        before = last.get(span.chunk)
-        last[span.chunk] = span
+        before = None if span.chunk is None else last.get(span.chunk)
+        if span.chunk is not None:
+            last[span.chunk] = span
         if before is None or before.resource == span.resource:
             continue
         number += 1
-        for phase, at_s, there in (("s", min(before.end_s, span.start_s), before), ("f", span.start_s, span)):
-            yield {
-                "ph": phase,
-                "id": number,
-                "name": f"chunk {span.chunk}",
-                "cat": "chunk",
-                "ts": at_s * _MICROSECONDS,
-                "pid": 0,
-                "tid": LANE_ORDER.index(there.resource),
-                **({"bp": "e"} if phase == "f" else {}),
-            }
+        flow = {"id": number, "cat": "chunk"}
+        name, lanes = f"chunk {span.chunk}", [LANE_ORDER.index(each.resource) for each in (before, span)]
+        yield _event("s", name, lanes[0], min(before.end_s, span.start_s), **flow)
+        yield _event("f", name, lanes[1], span.start_s, bp="e", **flow)
 
 
 def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Event]:
@@ -161,13 +146,8 @@ def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Ev
             found = next((at for at in following if _is(plan, at % len(live), span)), None)
         amount = 0 if found is None else live[found % len(live)]
         place = place if found is None else found
-        yield {
-            "ph": "C",
-            "name": "device memory",
-            "ts": span.start_s * _MICROSECONDS,
-            "pid": 0,
-            "args": {"weights, states and buffers": rest, "activations": min(amount, activations)},
-        }
+        kinds = {"weights, states and buffers": rest, "activations": min(amount, activations)}
+        yield _event("C", "device memory", at_s=span.start_s, args=kinds)
 
 
 def _is(plan: Plan, entry: int, span: WorkSpan) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
 from elixir.plan.activations import kept_text, result_names, way_of
-from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.show import style
 from elixir.step_trace import UnitActivations
@@ -104,10 +104,7 @@ def _draw_budget(
             left += size / GIB
     budget = budget_bytes / GIB
     axes.axvline(budget, color=style.DARK, linewidth=1.6)
-    axes.set_xlim(0, max(budget, peak_bytes / GIB) * 1.005 or 1.0)
-    axes.set_ylim(-0.5, 0.5)
-    axes.set_yticks([0], [f"{label}\n(GiB)"])
-    axes.tick_params(axis="y", length=0)
+    _frame(axes, max(budget, peak_bytes / GIB) * 1.005, (-0.5, 0.5), {0.0: f"{label}\n(GiB)"})
     _corner(axes, f"{style.gib(peak_bytes / GIB)} of {style.gib(budget)} GiB")
     if handles:
         style.legend(axes, handles, columns=_LEGEND_COLUMNS, below=below)
@@ -118,12 +115,8 @@ def _colours(parts: dict[str, int]) -> dict[str, str]:
     colours: dict[str, str] = {}
     for name in sorted(parts, key=lambda name: (-parts[name], name)):
         wanted = next((colour for word, colour in _PART_COLOURS if word in name.lower()), style.GREY)
-        free = [
-            colour
-            for colour in (wanted, style.RED, style.PURPLE, style.YELLOW, style.GREY, style.PALE)
-            if colour not in colours.values()
-        ]
-        colours[name] = free[0] if free else wanted
+        order = (wanted, style.RED, style.PURPLE, style.YELLOW, style.GREY, style.PALE)
+        colours[name] = next((colour for colour in order if colour not in colours.values()), wanted)
     return colours
 
 
@@ -132,21 +125,17 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
     chunks = [plan.chunks[index] for index in order_of_use(plan)]
     # Between neighbours of a pixel or two, white gaps would wash the colours out.
     gap = 0.5 if len(chunks) <= 60 else 0.2 if len(chunks) <= 200 else 0.08
-    left = 0.0
-    for chunk in chunks:
-        width = chunk.weight_bytes / GIB
-        for bottom, colour in ((1.0, HOME_COLOURS[chunk.weight_home]), (0.0, _state_colour(chunk))):
-            axes.bar(
-                [left], [0.86], width=[width], bottom=[bottom], align="edge", color=colour, edgecolor="white",
-                linewidth=gap,
-            )  # fmt: skip
-        if chunk.resident:
-            axes.bar([left], [0.1], width=[width], bottom=[1.88], align="edge", color=style.DARK, linewidth=0)
-        left += width
-    axes.set_xlim(0, left or 1.0)
-    axes.set_ylim(0, 2.0)
-    axes.set_yticks([1.43, 0.43], ["weights", "gradients\n+ states"])
-    axes.tick_params(axis="y", length=0)
+    widths = [chunk.weight_bytes / GIB for chunk in chunks]
+    lefts = [0.0, *accumulate(widths)]
+    look: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": gap}
+    weights = [HOME_COLOURS[chunk.weight_home] for chunk in chunks]
+    states = [HOME_COLOURS[chunk.state_home] if chunk.trainable else style.PALE for chunk in chunks]
+    for bottom, colours in ((1.0, weights), (0.0, states)):
+        axes.bar(lefts[:-1], 0.86, widths, bottom, color=colours, **look)
+    caps = [(left, width) for left, width, chunk in zip(lefts, widths, chunks, strict=False) if chunk.resident]
+    for left, width in caps:
+        axes.bar([left], 0.1, width, 1.88, align="edge", color=style.DARK, linewidth=0)
+    _frame(axes, lefts[-1], (0, 2), {1.43: "weights", 0.43: "gradients\n+ states"})
     axes.set_xlabel("chunks in order of first use (GiB of weights)", fontsize=style.TEXT_PT, labelpad=2)
     blocks = (
         f", {plan.block_count} rCache blocks of {style.gib(plan.block_bytes / GIB)} GiB" if plan.block_count else ""
@@ -157,7 +146,7 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
         for home, colour in HOME_COLOURS.items()
         if any(home in (chunk.weight_home, chunk.state_home) for chunk in chunks)
     ]
-    if any(chunk.resident for chunk in chunks):
+    if caps:
         handles.append(style.swatch(style.DARK, "resident all step"))
     if not all(chunk.trainable for chunk in chunks):
         handles.append(style.swatch(style.PALE, "frozen: no states"))
@@ -168,13 +157,10 @@ def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations], *, belo
     """A cell for each unit whose activations the plan decides on, in order; its colour says what it keeps."""
     colours = (style.PALE, style.ORANGE, style.SKY, style.GREEN, style.PURPLE, style.RED, style.GREY)
     colour_of = {way: colours[number % len(colours)] for number, way in enumerate(ways)}
-    for number, each in enumerate(plan.activations):
-        axes.bar([number], [1], width=[1], align="edge", color=colour_of[way_of(each)], edgecolor="white")
-    axes.set_xlim(0, len(plan.activations))
-    axes.set_ylim(0, 1)
+    cells = [colour_of[way_of(each)] for each in plan.activations]
+    axes.bar(range(len(cells)), 1, 1, align="edge", color=cells, edgecolor="white")
+    _frame(axes, len(cells), (0, 1), {0.5: "units"})
     axes.set_xticks([])
-    axes.set_yticks([0.5], ["units"])
-    axes.tick_params(axis="y", length=0)
     handles = [
         style.swatch(colour, f"keep {kept_text(way)}" + (f", {result_names(way.swap)} on the host" if way.swap else ""))
         for way, colour in colour_of.items()
@@ -182,8 +168,11 @@ def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations], *, belo
     style.legend(axes, handles, columns=1, below=below)
 
 
-def _state_colour(chunk: ChunkPlan) -> str:
-    return HOME_COLOURS[chunk.state_home] if chunk.trainable else style.PALE
+def _frame(axes: Axes, width: float, height: tuple[float, float], labels: dict[float, str]) -> None:
+    axes.set_xlim(0, width or 1.0)
+    axes.set_ylim(*height)
+    axes.set_yticks([*labels], [*labels.values()])
+    axes.tick_params(axis="y", length=0)
 
 
 def _corner(axes: Axes, text: str) -> None:

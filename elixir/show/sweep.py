@@ -6,9 +6,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elixir.errors import InputError
+from elixir.plan.prediction import range_text
 from elixir.search.whatif.prices import Prices, RunCost
 from elixir.search.whatif.sweep_row import SweepRow
 from elixir.show import style
@@ -17,7 +18,6 @@ from elixir.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -34,8 +34,9 @@ def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
     """The rows as a table, a column per field; what is not known is missing (``NaN``, ``<NA>``)."""
     import pandas
 
-    frame = pandas.DataFrame([dataclasses.asdict(row) for row in rows], columns=_columns())
-    whole = [field.name for field in dataclasses.fields(SweepRow) if str(field.type).startswith("int")]
+    fields = dataclasses.fields(SweepRow)
+    frame = pandas.DataFrame([dataclasses.asdict(row) for row in rows], columns=[field.name for field in fields])
+    whole = [field.name for field in fields if str(field.type).startswith("int")]
     # Plain integers cannot be missing, and floats would lose the last digits of bytes.
     return frame.astype(dict.fromkeys(whole, "Int64"))
 
@@ -63,16 +64,12 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Price
             number = reasons(rows).index(row.reason) + 1
             body.append([machine, "-", "-", "-", f"does not fit [{number}]", *cost])
             continue
-        body.append(
-            [
-                machine,
-                range_cell(row.step_s or 0.0, _range(row)),
-                f"{_speed(row)}\n{speed_of_device(row, 'T')}",
-                f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",
-                f"{style.RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
-                *cost,
-            ]
-        )
+        step, speed = range_cell(row.step_s or 0.0, _range(row)), f"{_speed(row)}\n{speed_of_device(row, 'T')}"
+        peaks = f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}"
+        on_disk = f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""
+        states = f"{row.states_on_host_chunks} of {row.chunks}{on_disk}"
+        bound = style.RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or "")
+        body.append([machine, step, speed, peaks, f"{bound}\n{states}", *cost])
     if len(jobs) > 1:
         columns = ["model", *columns]
         body = [[f"{row.model}\nbatch {row.batch}", *cells] for row, cells in zip(rows, body, strict=True)]
@@ -113,11 +110,6 @@ def cost_text(row: SweepRow, cost: RunCost, currency: str, amount: float | None)
     return text
 
 
-def _states(row: SweepRow) -> str:
-    on_disk = f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""
-    return f"{row.states_on_host_chunks} of {row.chunks}{on_disk}"
-
-
 def _range(row: SweepRow) -> tuple[float, float] | None:
     return None if row.fastest_s is None or row.slowest_s is None else (row.fastest_s, row.slowest_s)
 
@@ -125,6 +117,17 @@ def _range(row: SweepRow) -> tuple[float, float] | None:
 def reasons(rows: Sequence[SweepRow]) -> list[str]:
     """The reasons why combinations do not fit, each once, in order."""
     return list(dict.fromkeys(row.reason for row in rows if not row.fits))
+
+
+def fit_text(model: str, best: SweepRow) -> str:
+    """One sentence on the smallest machine that can train a model."""
+    speed = "" if best.tokens_per_s is None else f", {best.tokens_per_s:,.0f} tokens/s"
+    return (
+        f"{model} (batch {best.batch} a rank, {best.dtype}) fits {best.world_size} x {best.machine}: "
+        f"{range_text(best.step_s or 0.0, _range(best))} a step{speed}, {speed_of_device(best)} TFLOP/s a device, "
+        f"{format_bytes(best.device_peak_bytes or 0)} of each device and {format_bytes(best.host_peak_bytes or 0)} "
+        f"of host memory; {format_bytes(best.must_be_free_bytes or 0)} of each machine's memory must be free"
+    )
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = None) -> Figure:
@@ -139,78 +142,57 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
     Raises:
         InputError: there are no rows, or `path` names no picture format.
     """
+    from matplotlib.colors import LogNorm
+
     if not rows:
         raise InputError("there are no rows to draw")
     down = list(dict.fromkeys((row.model, row.batch) for row in rows))
     across = list(dict.fromkeys((row.machine, row.world_size) for row in rows))
-    figure = style.new_figure(0.95 + _CELL_IN * len(down))
     width_in = min(max(3.6 / len(across), _NARROWEST_IN), _WIDEST_IN) * len(across)
-    figure.set_figwidth(width_in + 1.9)
-    whole_in, height_in = width_in + 1.9, figure.get_figheight()
+    whole_in, height_in = width_in + 1.9, 0.95 + _CELL_IN * len(down)
+    figure = style.new_figure(height_in)
+    figure.set_figwidth(whole_in)
     axes = figure.add_axes((1.3 / whole_in, 0.62 / height_in, width_in / whole_in, _CELL_IN * len(down) / height_in))
-    speeds = [speed for row in rows if (speed := _amount(row))]
+    speeds = [[math.nan] * len(across) for _ in down]
     for row in rows:
-        _draw_cell(axes, down.index((row.model, row.batch)), across.index((row.machine, row.world_size)), row, speeds)
-    axes.set_xlim(-0.5, len(across) - 0.5)
-    axes.set_ylim(len(down) - 0.5, -0.5)
-    axes.set_yticks(range(len(down)), [f"{model}, batch {batch}" for model, batch in down])
-    axes.set_xticks(range(len(across)), [str(count) for _, count in across])
+        speeds[down.index((row.model, row.batch))][across.index((row.machine, row.world_size))] = (
+            _amount(row) or math.nan
+        )
+    known = [speed for line in speeds for speed in line if speed > 0]
+    norm = LogNorm(min(known, default=1.0) / 2, max(known, default=1.0) * 1.01)
+    # A map that is made for every kind of colour vision. The brightness of a cell says which ink reads better.
+    axes.pcolormesh(speeds, norm=norm, cmap="cividis", edgecolors="white", linewidth=0.8)
+    axes.set_facecolor(style.PALE)
+    axes.invert_yaxis()
+    for row in rows:
+        place = across.index((row.machine, row.world_size)) + 0.5, down.index((row.model, row.batch)) + 0.5
+        amount = _amount(row)
+        ink = style.DARK if not amount or norm(amount) > 0.6 else "white"
+        text = f"{_short(amount)} {_LETTERS.get(row.bound_by or '', '')}" if amount else "\N{MULTIPLICATION SIGN}"
+        axes.text(*place, text, ha="center", va="center", fontsize=style.SMALL_PT - 1, color=ink)
+    axes.set_yticks([at + 0.5 for at in range(len(down))], [f"{model}, batch {batch}" for model, batch in down])
+    named = {across.index(next(each for each in across if each[0] == machine)) for machine, _ in across}
+    labels = [f"{count}\n{machine}" if at in named else str(count) for at, (machine, count) in enumerate(across)]
+    axes.set_xticks([at + 0.5 for at in range(len(across))], labels)
+    for at in sorted(named)[1:]:
+        axes.axvline(at, color="white", linewidth=3)
     axes.tick_params(length=0)
-    _name_machines(axes, across)
     tokens = all(row.tokens_per_s is not None for row in rows if row.fits)
     axes.set_title(
         f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **style.title_style()
     )
-    used = dict.fromkeys(row.bound_by for row in rows if row.bound_by)
-    letters = [f"{_LETTERS[name]} {style.RESOURCE_LABELS[name]}" for name in _LETTERS if name in used]
-    handles = [style.swatch("none", text) for text in letters]
+    used = {row.bound_by for row in rows}
+    handles = [
+        style.swatch("none", f"{letter} {style.RESOURCE_LABELS[name]}")
+        for name, letter in _LETTERS.items()
+        if name in used
+    ]
     if any(not row.fits for row in rows):
         handles.append(style.swatch(style.PALE, "does not fit"))
-    axes.legend(
-        handles=handles, ncols=len(handles), fontsize=style.SMALL_PT, frameon=False, loc="upper left", handlelength=0.8,
-        title="bound by", title_fontsize=style.SMALL_PT, alignment="left", columnspacing=1.0, handletextpad=0.2,
-        borderpad=0, bbox_to_anchor=(0.0, -0.42 / (_CELL_IN * len(down))), borderaxespad=0.0,
-    )  # fmt: skip
+    style.legend(axes, handles, columns=len(handles), title="bound by", below=0.42 / (_CELL_IN * len(down)))
     style.finish(figure, None)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     return style.finish(figure, path) if path is not None else figure
-
-
-def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: Sequence[float]) -> None:
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    amount = _amount(row)
-    colour: Any = style.PALE
-    ink = style.DARK
-    if amount:
-        low, high = math.log(min(speeds)), math.log(max(speeds))
-        share = (math.log(amount) - low) / (high - low) if high > low else 0.5
-        colour = colormaps["cividis"](0.1 + 0.9 * share)  # made for every kind of colour vision
-        red, green, blue, _ = colour
-        # Perceived brightness (ITU-R BT.601): below the middle, white reads better.
-        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
-    axes.add_patch(Rectangle((column - 0.5, row_index - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
-    if not amount:
-        axes.plot([column - 0.3, column + 0.3], [row_index + 0.3, row_index - 0.3], color="#999999", linewidth=0.6)
-        return
-    text = f"{_short(amount)} {_LETTERS.get(row.bound_by or '', '')}"
-    axes.text(column, row_index, text, ha="center", va="center", fontsize=style.SMALL_PT - 1, color=ink)
-
-
-def _name_machines(axes: Axes, across: Sequence[tuple[str, int]]) -> None:
-    """The machine's name below its world sizes, and a gap before the next machine."""
-    start = 0
-    for index in range(1, len(across) + 1):
-        if index == len(across) or across[index][0] != across[start][0]:
-            axes.annotate(
-                across[start][0], ((start + index - 1) / 2, len(axes.get_yticks()) - 0.5), xytext=(0, -17),
-                textcoords="offset points", ha="center", va="top", fontsize=style.TEXT_PT, annotation_clip=False,
-            )  # fmt: skip
-            if index < len(across):
-                axes.axvline(index - 0.5, color="white", linewidth=3)
-            start = index
 
 
 def _amount(row: SweepRow) -> float | None:
@@ -230,7 +212,3 @@ def _short(amount: float) -> str:
             value = amount / size
             return f"{value:.1f}{unit}" if value < 9.95 else f"{value:.0f}{unit}"
     return f"{amount:.0f}" if amount >= 9.95 else f"{amount:.1f}"
-
-
-def _columns() -> list[str]:
-    return [field.name for field in dataclasses.fields(SweepRow)]

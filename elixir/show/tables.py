@@ -2,130 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
-from elixir.artifact import Artifact
-from elixir.errors import InputTypeError
-from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import fit_unit
 from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.packed_weights import Weight, numel_text, packed_text
 from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
-from elixir.plan.prediction import Prediction
 from elixir.show.style import part_label
-from elixir.step_trace import Direction, StepShape, StepTrace
+from elixir.step_trace import Direction, StepTrace
 from elixir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from elixir.search.advise.answer import Effect
-    from elixir.search.batches import BatchChoice
-
-Record = dict[str, Any]
-
-
-def trace_record(trace: StepTrace) -> Record:
-    """The answer to "what does this step need?" as one flat object; keys ending in ``_bytes`` and ``_s`` say units."""
-    return {
-        "model": trace.model_name,
-        **_fields(trace, "device dtype optimizer"),
-        **_step_record(trace.step),
-        "parameters": trace.numel,
-        **_fields(
-            trace,
-            "param_bytes grad_bytes optimizer_bytes buffer_bytes input_bytes workspace_bytes activation_peak_bytes "
-            "backward_peak_bytes step_peak_bytes planned_peak_bytes peak_module peak_operator",
-        ),
-        "moved_to_host_bytes": trace.host_peak_bytes,
-        "accesses": len(trace.accesses),
-        **_fields(trace, "operators flops"),
-        "checkpointed_modules": len(trace.checkpointed_modules),
-        "unused_parameters": list(trace.unused_parameters),
-        "assumptions": list(trace.assumptions),
-        **_fields(trace, "model_fingerprint trace_s"),
-    }
-
-
-def _fields(of: Artifact | Prediction, names: str) -> Record:
-    """Fields and properties whose names a record keeps, by name."""
-    return {name: getattr(of, name) for name in names.split()}
-
-
-def _step_record(step: StepShape) -> Record:
-    return {
-        "samples": step.samples,
-        "tokens": step.tokens,
-        "activation_checkpointing": step.checkpoint,
-        "fused_kernels": step.fused_kernels,
-        "lora": step.lora,
-        "quantised": step.quantised,
-    }
-
-
-def plan_record(plan: Plan) -> Record:
-    """A plan as one flat object: the setting, the choices, the prediction."""
-    predicted = plan.predicted
-    return {
-        "model": plan.model_name,
-        "model_fingerprint": plan.model_fingerprint,
-        "hardware": plan.hardware_name,
-        **_fields(plan, "hardware_fingerprint world_size dtype optimizer moments"),
-        **_step_record(plan.step),
-        "accumulation": plan.accumulation,
-        "chunks_updated_early": sum(chunk.home.early for chunk in plan.chunks),
-        **_fields(
-            plan,
-            "clipping overlap placement device_budget_bytes host_budget_bytes disk_budget_bytes device_reserve_bytes "
-            "host_reserve_bytes host_threads start_up_s",
-        ),
-        **plan.counts,
-        **_fields(plan, "block_count block_bytes grad_block_count prefetch_depth"),
-        **_fields(predicted, "device_peak_bytes host_peak_bytes disk_peak_bytes"),
-        **{f"{link}_bytes": amount for link, amount in sorted(predicted.moved_bytes.items())},
-        **_fields(predicted, "loads hits"),
-        **{f"{part}_s": seconds for part, seconds in sorted(predicted.seconds.items())},
-        "plan_fingerprint": plan.fingerprint,
-    }
-
-
-def hardware_record(profile: HardwareProfile) -> Record:
-    """A hardware profile as one flat object, sources and measured points left out."""
-    record = {key: value for key, value in profile.to_dict().items() if key not in ("artifact", "schema_version")}
-    record.pop("sources")
-    for dtype, rate in record.pop("flops_per_s").items():
-        record[f"{dtype}_flops_per_s"] = rate
-    del record["fits"]
-    for key, fit in profile.fits.items():
-        record[f"{key}_{fit_unit(key)}_per_s"] = fit.per_s
-        record[f"{key}_latency_s"] = fit.latency_s
-        record[f"{key}_fit_error"] = fit.error
-    return record | {"fingerprint": profile.fingerprint}
-
-
-def record_of(artifact: Artifact) -> Record:
-    """The flat record of any of the three artifacts."""
-    if isinstance(artifact, StepTrace):
-        return trace_record(artifact)
-    if isinstance(artifact, Plan):
-        return plan_record(artifact)
-    if isinstance(artifact, HardwareProfile):
-        return hardware_record(artifact)
-    raise InputTypeError(f"expected a StepTrace, HardwareProfile or Plan, found {type(artifact).__name__}")
 
 
 def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     """The effect of one change each on a plan: seconds, memory, speed (rich)."""
     body = [["as planned", *_lever_cells(plan, 1.0)]]
     for lever in levers:
-        flags = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
         cells = ["does not fit", "", ""] if lever.plan is None else _lever_cells(lever.plan, lever.gain)
-        body.append([f"{lever.action}:\n{flags}", *cells])
+        body.append([f"{lever.action}:\n{flags_of(lever.options)}", *cells])
     columns = ("change, and what to add", "step", "peaks", "speed")
     return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
@@ -133,6 +34,11 @@ def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
 def flag_of(argument: str) -> str:
     """The flag of the command line that sets an argument of a search or of the step."""
     return {"checkpoint": "--activation-checkpointing"}.get(argument, f"--{argument.replace('_', '-')}")
+
+
+def flags_of(options: Iterable[tuple[str, str]]) -> str:
+    """The flags of the command line that set these arguments to these values; a switch has an empty value."""
+    return " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in options)
 
 
 def _lever_cells(plan: Plan, gain: float | None) -> list[str]:
@@ -158,175 +64,97 @@ def range_cell(seconds: float, between: tuple[float, float] | None) -> str:
     return f"{text}\n{low} to {high}"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a comparison."""
-
-    name: str
-    a: Any
-    b: Any
-
-    @property
-    def differs(self) -> bool:
-        """Whether the two sides are not the same."""
-        return bool(self.a != self.b)
-
-
-def compare(a: Artifact, b: Artifact) -> tuple[Row, ...]:
-    """Two artifacts of one kind, field by field; a field only one of them has is None on the other side.
-
-    Raises:
-        InputTypeError: the two are not of one kind.
-    """
-    if type(a) is not type(b):
-        raise InputTypeError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}; give two of one kind")
-    left, right = record_of(a), record_of(b)
-    names = [*left, *(name for name in right if name not in left)]
-    return tuple(Row(name, left.get(name), right.get(name)) for name in names)
-
-
-def moved_parameters(a: Plan, b: Plan) -> tuple[str, ...]:
-    """Names of the parameters that the two plans place differently, or that only one of them has, in order of `a`."""
-    homes_a, homes_b = _homes(a), _homes(b)
-    names = [*homes_a, *(name for name in homes_b if name not in homes_a)]
-    return tuple(name for name in names if homes_a.get(name) != homes_b.get(name))
-
-
-def _homes(plan: Plan) -> dict[str, tuple[str, str, bool]]:
-    return {
-        slot.name: (chunk.weight_home, chunk.state_home, chunk.resident)
-        for chunk in plan.chunks
-        for slot in chunk.parameters
-    }
-
-
-def show_value(name: str, value: Any) -> str:
-    """`value` for a person, in the unit that the ending of `name` tells."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return _show_number(name, value)
-    if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value) or "none"
-    return str(value)
-
-
-def _show_number(name: str, value: float) -> str:
-    if name.endswith("_bytes"):
-        return format_bytes(value)
-    if name.endswith("_bytes_per_s"):
-        return f"{value / 1e9:,.1f} GB/s"
-    if name.endswith("_flops_per_s"):
-        return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
-    if name.endswith("_numel_per_s"):
-        return f"{value / 1e9:,.2f} G elements/s"
-    if name == "flops":
-        return f"{value / 1e12:,.1f} TFLOP"
-    if name.endswith("_s"):
-        return format_seconds(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
 def trace_summary(trace: StepTrace) -> str:
     """The needs of a step, in a few lines."""
     weights = [Weight(param.name, param.dtype, param.numel, param.trainable) for param in trace.parameters]
-    packed = packed_text(weights, trace.step.quantised)
-    checkpointed = len(trace.checkpointed_modules)
-    regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
-    planned, as_planned = trace.planned_peak_bytes, tuple[str, ...]()
-    if planned is not None:
-        as_planned = (
-            f"  under a plan     {format_bytes(planned)} with float32 master weights and states, all on one device",
-        )
-    moved = tuple[str, ...]()
+    checkpointed, planned = len(trace.checkpointed_modules), trace.planned_peak_bytes
+    moved = ""
     if trace.host_peak_bytes:
-        out, back = map(trace.transferred_bytes, get_args(Direction))
-        moved = (
-            f"  moved to host    {format_bytes(trace.host_peak_bytes)} at most; {format_bytes(out)} go there and "
-            f"{format_bytes(back)} come back",
-        )
-    return "\n".join(
-        (
-            f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
-            f"  parameters       {numel_text(weights)}",
-            *([f"  weights          {packed}"] if packed else []),
-            f"  activation peak  {format_bytes(trace.activation_peak_bytes)}",
-            f"  backward peak    {format_bytes(trace.backward_peak_bytes)} without optimizer states, "
-            f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
-            f"  step peak        {format_bytes(trace.step_peak_bytes)} in plain PyTorch, states in the weights' dtype",
-            *as_planned,
-            *moved,
-            f"  traced           {trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
-            f"in {trace.trace_s:.2f} s, no GPU",
-        )
-    )
+        out, back = (format_bytes(trace.transferred_bytes(way)) for way in get_args(Direction))
+        moved = f"{format_bytes(trace.host_peak_bytes)} at most; {out} go there and {back} come back"
+    lines = {
+        "parameters": numel_text(weights),
+        "weights": packed_text(weights, trace.step.quantised),
+        "activation peak": format_bytes(trace.activation_peak_bytes),
+        "backward peak": f"{format_bytes(trace.backward_peak_bytes)} without optimizer states, "
+        f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
+        "step peak": f"{format_bytes(trace.step_peak_bytes)} in plain PyTorch, states in the weights' dtype",
+        "under a plan": ""
+        if planned is None
+        else f"{format_bytes(planned)} with float32 master weights and states, all on one device",
+        "moved to host": moved,
+        "traced": f"{trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
+        f"in {trace.trace_s:.2f} s, no GPU",
+    }
+    regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
+    head = f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}"
+    return "\n".join((head, *(f"  {name:17}{text}" for name, text in lines.items() if text)))
+
+
+def trace_shown(trace: StepTrace, *, brief: bool = False) -> Iterator[str | Table]:
+    """The memory profile of a step: totals, where the peak is, what is alive there, and what was assumed."""
+    yield trace_summary(trace)
+    if not brief:
+        yield memory_table(trace)
+        yield contributors_table(trace)
+    for name, found in (
+        ("unused parameters", trace.unused_parameters),
+        ("modules that never ran", trace.unused_modules),
+    ):
+        if found:
+            yield f"{name}: {len(found)}: {', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
+    yield from (f"assumed: {assumption}" for assumption in trace.assumptions)
 
 
 def memory_table(trace: StepTrace) -> Table:
     """Bytes of a step by kind (rich)."""
-    rows = (
-        ("parameters", trace.param_bytes),
-        ("gradients", trace.grad_bytes),
-        ("optimizer states", trace.optimizer_bytes),
-        ("buffers", trace.buffer_bytes),
-        ("inputs", trace.input_bytes),
-        ("activations, at their peak", trace.activation_peak_bytes),
-        ("library workspace", trace.workspace_bytes),
-    )
-    return list_table("memory by kind", ("kind", "size"), [[kind, format_bytes(size)] for kind, size in rows])
+    kinds = {
+        "parameters": "param_bytes",
+        "gradients": "grad_bytes",
+        "optimizer states": "optimizer_bytes",
+        "buffers": "buffer_bytes",
+        "inputs": "input_bytes",
+        "activations, at their peak": "activation_peak_bytes",
+        "library workspace": "workspace_bytes",
+    }
+    rows = [[kind, format_bytes(getattr(trace, field))] for kind, field in kinds.items()]
+    return list_table("memory by kind", ("kind", "size"), rows)
+
+
+def plan_tables(plan: Plan) -> Iterator[Table]:
+    """The memory of a plan and its chunks, by what they hold and where they live, and how it was judged."""
+    yield parts_table(plan)
+    yield homes_table(plan)
+    if plan.activations:
+        yield activations_table(plan)
+    if plan.predicted.judgements:
+        yield scenarios_table(plan)
 
 
 def parts_table(plan: Plan) -> Table:
     """The contents of device and host at their predicted peaks (rich)."""
-    rows: list[list[str]] = []
-    for memory, parts in (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts)):
-        for name, size in sorted(parts.items(), key=lambda part: (-part[1], part[0])):
-            if size:
-                rows.append([memory, part_label(name), format_bytes(size)])
+    rows = [
+        [memory, part_label(name), format_bytes(size)]
+        for memory, parts in (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts))
+        for name, size in sorted(parts.items(), key=lambda part: (-part[1], part[0]))
+        if size
+    ]
     return list_table("predicted peaks", ("memory", "held by", "size"), rows)
 
 
 def list_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Rows of text under headings, columns that hold numbers to the right (rich)."""
+    from rich import box
+    from rich.table import Table
+
     body = [list(row) for row in rows]
-    table = _table(title)
+    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0), "pad_edge": False}
+    table = Table(title=title, box=box.SIMPLE_HEAD, **look)
     for index, heading in enumerate(columns):
         numeric = bool(body) and all(row[index].lstrip("+-")[:1].isdigit() or row[index] in ("-", "") for row in body)
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in body:
         table.add_row(*row)
-    return table
-
-
-def record_table(title: str, record: Mapping[str, Any]) -> Table:
-    """A record as a two-column table (rich)."""
-    table = _table(title)
-    table.add_column("field", no_wrap=True)
-    table.add_column("value", justify="right", overflow="fold")
-    for name, value in record.items():
-        table.add_row(_label(name), show_value(name, value))
-    return table
-
-
-def comparison_table(title: str, a: str, b: str, rows: tuple[Row, ...]) -> Table:
-    """Two artifacts side by side (rich); rows that differ carry a mark, and for numbers the change."""
-    table = _table(title)
-    table.add_column("", no_wrap=True)
-    table.add_column("field", no_wrap=True)
-    for heading in (a, b):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("change", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            "*" if row.differs else "",
-            _label(row.name),
-            show_value(row.name, row.a),
-            show_value(row.name, row.b),
-            _change(row),
-            style="bold" if row.differs else "dim",
-        )
     return table
 
 
@@ -370,32 +198,31 @@ def scenarios_table(plan: Plan) -> Table:
 
 def homes_table(plan: Plan) -> Table:
     """How many chunks and bytes of weights live where (rich)."""
-    table = _table("homes of the chunks")
-    for heading in ("weights", "gradients + states"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("chunks", "parameters", "weight bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
     groups: dict[tuple[str, str], list[ChunkPlan]] = {}
     for chunk in plan.chunks:
         weights = "device, resident" if chunk.resident else f"{chunk.weight_home}, streamed"
         groups.setdefault((weights, chunk.state_home if chunk.trainable else "none (frozen)"), []).append(chunk)
-    for (weights, states), chunks in sorted(groups.items()):
-        numel = numel_text(weight for chunk in chunks for weight in chunk.weights())
-        size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
-        table.add_row(weights, states, str(len(chunks)), numel, size)
-    return table
+    rows = [
+        [
+            *homes,
+            str(len(chunks)),
+            numel_text(weight for chunk in chunks for weight in chunk.weights()),
+            format_bytes(sum(chunk.weight_bytes for chunk in chunks)),
+        ]
+        for homes, chunks in sorted(groups.items())
+    ]
+    columns = ("weights", "gradients + states", "chunks", "parameters", "weight bytes")
+    return list_table("homes of the chunks", columns, rows)
 
 
 def activations_table(plan: Plan) -> Table:
     """The activations that each unit keeps for backward, successive units that do the same in one row (rich)."""
-    table = _table("activations of the units")
-    for heading in ("units", "kept", "swapped"):
-        table.add_column(heading)
+    rows = []
     for way, group in groupby(plan.activations, key=way_of):
         names = [each.unit for each in group]
         units = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]} ({len(names)})"
-        table.add_row(units, kept_text(way), result_names(way.swap) or "nothing")
-    return table
+        rows.append([units, kept_text(way), result_names(way.swap) or "nothing"])
+    return list_table("activations of the units", ("units", "kept", "swapped"), rows)
 
 
 def wear(plan: Plan, endurance_bytes: int | None = None) -> str:
@@ -410,75 +237,3 @@ def wear(plan: Plan, endurance_bytes: int | None = None) -> str:
     if endurance_bytes is None or not written:
         return text
     return f"{text}; a drive for {format_bytes(endurance_bytes)} lasts {endurance_bytes // written:,} steps"
-
-
-def batch_table(choice: BatchChoice) -> Table:
-    """Every way to cut a step's samples into batches, the chosen one marked (rich)."""
-    columns = ("", "batch", "times", "checkpointing", "step", "device peak", "host peak", "why not")
-    rows = [
-        [
-            "*" if option == choice.option else "",
-            str(option.batch),
-            str(option.accumulation),
-            option.checkpoint,
-            show_value("step_s", option.step_s),
-            show_value("device_peak_bytes", option.device_peak_bytes),
-            show_value("host_peak_bytes", option.host_peak_bytes),
-            option.reason,
-        ]
-        for option in choice.options
-    ]
-    return list_table("ways to cut the step's samples into batches", columns, rows)
-
-
-def _change(row: Row) -> str:
-    for side in (row.a, row.b):
-        if isinstance(side, bool) or not isinstance(side, (int, float)):
-            return ""
-    if not row.differs:
-        return ""
-    sign = "+" if row.b > row.a else "-"
-    return sign + show_value(row.name, abs(row.b - row.a))
-
-
-_LABELS = {
-    "optimizer_bytes": "optimizer states",  # "optimizer" is the field with its name
-    "host_to_device_bytes": "moved host to device",
-    "device_to_host_bytes": "moved device to host",
-    "network_bytes": "moved by the network",
-    "disk_read_bytes": "read from disk",
-    "disk_write_bytes": "written to disk",
-    "disk_peak_bytes": "on disk",
-    "weights_on_host_chunks": "chunks with weights on host",
-    "states_on_host_chunks": "chunks with states on host",
-    "states_on_disk_chunks": "chunks with states on disk",
-    "block_count": "rCache blocks",
-    "block_bytes": "size of a block",
-    "grad_block_count": "gradient blocks",
-    "loads": "rCache loads",
-    "hits": "rCache hits",
-}
-"""Fields whose name alone would not tell a person what they are."""
-_UNIT_LABELS = {
-    "_bytes_per_s": " bandwidth", "_flops_per_s": " peak rate", "_numel_per_s": " rate", "_bytes": "", "_s": " time",
-}  # fmt: skip
-"""Ending of a field -> what a person calls it, the unit being shown with the value."""
-
-
-def _label(name: str) -> str:
-    if name in _LABELS:
-        return _LABELS[name]
-    for ending, words in _UNIT_LABELS.items():
-        if name.endswith(ending):
-            return name.removesuffix(ending).replace("_", " ") + words
-    return name.replace("_", " ")
-
-
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    padding = (0, 1, 0, 0)
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False
-    )

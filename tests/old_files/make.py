@@ -1,4 +1,4 @@
-"""Writes checkpoints, a plan, a trace and a profile by the Elixir that is imported, with the values that they hold.
+"""Writes checkpoints and a profile by the Elixir that is imported, with the values that they hold.
 
     PYTHONPATH=<tree of the commit> python tests/old_files/make.py tests/old_files/<commit>
 
@@ -102,7 +102,6 @@ def write(rank: int, name: str, folder: str, scratch: str) -> None:
     held = {"weights": module.state_dict(), "optimizer": optimizer.state_dict()}
     if rank == 0:
         torch.save(held, target.with_suffix(".pt"))
-        plan.save(target.with_suffix(".plan.json"))
     module.close()
     if ranks > 1:
         dist.destroy_process_group()
@@ -110,7 +109,6 @@ def write(rank: int, name: str, folder: str, scratch: str) -> None:
 
 def main() -> None:
     from elixir.hardware.profile import preset
-    from elixir.tracer.trace import trace_step
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)
@@ -119,8 +117,6 @@ def main() -> None:
             given = (name, str(folder), scratch)
             torch.multiprocessing.spawn(write, given, nprocs=options.get("ranks", 1))
     preset("a100").save(folder / "profile.json")
-    step = lambda module, inp: loss_of(module, inp).backward()  # noqa: E731
-    trace_step(model(), batch(), step, hardware=preset("cpu")).save(folder / "trace.json")
     print(json.dumps(sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))))
 
 

@@ -133,7 +133,7 @@ class StepAccount:
             odd = "not all optimizers of this module have stepped"
         untraced = engine.gradients.untraced
         course = Course(
-            Backwards.of(backwards, engine.plan.passes), self._held, engine.group.rank, skipped, untraced, odd
+            Backwards.counted(backwards, engine.plan.passes), self._held, engine.group.rank, skipped, untraced, odd
         )
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)

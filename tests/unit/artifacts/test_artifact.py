@@ -354,12 +354,10 @@ def test_an_artifact_is_read_from_a_pipe() -> None:
 VERSION = Plan.schema_version
 
 
-@pytest.mark.parametrize(
-    "version", [0, 1, min(Plan.earlier) - 1, VERSION + 1, str(VERSION), True, float(VERSION), None]
-)
+@pytest.mark.parametrize("version", [0, 1, VERSION - 1, VERSION + 1, str(VERSION), True, float(VERSION), None])
 def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
-    with pytest.raises(ArtifactError, match="'schema_version' is .* plan it anew"):
+    with pytest.raises(ArtifactError, match=r"'schema_version' is .* reads \d+; plan it anew with `elixir plan`"):
         Plan.from_dict(data, source="plan.json")
 
 

@@ -212,6 +212,10 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
         lambda plan: dataclasses.replace(with_chunk(plan, 0, dtype="float64"), **EIGHT_BITS),
     ),
     (r"chunks\[12\].grad_entry' must be from 0", lambda plan: with_chunk(plan, STREAMED, grad_entry=10**6)),
+    (
+        "'nbytes' must be finite and at least 0",
+        lambda plan: dataclasses.replace(plan, weight_files=(WeightFile("x", -1, ""),)),
+    ),
     ("'replicas'", lambda plan: dataclasses.replace(plan, replicas=2)),
 ]
 

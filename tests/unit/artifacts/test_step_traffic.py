@@ -229,11 +229,11 @@ def test_the_circle_of_walks_is_that_of_walking_each() -> None:
 
 
 def test_what_became_of_the_gradients_of_each_backward() -> None:
-    assert Backwards.of([True, True]) == Backwards(2)
-    assert Backwards.of([False, False, True]) == Backwards(1, kept=2, handed_over=1)
-    assert Backwards.of([False, True, False, True]) == Backwards(2, kept=2, handed_over=2)
-    assert Backwards.of([True, False]) == Backwards(1, kept=1, handed_over=1, late=True)
-    assert Backwards.of([]) == Backwards(0)
+    assert Backwards.counted([True, True]) == Backwards(2)
+    assert Backwards.counted([False, False, True]) == Backwards(1, kept=2, handed_over=1)
+    assert Backwards.counted([False, True, False, True]) == Backwards(2, kept=2, handed_over=2)
+    assert Backwards.counted([True, False]) == Backwards(1, kept=1, handed_over=1, late=True)
+    assert Backwards.counted([]) == Backwards(0)
 
 
 def test_a_ring_receives_all_but_its_own_part_twice() -> None:

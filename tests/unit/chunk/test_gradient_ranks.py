@@ -262,7 +262,7 @@ class Training:
             assert gradient.kept is None
         if self.case.as_traced:
             sent = [each.reducing or self.case.ranks == 1 for each in step]
-            self.check_bytes(Backwards.of(sent, self.case.accumulation))
+            self.check_bytes(Backwards.counted(sent, self.case.accumulation))
             # All gradients of each chunk came in each backward that sends them.
             assert sorted(self.completed) == sorted(list(range(len(self.chunks))) * sum(each.reducing for each in step))
         self.completed.clear()

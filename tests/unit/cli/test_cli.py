@@ -54,9 +54,10 @@ class Stub:
             "elixir.models.step": ("input_to_trace",),
             "elixir.tracer.trace": ("trace_step",),
             "elixir.search": ("plan_from_trace",),
-            "elixir.hardware.profile": ("load_hardware",),
             "elixir.microbench": ("measure",),
-            "elixir.cli.commands": ("config_of",),
+            "elixir.cli.commands": ("config_of", "load_hardware"),
+            "elixir.cli.files": ("load_hardware",),
+            "elixir.cli.hardware": ("load_hardware",),
         }
         for module, names in modules.items():
             for name in names:
@@ -160,7 +161,7 @@ def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[s
         long, short = (run(capsys, command, "x", *flags)[1] for flags in ((), ("--brief",)))
         lines = long.splitlines()
         assert [line for line in lines if line in short.splitlines()] == short.splitlines()
-        assert len(short.splitlines()) < 11 < len(lines)
+        assert len(short.splitlines()) < 12 < len(lines)
 
 
 PLAIN_MODEL = """
@@ -346,6 +347,24 @@ def test_equal_plans_compare_equal(capsys: pytest.CaptureFixture[str], tmp_path:
     record = json.loads(run(capsys, "compare", path, path, "--json")[1])
     assert record["placed_differently"] == []
     assert not any(field["differs"] for field in record["fields"].values())
+
+
+def test_compare_begins_with_speeds_and_prices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan, prices = make_plan(4), tmp_path / "prices.csv"
+    prices.write_text(
+        f"machine,devices,per_hour,currency,source,read_on\n{plan.hardware_name},1,3.6,EUR,a,2026-11-09\n"
+    )
+    fast = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, seconds={"total": 0.5}))
+    fast = dataclasses.replace(fast, step=dataclasses.replace(plan.step, tokens=1000))
+    a, b = (str(made.save(tmp_path / f"{name}.json")) for name, made in (("a", plan), ("b", fast)))
+    fields = json.loads(run(capsys, "compare", a, b, "--prices", str(prices), "--json")[1])["fields"]
+    speed = 2000 * plan.world_size
+    assert list(fields)[:3] == ["tokens_per_s", "EUR an hour", "EUR a million tokens"]
+    assert fields["tokens_per_s"]["b"] == speed
+    assert fields["EUR an hour"]["b"] == 3.6 * plan.world_size
+    assert fields["EUR a million tokens"]["b"] == pytest.approx(3.6 * plan.world_size / 3600 / speed * 1e6)
+    hardware = str(make_hardware().save(tmp_path / "hw.json"))
+    assert "two plans" in fails(capsys, "compare", hardware, hardware, "--prices", str(prices))
 
 
 def test_compare_of_two_kinds_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from elixir.cli import main, output
-from elixir.show.tables import homes_table, list_table, record_of, record_table, show_value, trace_summary
+from elixir.show.records import record_of, record_table, show_value
+from elixir.show.tables import homes_table, list_table, trace_summary
 from elixir.units import format_bytes
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -38,7 +40,7 @@ def shown(show: Callable[[], object]) -> list[str]:
 def test_text_gives_way_to_numbers_and_breaks_between_words() -> None:
     text = "several words that together are much longer than what a terminal has left for them"
     table = list_table("title", ("text", "size"), [[text, "1,234.50 GiB"], ["more", "2.00 MiB"]])
-    lines = shown(lambda: output.say_tables(table))
+    lines = shown(lambda: output.say(table, sys.stdout))
     assert max(map(len, lines)) <= 80
     first, second = lines[3:5]
     assert first.endswith("1,234.50 GiB")
@@ -47,7 +49,7 @@ def test_text_gives_way_to_numbers_and_breaks_between_words() -> None:
 
 def test_words_that_need_more_than_the_terminal_stay_whole() -> None:
     words = [letter * 30 for letter in "abcd"]
-    lines = shown(lambda: output.say_tables(list_table("title", words, [words])))
+    lines = shown(lambda: output.say(list_table("title", words, [words]), sys.stdout))
     assert lines[-1].split() == words
 
 
@@ -73,7 +75,7 @@ def test_signed_numbers_keep_their_units_and_headings_that_cannot_wrap_are_whole
     rows = [["text " * 20, "+27.04 MiB", "1"], ["more", "-1.00 GiB", "2"]]
     table = list_table("title", ("text", "moved", "a heading that cannot wrap"), rows)
     table.columns[2].no_wrap = True
-    lines = shown(lambda: output.say_tables(table))
+    lines = shown(lambda: output.say(table, sys.stdout))
     assert sum("+27.04 MiB" in line or "-1.00 GiB" in line for line in lines) == 2
     assert any("a heading that cannot wrap" in line for line in lines)
 
@@ -87,6 +89,7 @@ def test_signed_numbers_keep_their_units_and_headings_that_cannot_wrap_are_whole
         ("float16_flops_per_s", 2.5e9, "2.5 GFLOP/s"),
         ("host_adam_numel_per_s", 1.5e9, "1.50 G elements/s"),
         ("total_s", 0.5, "0.500 s"),
+        ("tokens_per_s", 3951.4, "3,951"),
         ("parameters", 1234567, "1,234,567"),
         ("overlap", True, "yes"),
         ("measured_at", None, "-"),
@@ -115,6 +118,6 @@ def test_packed_weights_are_not_counted_as_parameters() -> None:
     assert f"  weights          frozen: {size} in 4 bits (nf4)\n" in said
     plan = make_plan(4)
     chunks = (replace(plan.chunks[0], dtype="uint8", trainable=False), *plan.chunks[1:])
-    lines = shown(lambda: output.say_tables(homes_table(replace(plan, chunks=chunks))))
+    lines = shown(lambda: output.say(homes_table(replace(plan, chunks=chunks)), sys.stdout))
     size = format_bytes(plan.chunks[0].used_numel)
     assert any(re.search(rf"none \(frozen\) +1 +0 and {size} packed", line) for line in lines)

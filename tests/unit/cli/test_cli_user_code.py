@@ -223,22 +223,6 @@ def run(command: str, **options: object) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["bash", "-c", command], capture_output=True, timeout=300, env=environment)
 
 
-@pytest.mark.slow
-def test_what_is_printed_below_python_and_at_the_end_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "below.py").write_text(
-        "import atexit, os, torch\n"
-        "atexit.register(lambda: print('at the end'))\n"
-        "def model():\n    os.write(1, b'raw\\n')\n    os.system('echo a child')\n    return torch.nn.Linear(4, 4)\n"
-        "def inp(): return {'input': torch.ones(2, 4)}\n"
-        "def step(model, inp): model(**inp).sum().backward()\n"
-    )
-    done = run("$E profile below:model --inp below:inp --step below:step --dtype fp32 --json")
-    assert done.returncode == 0
-    json.loads(done.stdout)
-    assert {b"raw", b"a child", b"at the end"} <= set(done.stderr.splitlines())
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["hardware --show h200", "models", "--help", "models --json"])
 def test_a_full_standard_output_is_said(command: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
@@ -28,7 +28,7 @@ from elixir.search.simulator import simulated_cost
 from elixir.search.simulator.early_updates import worth_stepping, worth_stepping_within
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
-from elixir.show.tables import plan_record
+from elixir.show.records import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.observed import steady
@@ -72,7 +72,7 @@ def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size:
     new_states = plan.predicted.host_parts["new_states"]
     assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + new_states <= plan.host_budget_bytes
     assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.seconds["total"], rel=1e-9)
-    assert plan_record(plan)["chunks_updated_early"] == len(chosen(plan))
+    assert record_of(plan)["chunks_updated_early"] == len(chosen(plan))
     assert f"{len(chosen(plan))} updated early" in str(plan)
 
 
@@ -221,19 +221,6 @@ def test_a_plan_that_is_made_again_has_all_early_updates_that_pay(stack: StepTra
     again = correct(stack, SLOW, replace(best, chunks=chunks), [seen], "Adam").plan
     assert again is not None
     assert chosen(again) == chosen(best)
-
-
-@pytest.mark.parametrize("version", [15, 17])
-def test_an_earlier_file_says_in_another_field_what_is_updated_early(stack: StepTrace, version: int) -> None:
-    plan = planned(stack, early_updates=True)
-    data = plan.to_dict() | {"schema_version": version}
-    for chunk in data["chunks"]:
-        chunk["speculates"] = chunk.pop("update") == "early"
-    assert plan.has_early_updates
-    assert Plan.from_dict(data) == plan
-    data["chunks"][0]["speculates"] = 1
-    with pytest.raises(ArtifactError, match=r"chunks\[0\]"):
-        Plan.from_dict(data)
 
 
 def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:

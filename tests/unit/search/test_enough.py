@@ -196,8 +196,8 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> N
         str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_budget=8 * GIB))
         for machine in (MACHINE, here)
     )
-    assert "a typical host is assumed, so measure yours" in of_preset
-    assert "supposed" not in of_measured
+    assert '  measure       your host with "elixir hardware --measure" for a narrower range' in of_preset
+    assert "elixir hardware --measure" not in of_measured
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import InputError
-from elixir.show.memory_curve import plot_activations, plot_memory
+from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import HOME_COLOURS, order_of_use, plot_plan
 from elixir.show.style import gib, picture_format, render, save, shorten
 from elixir.step_trace import CurveSample
 from elixir.units import GIB
+from example.profile_activation import plot_activations
 from tests.common.samples import make_plan, make_trace
 
 MAGIC = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}

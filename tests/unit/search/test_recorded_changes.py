@@ -113,7 +113,7 @@ def bytes_of(plan: Plan) -> dict[str, str]:
     loads = plan.schedule().step(plan.block_count, 2).by_chunk
     moved, backwards = [], []
     for order, accumulation in itertools.product(orders, (1, 2, 3)):
-        backwards.append(made := Backwards.of(order, accumulation))
+        backwards.append(made := Backwards.counted(order, accumulation))
         for stepped, replicas, rank in itertools.product((True, False), (1, 3), (0, plan.world_size - 1)):
             options: dict[str, Any] = {"stepped": stepped, "replicas": replicas, "swap_bytes": 7}
             moved.append(step_traffic(plan.routes(rank), loads, made, **options))

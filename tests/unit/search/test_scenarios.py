@@ -300,7 +300,7 @@ def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -
         plan, predicted=replace(predicted, judgements=judged, regret_if_known={"link": 0.02, "clipped": 0.3})
     )
     text = str(shown)
-    assert "at most 30 % slower than the best plan if links are slow" in text
+    assert "costs at most 30 % against the plan you would pick if you knew that links are slow" in text
     assert "0 % if every step is clipped" in text
     assert "measuring the machine (`elixir hardware --measure`) would leave 2 %" in text
     measured = replace(shown, hardware_name="mine")

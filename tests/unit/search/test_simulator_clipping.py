@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.problem.from_plan import setting_of
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.tables import plan_record
+from elixir.show.records import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import Speeds, chain, chain_plan
@@ -95,7 +95,7 @@ def test_the_search_sees_what_simulate_step_gives(world_size: int) -> None:
     for clips in (False, True):
         plan = _planned(trace, world_size, clipping=clips)
         step = simulate_step(plan, trace, HARDWARE)
-        assert plan.clipping is setting_of(plan, 1, "cuda").clipping is plan_record(plan)["clipping"] is clips
+        assert plan.clipping is setting_of(plan, 1, "cuda").clipping is record_of(plan)["clipping"] is clips
         assert ("without clipping" in str(plan)) is not clips
         assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
         for sums in (step.phases_s, step.critical_s):

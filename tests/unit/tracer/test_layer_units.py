@@ -11,9 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
 from elixir.models.layer_units import layer_units
-from elixir.plan.plan import Plan
 from elixir.step_trace import Result, StepTrace, Unit, UnitActivations, UnitRun
-from tests.common.samples import make_plan
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper import test_units_as_one
 
@@ -135,16 +133,6 @@ def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
     assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit(
         "begin", "checkpointed", "Linear", "either"
     )
-
-
-@pytest.mark.parametrize(("artifact", "version"), [(StepTrace, 6), (Plan, 25)])
-def test_earlier_versions_named_compiled_units_alone(artifact: Any, version: int) -> None:
-    made = cpu_trace(Stack(8), INP, sum_step) if artifact is StepTrace else make_plan(3)
-    data = made.to_dict() | {"schema_version": version}
-    data["step"]["units"] = ["layers.0"]
-    read = artifact.from_dict(data)
-    assert read.step.units == (Unit("layers.0", "compiled", "", "one"),)
-    assert artifact.from_json(read.to_json()) == read
 
 
 def test_runs_end_where_another_phase_begins() -> None:

@@ -13,11 +13,11 @@ from torch import nn
 from benchmark.observe import observe_step
 from elixir.access.own_checkpoint import checkpoint_function, unentered_function
 from elixir.access.recomputation import Recomputation, checkpoints_itself, recomputing, with_own_caches
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.activations import check_activations
 from elixir.plan.plan import Plan
-from elixir.search import plan_from_trace, simple_search
+from elixir.search import plan_from_trace
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, Result, StepTrace, Unit, UnitActivations
@@ -283,13 +283,3 @@ def test_what_is_refused() -> None:
         Recomputation(compiled, [keep])
     with pytest.raises(InputError, match="give the model, not the trace"):
         plan_from_trace(cpu_trace(Stack(), INP, sum_step), preset("cpu"), 1, activations="auto")
-
-
-def test_files_of_earlier_versions_are_read() -> None:
-    plan = simple_search(Stack(), 1, inp=INP, step_fn=sum_step, hardware="cpu").plan
-    data = plan.to_dict() | {"schema_version": 28}
-    del data["step"]["activations"]
-    assert Plan.from_dict(data) == plan
-    data["step"]["activations"] = [{"unit": "layers.0", "keep": None}]
-    with pytest.raises(ArtifactError, match="activations"):
-        Plan.from_dict(data)
