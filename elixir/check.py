@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -45,13 +46,14 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Differences to plain PyTorch that rounding may make."""
 
 StepFn = Callable[[nn.Module, Any], Any]
+Part = Literal["optimizer", "trace", "step", "numbers"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
     """Something that would be refused, or would go wrong."""
 
-    part: Literal["optimizer", "trace", "step", "numbers"]
+    part: Part
     """The check that found it: of the optimizer, of the trace, of the step, or of the weights after it."""
     sentence: str
     place: str = ""
@@ -89,7 +91,7 @@ def refusals(
         check_batch(inp, step_fn)
     if step_fn is not None and not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
-    batch = _on_cpu(default_input(model) if inp is None else inp)
+    batch = with_tensors(torch.Tensor.cpu, default_input(model) if inp is None else inp)
     run = _Check(model, optimizers, batch, step_fn or default_step)
     with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
@@ -192,7 +194,7 @@ class _Check:
                 check_optimizer(each, moments_of(each, moments))  # type: ignore[arg-type]
                 families_of(self.model, [each])
             except ElixirError as error:
-                self.found.append(Refusal(part="optimizer", sentence=str(error)))
+                self._refuse("optimizer", str(error))
                 groups = [{"params": group["params"]} for group in each.param_groups]
                 self.optimizers[index] = torch.optim.SGD(groups, lr=1e-3)
 
@@ -201,11 +203,11 @@ class _Check:
         try:
             families = families_of(self.model, self.optimizers)
         except ElixirError as error:
-            self.found.append(Refusal(part="optimizer", sentence=str(error)))
+            self._refuse("optimizer", str(error))
             return None
         kept = {moments_of(each, moments) for each in families.elementwise or self.optimizers}
         if len(kept) > 1:
-            self.found.append(Refusal(part="optimizer", sentence="one plan keeps all moments alike"))
+            self._refuse("optimizer", "one plan keeps all moments alike")
             return None
         moments, share = kept.pop(), 1e-9  # as few blocks as the step can do with
         for step in (self.step, _uses_all):
@@ -233,7 +235,7 @@ class _Check:
             except ElixirError as error:
                 if step is _uses_all:
                     return None  # the model cannot be planned at all; the first round has said why
-                self.found.append(Refusal(part="trace", sentence=str(error)))
+                self._refuse("trace", str(error))
                 share = 1.0
         return None
 
@@ -259,20 +261,21 @@ class _Check:
             if not isinstance(error, ElixirError):
                 sentence = f"raises {type(error).__name__}, but not in plain PyTorch: {shortened(sentence, 300)}"
             place = _place(error)
-            self.found.append(Refusal(part="step", sentence=sentence, place="" if place in sentence else place))
+            self._refuse("step", sentence, "" if place in sentence else place)
             return None
 
     def compare(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         """Adds a refusal if weights or buffers differ from those of plain PyTorch."""
         differing = [name for name, value in expected.items() if not _same(value, found.get(name))]
         if differing:
-            self.found.append(
-                Refusal(
-                    part="numbers",
-                    sentence=f"after {STEPS} steps {len(differing)} of {len(expected)} weights and buffers are not "
-                    f"those of plain PyTorch, such as {differing[0]!r}; something reads or writes weights unseen",
-                )
+            self._refuse(
+                "numbers",
+                f"after {STEPS} steps {len(differing)} of {len(expected)} weights and buffers are not those of plain "
+                f"PyTorch, such as {differing[0]!r}; something reads or writes weights unseen",
             )
+
+    def _refuse(self, part: Part, sentence: str, place: str = "") -> None:
+        self.found.append(Refusal(part=part, sentence=sentence, place=place))
 
     def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Each run begins with what the first one found, such as a generator that the step draws from.
@@ -326,10 +329,6 @@ def _made_up(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value.normal_(std=MADE_UP_STD, generator=generator) if isinstance(tensor, nn.Parameter) else value
 
 
-def _on_cpu(batch: Any) -> Any:
-    return with_tensors(torch.Tensor.cpu, batch)
-
-
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return True
@@ -369,9 +368,6 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        if is_user_code(frame.tb_frame.f_code.co_filename):
-            place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return place
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [f"{file}:{line}" for file, line in frames if is_user_code(file)]
+    return places[-1] if places else ""
