@@ -20,9 +20,9 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from elixir.check import check_given, families_of, raise_refusals, refusals
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
+from elixir.given_optimizers import check_given, families_of
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.machines import MachineView, least_free, unequal
 from elixir.hardware.profile import HardwareProfile
@@ -321,6 +321,8 @@ class _Question:
         if self.asked.get("frozen_weights") == "files":
             files = weight_records(self.for_module.get("weights"))
         if self.checked:
+            from elixir.check import raise_refusals, refusals  # here, with the tracer that most ranks never need
+
             raise_refusals(
                 refusals(
                     self.model,
