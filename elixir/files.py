@@ -71,7 +71,7 @@ class Files:
         except (ValueError, OverflowError) as error:  # a path with a zero byte in it; a size beyond 2**63
             raise FileError(errno.EINVAL, str(error), path, operation) from error
 
-    def _at(self, operation: str, path: PathLike, function: Callable[..., T], *more: Any) -> T:
+    def _on_path(self, operation: str, path: PathLike, function: Callable[..., T], *more: Any) -> T:
         """`call` of a function whose first argument is the path."""
         name = os.fspath(path)
         return self.call(operation, name, function, name, *more)
@@ -127,29 +127,29 @@ class Files:
         no_cache: int = getattr(os, "O_DIRECT", 0)
         if direct and no_cache:
             try:
-                handle = self._at(operation, path, os.open, flags | no_cache, 0o666)
+                handle = self._on_path(operation, path, os.open, flags | no_cache, 0o666)
                 return File(self, os.fspath(path), handle, True, flush)
             except FileError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 # Linux may have made the file before it found that its file system knows no direct transfers.
                 flags &= ~os.O_EXCL
-        return File(self, os.fspath(path), self._at(operation, path, os.open, flags, 0o666), False, flush)
+        return File(self, os.fspath(path), self._on_path(operation, path, os.open, flags, 0o666), False, flush)
 
     def size(self, path: PathLike) -> int:
         """Bytes of a file; `FileError` if it is missing, or no regular file."""
-        found = self._at("size", path, os.stat)
+        found = self._on_path("size", path, os.stat)
         if not stat.S_ISREG(found.st_mode):
             raise FileError(errno.EINVAL, "no regular file", path, "size")
         return found.st_size
 
     def names(self, folder: PathLike) -> list[str]:
         """Names of what is in a folder, sorted."""
-        return sorted(self._at("list", folder, os.listdir))
+        return sorted(self._on_path("list", folder, os.listdir))
 
     def free_bytes(self, folder: PathLike) -> int:
         """Bytes that this user may still write to the disk that `folder` is on."""
-        found = self._at("free", folder, os.statvfs)
+        found = self._on_path("free", folder, os.statvfs)
         return found.f_bavail * found.f_frsize
 
     def make_folder(self, folder: PathLike) -> None:
@@ -159,7 +159,7 @@ class Files:
         missing = missing[: next((i for i, parent in enumerate(missing) if parent.is_dir()), len(missing))]
         for each in reversed(missing):
             try:
-                self._at("make", each, os.mkdir)
+                self._on_path("make", each, os.mkdir)
             except FileError as error:
                 # Another process was faster, which is as good. A file of that name is not.
                 if error.errno != errno.EEXIST or not each.is_dir():
@@ -186,18 +186,18 @@ class Files:
     def remove(self, path: PathLike, *, missing_ok: bool = False) -> None:
         """Removes a file."""
         try:
-            self._at("remove", path, os.unlink)
+            self._on_path("remove", path, os.unlink)
         except FileError as error:
             if not missing_ok or error.errno != errno.ENOENT:
                 raise
 
     def remove_folder(self, folder: PathLike) -> None:
         """Removes an empty folder."""
-        self._at("remove", folder, os.rmdir)
+        self._on_path("remove", folder, os.rmdir)
 
     def sync_folder(self, folder: PathLike) -> None:
         """Waits until the names in a folder are on the disk: what was created, renamed and removed in it."""
-        handle = self._at("open", folder, os.open, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        handle = self._on_path("open", folder, os.open, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
             self.call("sync_folder", os.fspath(folder), os.fsync, handle)
         except FileError as error:
