@@ -22,7 +22,6 @@ from torch import nn
 
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
-from elixir.given_optimizers import check_given, families_of
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.machines import MachineView, least_free, unequal
 from elixir.hardware.profile import HardwareProfile
@@ -46,6 +45,7 @@ from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
 from elixir.wrapper.assemble.frozen_weights import safetensors_in, weight_records
 from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.given_optimizers import check_given, families_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.run_options import folders_of

@@ -20,7 +20,6 @@ from torch import nn
 from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
-from elixir.given_optimizers import check_given, families_of
 from elixir.hardware.profile import preset
 from elixir.models.samples import generators_untouched
 from elixir.models.step import check_batch, default_input, default_step, with_tensors
@@ -33,6 +32,7 @@ from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.unknown_number import is_user_code
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.given_optimizers import check_given, families_of
 from elixir.wrapper.step.user_optimizer import check_optimizer
 
 STEPS = 2

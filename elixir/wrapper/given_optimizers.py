@@ -11,8 +11,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels.muon import matrix_rule
 from elixir.optimizer_states import family_of
-from elixir.wrapper import ElixirModule
-from elixir.wrapper.module import refuse_wrapped
+from elixir.wrapper.module import ElixirModule, refuse_wrapped
 
 
 def check_given(
