@@ -11,53 +11,38 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from elixir.api import wrap
-    from elixir.checkpoint import Checkpoints, Loaded, PerRank, Saving, load_checkpoint, save_checkpoint
-    from elixir.checkpoint_format.export import export_hf
-    from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-    from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
-    from elixir.hardware.profile import HardwareProfile
-    from elixir.kernels import HybridAdam
-    from elixir.models.together import together
-    from elixir.plan.chunk_plan import ChunkPlan
-    from elixir.plan.plan import Plan
-    from elixir.search import minimum_waste_search, optimal_search, simple_search
-    from elixir.step_trace import StepTrace
-    from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.garbage import garbage_collection_paused
+
+if TYPE_CHECKING:  # "as" makes a name public to type checkers, to which the computed `__all__` says nothing
+    from elixir.api import wrap as wrap
+    from elixir.checkpoint import Checkpoints as Checkpoints
+    from elixir.checkpoint import Loaded as Loaded
+    from elixir.checkpoint import PerRank as PerRank
+    from elixir.checkpoint import Saving as Saving
+    from elixir.checkpoint import load_checkpoint as load_checkpoint
+    from elixir.checkpoint import save_checkpoint as save_checkpoint
+    from elixir.checkpoint_format.export import export_hf as export_hf
+    from elixir.checkpoint_format.saved_checkpoint import open_checkpoint as open_checkpoint
+    from elixir.errors import ArtifactError as ArtifactError
+    from elixir.errors import ElixirError as ElixirError
+    from elixir.errors import InputError as InputError
+    from elixir.errors import InputTypeError as InputTypeError
+    from elixir.errors import PlanError as PlanError
+    from elixir.errors import StateError as StateError
+    from elixir.errors import TraceError as TraceError
+    from elixir.hardware.profile import HardwareProfile as HardwareProfile
+    from elixir.kernels import HybridAdam as HybridAdam
+    from elixir.models.together import together as together
+    from elixir.plan.chunk_plan import ChunkPlan as ChunkPlan
+    from elixir.plan.plan import Plan as Plan
+    from elixir.search import minimum_waste_search as minimum_waste_search
+    from elixir.search import optimal_search as optimal_search
+    from elixir.search import simple_search as simple_search
+    from elixir.step_trace import StepTrace as StepTrace
+    from elixir.wrapper import ElixirModule as ElixirModule
+    from elixir.wrapper import ElixirOptimizer as ElixirOptimizer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ArtifactError",
-    "Checkpoints",
-    "ChunkPlan",
-    "ElixirError",
-    "ElixirModule",
-    "ElixirOptimizer",
-    "HardwareProfile",
-    "HybridAdam",
-    "InputError",
-    "InputTypeError",
-    "Loaded",
-    "PerRank",
-    "Plan",
-    "PlanError",
-    "Saving",
-    "StateError",
-    "StepTrace",
-    "TraceError",
-    "__version__",
-    "export_hf",
-    "load_checkpoint",
-    "minimum_waste_search",
-    "open_checkpoint",
-    "optimal_search",
-    "save_checkpoint",
-    "simple_search",
-    "together",
-    "wrap",
-]
 
 _NAMES = {
     "elixir.api": "wrap",
@@ -77,6 +62,7 @@ _NAMES = {
 """Module -> the public names that it holds."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+__all__ = ["__version__", *_HOMES]
 
 _SUMMARY = "A memory planner and offloading runtime for PyTorch"
 """The summary in pyproject.toml, by which an old installation of this package, named `elixir`, is known."""
@@ -115,7 +101,8 @@ _warn_of_namesake()
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'elixir' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    with garbage_collection_paused():  # it would look at all of torch several times, a third of the seconds of `wrap`
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
@@ -19,14 +20,12 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from elixir.check import check_given, families_of, raise_refusals, refusals
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
 from elixir.kernels.adam.step import COPIED, ONE_PASS
-from elixir.microbench.disk import with_disk
 from elixir.models.compiled_layers import layers_compiled
 from elixir.models.inner_tensors import taken_apart
 from elixir.models.plannable import refuse_compiled
@@ -46,6 +45,7 @@ from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
 from elixir.wrapper.assemble.frozen_weights import safetensors_in, weight_records
 from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.given_optimizers import check_given, families_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.run_options import folders_of
@@ -160,8 +160,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
     """
     _check_numbers(host_threads, initial_scale)
     with layers_compiled(model, compile, keep=True):
-        how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
-        question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
+        how = {"plan": plan, "hardware": hardware, "dtype": dtype, "inp": inp, "step_fn": step_fn}
+        question = _Question.of(model, optimizer, {**options, **how, "max_norm": max_norm})
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":
@@ -202,18 +202,12 @@ def dry_run(
     """
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
-    how = {name: given[name] for name in ("dtype", "inp", "step_fn")}
-    options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
     with layers_compiled(model, given["compile"], keep=False):
-        question = _Question.of(model, optimizer, given["plan"], given["hardware"], how, options)
+        question = _Question.of(model, optimizer, arguments)
         plan, _ = question.answered(given["group"])
-        ranks = Group(given["group"])
-        try:
-            dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
-            with taken_apart(model):
-                return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
-        finally:
-            ranks.close()
+        dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
+        with closing(Group(given["group"])) as ranks, taken_apart(model):
+            return agree_on_plan(ranks, model, plan, dtype, folders_of(given["disk_folder"]))
 
 
 def _check_numbers(host_threads: object, initial_scale: float) -> None:
@@ -237,39 +231,31 @@ class _Question:
     """Options of the search."""
     clipping: bool
     """Whether the plan counts what clipping takes."""
-    max_norm: float | None
     for_module: dict[str, Any]
     """Arguments of `ElixirModule`."""
     checked: bool
     """Whether two steps are taken first where everything is streamed."""
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        plan: Plan | HasPlan | str | os.PathLike[str] | None,
-        hardware: HardwareProfile | str | None,
-        how: dict[str, Any],
-        options: Mapping[str, Any],
-    ) -> _Question:
-        """Checks the arguments of `wrap`."""
-        check_options("argument of wrap", options, {"max_norm", *_OPTIONS, *_MODULE_OPTIONS})
+    def of(cls, model: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> _Question:
+        """Checks the arguments of `wrap`, and tells apart those of the search, of the step and of `ElixirModule`."""
+        check_options("argument of wrap", given, option_names())
         optimizers = check_given(model, optimizer)
-        asked = {name: options[name] for name in _OPTIONS if name in options}
+        plan, hardware = given.get("plan"), given.get("hardware")
+        how: dict[str, Any] = {name: given.get(name) for name in ("dtype", "inp", "step_fn")}
+        for_module = {name: given[name] for name in _MODULE_OPTIONS if name in given}
+        asked = {name: given[name] for name in _OPTIONS if name in given}
         clipping = asked.pop("clipping", None)
-        max_norm = options.get("max_norm")
-        clips = bool(max_norm) if clipping is None else clipping
+        clips = bool(given.get("max_norm")) if clipping is None else clipping
         needless = [name for name, value in asked.items() if value != _OPTIONS[name].default and name != "reserve"]
         needless += [name for name in ("inp", "step_fn") if how[name] is not None]
         if plan is not None and needless:
             raise InputError(
                 f"a plan that is given was made with its options; leave out {', '.join(needless)}, or leave out plan="
             )
-        if hardware is None and compute_device(options.get("device")).type == "cpu":
+        if hardware is None and compute_device(given.get("device")).type == "cpu":
             hardware = "cpu"  # this is a run, so what is planned for is where it runs
-        step = StepQuestion(model=model, **how, use_fused_kernels=options.get("use_fused_kernels", False))
-        for_module = {name: options[name] for name in _MODULE_OPTIONS if name in options}
+        step = StepQuestion(model=model, **how, use_fused_kernels=given.get("use_fused_kernels", False))
         strict = for_module.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise InputTypeError(f"strict must be True, False or None, got {strict!r}")
@@ -282,19 +268,8 @@ class _Question:
         if plan is None:
             for each in optimizers:
                 check_optimizer(each, check_kind(moments_of(each, asked.get("moments"))))
-        return cls(
-            model,
-            optimizers,
-            plan,
-            profile_for(hardware),
-            hardware is None,
-            step,
-            asked,
-            clips,
-            max_norm,
-            for_module,
-            bool(strict),
-        )
+        profile, here = profile_for(hardware), hardware is None
+        return cls(model, optimizers, plan, profile, here, step, asked, clips, for_module, bool(strict))
 
     @cached_property
     def machine(self) -> HardwareProfile:
@@ -303,6 +278,8 @@ class _Question:
         in_files = self.asked.get("frozen_weights") == "files"
         if self.profile.knows_disk or not (in_files or (folders and self.asked.get("disk_memory") is not None)):
             return self.profile
+        from elixir.microbench.disk import with_disk  # here, since most runs measure no disk
+
         if folders:
             return with_disk(self.profile, *folders)
         there = {os.path.dirname(os.path.abspath(path)) for path in safetensors_in(self.for_module.get("weights"))}
@@ -316,12 +293,9 @@ class _Question:
 
     def answered(self, group: GivenGroup) -> tuple[Plan, StepTrace | None]:
         """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
-        planning = Group(group)
-        try:
+        with closing(Group(group)) as planning:
             views = self._views(planning)
             made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, views, planning.of_mesh))
-        finally:
-            planning.close()
         if self.plan is not None:  # it may be for something else
             for each in self.optimizers:
                 check_optimizer(each, made.moments)
@@ -347,6 +321,8 @@ class _Question:
         if self.asked.get("frozen_weights") == "files":
             files = weight_records(self.for_module.get("weights"))
         if self.checked:
+            from elixir.check import raise_refusals, refusals  # here, with the tracer that most ranks never need
+
             raise_refusals(
                 refusals(
                     self.model,
@@ -407,10 +383,8 @@ def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | No
         except Exception as error:  # the others must learn of it, whatever it is
             problem, answer = error, (None, str(error))
     text, refused = group.exchange("plan", answer)[0]
-    if problem is not None:
-        raise problem
     if text is None:
-        raise RankError(f"rank 0 could not plan: {refused}")
+        raise problem or RankError(f"rank 0 could not plan: {refused}")
     return Plan.from_json(text), trace
 
 

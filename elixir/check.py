@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
 from elixir.hardware.profile import preset
-from elixir.kernels.muon import matrix_rule
 from elixir.models.samples import generators_untouched
 from elixir.models.step import check_batch, default_input, default_step, with_tensors
-from elixir.optimizer_states import family_of, moments_of
+from elixir.optimizer_states import moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.tracer.copied_functions import deep_copied
@@ -32,7 +32,7 @@ from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.unknown_number import is_user_code
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.module import refuse_wrapped
+from elixir.wrapper.given_optimizers import check_given, families_of
 from elixir.wrapper.step.user_optimizer import check_optimizer
 
 STEPS = 2
@@ -45,13 +45,14 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Differences to plain PyTorch that rounding may make."""
 
 StepFn = Callable[[nn.Module, Any], Any]
+Part = Literal["optimizer", "trace", "step", "numbers"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
     """Something that would be refused, or would go wrong."""
 
-    part: Literal["optimizer", "trace", "step", "numbers"]
+    part: Part
     """The check that found it: of the optimizer, of the trace, of the step, or of the weights after it."""
     sentence: str
     place: str = ""
@@ -89,7 +90,7 @@ def refusals(
         check_batch(inp, step_fn)
     if step_fn is not None and not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
-    batch = _on_cpu(default_input(model) if inp is None else inp)
+    batch = with_tensors(torch.Tensor.cpu, default_input(model) if inp is None else inp)
     run = _Check(model, optimizers, batch, step_fn or default_step)
     with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
@@ -108,63 +109,6 @@ def raise_refusals(found: Sequence[Refusal]) -> None:
         raise InputError(
             "strict=True: a machine that streams weights would refuse this program: " + "; ".join(map(str, found))
         )
-
-
-def check_given(
-    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers as a list, or raises if they and the model cannot be wrapped."""
-    if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
-        raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
-    refuse_wrapped(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if not isinstance(optimizers, Sequence) or not optimizers:
-        raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    own = set(model.parameters())
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise InputTypeError(f"optimizer must be a torch optimizer, got {type(each).__name__}")
-        foreign = sum(parameter not in own for group in each.param_groups for parameter in group["params"])
-        if foreign:
-            raise InputError(
-                f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this "
-                "very model"
-            )
-    return list(optimizers)
-
-
-class Families(NamedTuple):
-    """Optimizers as a search takes them; see `elixir.search.request.SearchRequest`."""
-
-    optimizer_type: str
-    matrices: tuple[str, ...] | None
-    """Names of the parameters that are stepped as whole matrices; None if there are none."""
-    elementwise: list[torch.optim.Optimizer]
-    """The optimizers that step the others."""
-
-
-def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Families:
-    """The families of optimizers: one of whole matrices, such as Muon, and one of single elements, at most.
-
-    Raises:
-        InputError: there are others.
-    """
-    whole = [each for each in optimizers if matrix_rule(each) is not None]
-    others = [each for each in optimizers if matrix_rule(each) is None]
-    families = {family_of(each) for each in others}
-    if len(families) > 1:
-        raise InputError(
-            f"one plan counts the states of one family of optimizers, and of matrices, found {sorted(families)}; use "
-            "one class for all parameters, or torch.optim.Muon for matrices"
-        )
-    if not whole:
-        return Families(families.pop(), None, others)
-    taken = {parameter for each in whole for group in each.param_groups for parameter in group["params"]}
-    names = tuple(
-        name for name, parameter in model.named_parameters() if parameter in taken and parameter.requires_grad
-    )
-    first = next(rule.family for each in whole if (rule := matrix_rule(each)) is not None)
-    return Families(f"{first} + {families.pop()}" if families else first, names, others)
 
 
 class _Check:
@@ -192,7 +136,7 @@ class _Check:
                 check_optimizer(each, moments_of(each, moments))  # type: ignore[arg-type]
                 families_of(self.model, [each])
             except ElixirError as error:
-                self.found.append(Refusal(part="optimizer", sentence=str(error)))
+                self._refuse("optimizer", str(error))
                 groups = [{"params": group["params"]} for group in each.param_groups]
                 self.optimizers[index] = torch.optim.SGD(groups, lr=1e-3)
 
@@ -201,11 +145,11 @@ class _Check:
         try:
             families = families_of(self.model, self.optimizers)
         except ElixirError as error:
-            self.found.append(Refusal(part="optimizer", sentence=str(error)))
+            self._refuse("optimizer", str(error))
             return None
         kept = {moments_of(each, moments) for each in families.elementwise or self.optimizers}
         if len(kept) > 1:
-            self.found.append(Refusal(part="optimizer", sentence="one plan keeps all moments alike"))
+            self._refuse("optimizer", "one plan keeps all moments alike")
             return None
         moments, share = kept.pop(), 1e-9  # as few blocks as the step can do with
         for step in (self.step, _uses_all):
@@ -233,7 +177,7 @@ class _Check:
             except ElixirError as error:
                 if step is _uses_all:
                     return None  # the model cannot be planned at all; the first round has said why
-                self.found.append(Refusal(part="trace", sentence=str(error)))
+                self._refuse("trace", str(error))
                 share = 1.0
         return None
 
@@ -259,20 +203,21 @@ class _Check:
             if not isinstance(error, ElixirError):
                 sentence = f"raises {type(error).__name__}, but not in plain PyTorch: {shortened(sentence, 300)}"
             place = _place(error)
-            self.found.append(Refusal(part="step", sentence=sentence, place="" if place in sentence else place))
+            self._refuse("step", sentence, "" if place in sentence else place)
             return None
 
     def compare(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         """Adds a refusal if weights or buffers differ from those of plain PyTorch."""
         differing = [name for name, value in expected.items() if not _same(value, found.get(name))]
         if differing:
-            self.found.append(
-                Refusal(
-                    part="numbers",
-                    sentence=f"after {STEPS} steps {len(differing)} of {len(expected)} weights and buffers are not "
-                    f"those of plain PyTorch, such as {differing[0]!r}; something reads or writes weights unseen",
-                )
+            self._refuse(
+                "numbers",
+                f"after {STEPS} steps {len(differing)} of {len(expected)} weights and buffers are not those of plain "
+                f"PyTorch, such as {differing[0]!r}; something reads or writes weights unseen",
             )
+
+    def _refuse(self, part: Part, sentence: str, place: str = "") -> None:
+        self.found.append(Refusal(part=part, sentence=sentence, place=place))
 
     def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Each run begins with what the first one found, such as a generator that the step draws from.
@@ -326,10 +271,6 @@ def _made_up(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value.normal_(std=MADE_UP_STD, generator=generator) if isinstance(tensor, nn.Parameter) else value
 
 
-def _on_cpu(batch: Any) -> Any:
-    return with_tensors(torch.Tensor.cpu, batch)
-
-
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return True
@@ -369,9 +310,6 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        if is_user_code(frame.tb_frame.f_code.co_filename):
-            place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return place
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [f"{file}:{line}" for file, line in frames if is_user_code(file)]
+    return places[-1] if places else ""

@@ -71,6 +71,11 @@ class Files:
         except (ValueError, OverflowError) as error:  # a path with a zero byte in it; a size beyond 2**63
             raise FileError(errno.EINVAL, str(error), path, operation) from error
 
+    def _on_path(self, operation: str, path: PathLike, function: Callable[..., T], *more: Any) -> T:
+        """`call` of a function whose first argument is the path."""
+        name = os.fspath(path)
+        return self.call(operation, name, function, name, *more)
+
     def create(
         self, path: PathLike, nbytes: int = 0, *, direct: bool = False, flush_every_bytes: int | None = None
     ) -> File:
@@ -118,35 +123,33 @@ class Files:
         return file
 
     def _opened(self, operation: str, path: PathLike, flags: int, direct: bool, flush: int | None) -> File:
-        name, flags = os.fspath(path), flags | getattr(os, "O_CLOEXEC", 0)
+        flags |= getattr(os, "O_CLOEXEC", 0)
         no_cache: int = getattr(os, "O_DIRECT", 0)
         if direct and no_cache:
             try:
-                return File(self, name, self.call(operation, name, os.open, name, flags | no_cache, 0o666), True, flush)
+                handle = self._on_path(operation, path, os.open, flags | no_cache, 0o666)
+                return File(self, os.fspath(path), handle, True, flush)
             except FileError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 # Linux may have made the file before it found that its file system knows no direct transfers.
                 flags &= ~os.O_EXCL
-        return File(self, name, self.call(operation, name, os.open, name, flags, 0o666), False, flush)
+        return File(self, os.fspath(path), self._on_path(operation, path, os.open, flags, 0o666), False, flush)
 
     def size(self, path: PathLike) -> int:
         """Bytes of a file; `FileError` if it is missing, or no regular file."""
-        name = os.fspath(path)
-        found = self.call("size", name, os.stat, name)
+        found = self._on_path("size", path, os.stat)
         if not stat.S_ISREG(found.st_mode):
-            raise FileError(errno.EINVAL, "no regular file", name, "size")
+            raise FileError(errno.EINVAL, "no regular file", path, "size")
         return found.st_size
 
     def names(self, folder: PathLike) -> list[str]:
         """Names of what is in a folder, sorted."""
-        name = os.fspath(folder)
-        return sorted(self.call("list", name, os.listdir, name))
+        return sorted(self._on_path("list", folder, os.listdir))
 
     def free_bytes(self, folder: PathLike) -> int:
         """Bytes that this user may still write to the disk that `folder` is on."""
-        name = os.fspath(folder)
-        found = self.call("free", name, os.statvfs, name)
+        found = self._on_path("free", folder, os.statvfs)
         return found.f_bavail * found.f_frsize
 
     def make_folder(self, folder: PathLike) -> None:
@@ -156,7 +159,7 @@ class Files:
         missing = missing[: next((i for i, parent in enumerate(missing) if parent.is_dir()), len(missing))]
         for each in reversed(missing):
             try:
-                self.call("make", str(each), os.mkdir, str(each))
+                self._on_path("make", each, os.mkdir)
             except FileError as error:
                 # Another process was faster, which is as good. A file of that name is not.
                 if error.errno != errno.EEXIST or not each.is_dir():
@@ -182,24 +185,21 @@ class Files:
 
     def remove(self, path: PathLike, *, missing_ok: bool = False) -> None:
         """Removes a file."""
-        name = os.fspath(path)
         try:
-            self.call("remove", name, os.unlink, name)
+            self._on_path("remove", path, os.unlink)
         except FileError as error:
             if not missing_ok or error.errno != errno.ENOENT:
                 raise
 
     def remove_folder(self, folder: PathLike) -> None:
         """Removes an empty folder."""
-        name = os.fspath(folder)
-        self.call("remove", name, os.rmdir, name)
+        self._on_path("remove", folder, os.rmdir)
 
     def sync_folder(self, folder: PathLike) -> None:
         """Waits until the names in a folder are on the disk: what was created, renamed and removed in it."""
-        name = os.fspath(folder)
-        handle = self.call("open", name, os.open, name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        handle = self._on_path("open", folder, os.open, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
-            self.call("sync_folder", name, os.fsync, handle)
+            self.call("sync_folder", os.fspath(folder), os.fsync, handle)
         except FileError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems whose folders need none
                 raise
@@ -257,7 +257,7 @@ class Files:
             raise
 
 
-class File:
+class File(contextlib.AbstractContextManager["File"]):
     """An open file: pieces of it are written anywhere, by one thread at a time, and read by any number.
 
     Args:
@@ -311,7 +311,11 @@ class File:
                 if not self.is_direct or error.errno not in _NO_DIRECT:
                     raise
                 # The file system took the flag at opening but not the transfer; or the last one ended off a block.
-                self._leave_direct()
+                import fcntl  # missing on some systems, which have no direct transfers
+
+                flags = fcntl.fcntl(self.handle, fcntl.F_GETFL)
+                fcntl.fcntl(self.handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                self.is_direct = False
                 continue
             if not count:
                 if operation == "read":
@@ -319,13 +323,6 @@ class File:
                 raise FileError(errno.EIO, "the system wrote nothing", self.path, operation)
             done += count
         return done
-
-    def _leave_direct(self) -> None:
-        import fcntl  # missing on some systems, which have no direct transfers
-
-        flags = fcntl.fcntl(self.handle, fcntl.F_GETFL)
-        fcntl.fcntl(self.handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.is_direct = False
 
     def allocate(self, start: int, nbytes: int) -> None:
         """Takes room on the disk from byte `start` on, which reads as zeros: no write to it runs out of room.
@@ -368,9 +365,6 @@ class File:
         if self.handle >= 0:
             handle, self.handle = self.handle, -1
             self._files.call("close", self.path, os.close, handle)
-
-    def __enter__(self) -> File:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

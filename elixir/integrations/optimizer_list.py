@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -71,18 +72,13 @@ class OptimizerList(torch.optim.Optimizer):
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 
-    def train(self) -> None:
-        """Calls ``train`` of those that have it, such as schedule-free ones."""
-        self._rewrite("train")
-
-    def eval(self) -> None:
-        """Calls ``eval`` of those that have it."""
-        self._rewrite("eval")
-
     def _rewrite(self, mode: str) -> None:
+        """Calls ``train`` or ``eval`` of those that have it, such as schedule-free ones."""
         for each in self.optimizers:
-            if callable(getattr(each, mode, None)):
-                getattr(each, mode)()
+            getattr(each, mode, lambda: None)()
+
+    train = partialmethod(_rewrite, "train")
+    eval = partialmethod(_rewrite, "eval")
 
     def state_dict(self, **how: Any) -> dict[str, Any]:
         """The state dicts of all, in order.

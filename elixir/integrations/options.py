@@ -31,14 +31,13 @@ def read_options(given: Options, settled: Mapping[str, str], own: Collection[str
     if isinstance(given, (str, os.PathLike)):
         text = os.fspath(given)
         try:
-            found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+            given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"elixir={shortened(text)} is neither JSON nor the file of one ({error}); give options such as "
                 '{"device_memory": "20GiB"}'
             ) from None
-    else:
-        found = {} if given is None else given
+    found = {} if given is None else given
     if not isinstance(found, Mapping):
         raise InputTypeError(f"elixir must hold options by name, got {type(found).__name__}")
     for name in found:
@@ -48,11 +47,13 @@ def read_options(given: Options, settled: Mapping[str, str], own: Collection[str
     return dict(found)
 
 
+def refuse_all(found: Mapping[str, object]) -> None:
+    """Raises `InputError` with the first sentence that is true of the framework's settings."""
+    for sentence, is_true in found.items():
+        if is_true:
+            raise InputError(sentence)
+
+
 def as_inp(batch: Any, step_fn: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
     """`inp` and `step_fn` for `elixir.wrap`, of a batch of any kind and a function of the model and such a batch."""
-    return {"batch": _plain(batch)}, lambda model, inp: step_fn(model, inp["batch"])
-
-
-def _plain(batch: Any) -> Any:
-    """Dicts for other mappings, such as a tokenizer's, in which a trace would find no tensors."""
-    return {name: _plain(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
+    return {"batch": batch}, lambda model, inp: step_fn(model, inp["batch"])

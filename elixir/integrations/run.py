@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 import elixir
+from elixir.errors import InputError
 from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -28,6 +29,15 @@ class Planned(Exception):
     def __init__(self, plan: Plan) -> None:
         super().__init__(str(plan))
         self.plan = plan
+
+
+def plan_made(prepare: Callable[[], object], what: str) -> Plan:
+    """The plan with which `prepare`, a framework's `what`, was left."""
+    try:
+        prepare()
+    except Planned as made:
+        return made.plan
+    raise InputError(f"{what} ended before it came to a plan")
 
 
 class Run:

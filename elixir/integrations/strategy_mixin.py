@@ -16,8 +16,8 @@ import torch
 from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.files import FILES
-from elixir.integrations.options import as_inp, read_options
-from elixir.integrations.run import Planned, Run
+from elixir.integrations.options import as_inp, read_options, refuse_all
+from elixir.integrations.run import Planned, Run, plan_made
 from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
@@ -108,6 +108,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
     precision_class: type
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
+    _elixir_only_plan = False
 
     def __init__(self, step_fn: Any = None, batch: Any = None, init_on_meta: bool = False, **options: Any) -> None:
         of_ddp = set(signature(super().__init__).parameters) - {"kwargs"}
@@ -116,20 +117,13 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         own = {name: value for name, value in options.items() if name not in of_ddp}
         self._elixir_options = read_options(own, SETTLED)
         self._elixir_step_fn, self._elixir_batch, self._elixir_meta = step_fn, batch, init_on_meta
-        self._elixir_only_plan = False
         self._elixir_report: Any = None  # the one that was logged last
         super().__init__(**{name: value for name, value in options.items() if name in of_ddp})
 
     def dry_run(self, trainer: Any, model: Any, **data: Any) -> Plan:
         """The plan that ``trainer.fit(model, **data)`` would run, found by preparing for it up to there."""
-        self._elixir_only_plan = True
-        try:
-            trainer.fit(model, **data)
-        except Planned as made:
-            return made.plan
-        finally:
-            self._elixir_only_plan = False
-        raise InputError("fit() ended before it came to a plan")
+        with patch.object(self, "_elixir_only_plan", True):
+            return plan_made(partial(trainer.fit, model, **data), "fit()")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
 
@@ -171,22 +165,17 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         copies = [
             name for each in trainer.callbacks for kind in type(each).__mro__ if (name := kind.__name__) in _COPIES
         ]
+        is_compiled = getattr(self.lightning_module, "_compiler_ctx", None) is not None
         refused = {
             "gradients are sharded and can be clipped by norm only: gradient_clip_algorithm='norm'": (
                 trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").lower().endswith("value")
             ),
-            f"{min(copies, default='')} copies the model, whose weights lie in shared chunks; leave it out": bool(
-                copies
-            ),
+            f"{min(copies, default='')} copies the model, whose weights lie in shared chunks; leave it out": copies,
             "torch.compile of the whole LightningModule cannot run with weights that are streamed; give the module "
-            "itself, and ElixirStrategy(compile=True), which compiles its layers": (
-                getattr(self.lightning_module, "_compiler_ctx", None) is not None
-            ),
+            "itself, and ElixirStrategy(compile=True), which compiles its layers": is_compiled,
             "sync_batchnorm is not done here; convert the model with torch.nn.SyncBatchNorm": self._layer_sync,
         }
-        for sentence, found in refused.items():
-            if found:
-                raise InputError(sentence)
+        refuse_all(refused)
 
     def _elixir_wrap(self, trainer: Any) -> None:
         options = {"dtype": DTYPES[self.precision_plugin.precision], "device": self.root_device, **self._elixir_options}

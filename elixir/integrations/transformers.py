@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,8 +27,8 @@ from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.optimizer_list import OptimizerList, as_one
-from elixir.integrations.options import Options, read_options
-from elixir.integrations.run import Planned, Run
+from elixir.integrations.options import Options, read_options, refuse_all
+from elixir.integrations.run import Planned, Run, plan_made
 from elixir.models.samples import generators_untouched
 from elixir.models.together import Together, together
 from elixir.plan.plan import Plan
@@ -89,12 +90,12 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     elixir: Run | None = None
     """The wrapped model and its optimizer; None before `train`."""
     optimizer: Any
+    _elixir_only_plan = False
 
     def __init__(self, *args: Any, elixir: Options = None, **kwargs: Any) -> None:
         self._elixir_options = read_options(elixir, SETTLED, OWN)
         self._elixir_loader: Any = None
         self._elixir_weights: Path | None = None
-        self._elixir_only_plan = False
         self._elixir_batches: list[Any] = []  # the micro-batches of the step that Trainer takes now
         self._elixir_losses: list[Any] = []  # of those that have run before Trainer asks for them
         super().__init__(*args, **kwargs)
@@ -107,17 +108,13 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         """
         if self.elixir is not None:
             return self.elixir.module.plan
-        self._elixir_only_plan = True
         try:
-            with generators_untouched():
-                self.train()
-        except Planned as made:
-            return made.plan
+            with patch.object(self, "_elixir_only_plan", True), generators_untouched():
+                return plan_made(self.train, "train()")
         finally:
-            self._elixir_only_plan, self.is_in_train = False, False
+            self.is_in_train = False
             if getattr(self, "neftune_noise_alpha", None) is not None:
                 self.neftune_hook_handle.remove()
-        raise InputError("train() ended before it came to a plan")
 
     # --- Where the model lives ----------------------------------------------------------------------------------------
 
@@ -155,9 +152,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
                 word in optim for word in ("8bit", "paged")
             ),
         }
-        for sentence, found in refused.items():
-            if found:
-                raise InputError(sentence)
+        refuse_all(refused)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Does nothing: the plan says where weights go, and a model that is too big, or on meta, must not be moved."""

@@ -72,17 +72,15 @@ def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
 
 def _enable_all(model: nn.Module, kwargs: dict[str, Any]) -> None:
     # transformers 5 renames the method and warns about the old name, which 4.57 and models outside it still have.
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if renamed is None and enable is None:
-        raise InputError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable; "
-            "checkpoint inside the model and pass checkpoint='none'"
-        )
-    try:
-        if renamed is not None:
-            renamed(activation_checkpointing_kwargs=kwargs)
-        elif enable is not None:
-            enable(gradient_checkpointing_kwargs=kwargs)
-    except (NotImplementedError, ValueError) as error:
-        raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
+    for kind in ("activation", "gradient"):
+        enable = getattr(model, f"{kind}_checkpointing_enable", None)
+        if enable is not None:
+            try:
+                enable(**{f"{kind}_checkpointing_kwargs": kwargs})
+            except (NotImplementedError, ValueError) as error:
+                raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
+            return
+    raise InputError(
+        f"{type(model).__name__} has no gradient_checkpointing_enable; "
+        "checkpoint inside the model and pass checkpoint='none'"
+    )

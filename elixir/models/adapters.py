@@ -107,9 +107,8 @@ def _state(shape: tuple[int, int], form: str) -> _QuantState:
     if form == "nf4":
         return _QuantState(floats(scales), floats(16), shape)
     nested = _QuantState(floats(math.ceil(scales / _NESTED_BLOCK)), floats(256))
-    return _QuantState(
-        torch.empty(scales, dtype=torch.uint8, device="meta"), floats(16), shape, "nf4", floats(), nested
-    )
+    absmax = torch.empty(scales, dtype=torch.uint8, device="meta")
+    return _QuantState(absmax, floats(16), shape, "nf4", floats(), nested)
 
 
 class AdaptedLinear(nn.Module):
@@ -192,8 +191,7 @@ def adapted(model: nn.Module, *, lora: int | None = None, quantised: str | None 
             made = PackedLinear(in_features, out_features, layer.bias, quantised)  # type: ignore[arg-type]
         if lora is not None:
             made = AdaptedLinear(made, in_features, out_features, lora)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, made)
+        model.set_submodule(name, made)
     if lora is None:
         return model
     # The input of a step follows from the class's name and the signature of forward.
@@ -207,10 +205,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int
     output = getattr(model, "get_output_embeddings", lambda: None)()
     output = [*model.children()][-1] if output is None else output
     for name, layer in model.named_modules():
-        if layer is output:
-            continue
-        if type(layer) is nn.Linear:
-            yield name, layer, (layer.in_features, layer.out_features)
-        elif type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers."):
-            rows, columns = layer.weight.shape
-            yield name, layer, (int(rows), int(columns))
+        transposed = type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+        if layer is not output and (transposed or type(layer) is nn.Linear):
+            rows, columns = map(int, layer.weight.shape)
+            yield name, layer, (rows, columns) if transposed else (columns, rows)

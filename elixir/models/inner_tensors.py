@@ -74,13 +74,9 @@ class InnerTensors(nn.Module):
             made.elixir_held = tracked  # type: ignore[attr-defined]
         return made
 
-    def _inner(self, name: str) -> torch.Tensor:
-        inner = self._modules.get(name)
-        if isinstance(inner, InnerTensors):
-            return inner.whole()
-        parameter = self._parameters[name]
-        assert parameter is not None
-        return parameter
+    def _inner(self, name: str) -> Any:
+        inner = self._modules[name] if name in self._modules else self._parameters[name]
+        return inner.whole() if isinstance(inner, InnerTensors) else inner
 
     def joined(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, of other tensors."""
@@ -111,37 +107,34 @@ def _join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
         state[prefix[:-1]] = module.joined({name: state.pop(prefix + name) for name in module.names})
 
 
-class _Apart:
-    """A module with parameters that were taken apart."""
+def _replace_parameters(
+    module: nn.Module, wholes: dict[str, nn.Parameter], made: dict[nn.Parameter, InnerTensors]
+) -> Callable[[], None]:
+    """Puts modules in place of parameters of a module; returns what puts these back."""
+    kind, order = type(module), tuple(module._parameters)
+    for name, whole in wholes.items():
+        del module._parameters[name]
+        module._modules[name] = made[whole]
+    reads = {name: property(partial(_read, name)) for name in wholes}
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    module.__class__ = type(kind.__name__, (kind,), same | reads)
+    handles = [module.register_load_state_dict_pre_hook(_separate)]
+    if len(order) > 1:
+        handles.append(module.register_state_dict_post_hook(partial(_in_order, order)))
 
-    def __init__(
-        self, module: nn.Module, wholes: dict[str, nn.Parameter], made: dict[nn.Parameter, InnerTensors]
-    ) -> None:
-        self._module, self._wholes, self._kind = module, wholes, type(module)
-        self._order = tuple(module._parameters)
-        for name, whole in wholes.items():
-            del module._parameters[name]
-            module._modules[name] = made[whole]
-        reads = {name: property(partial(_read, name)) for name in wholes}
-        same = {name: getattr(self._kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        module.__class__ = type(self._kind.__name__, (self._kind,), same | reads)
-        self._handles = [module.register_load_state_dict_pre_hook(_separate)]
-        if len(self._order) > 1:
-            self._handles.append(module.register_state_dict_post_hook(partial(_in_order, self._order)))
-
-    def end(self) -> None:
-        module = self._module
-        for handle in self._handles:
+    def end() -> None:
+        for handle in handles:
             handle.remove()
-        module.__class__ = self._kind
-        for name, whole in self._wholes.items():
-            inner = module._modules.pop(name)
-            assert isinstance(inner, InnerTensors)
-            inner.give_back(whole)
+        module.__class__ = kind
+        for name, whole in wholes.items():
+            del module._modules[name]
+            made[whole].give_back(whole)
             module._parameters[name] = whole
-        for name in self._order:
+        for name in order:
             if name in module._parameters:
                 module._parameters[name] = module._parameters.pop(name)
+
+    return end
 
 
 def _read(name: str, module: nn.Module) -> torch.Tensor:
@@ -182,7 +175,7 @@ def take_apart(model: nn.Module) -> Callable[[], None]:
             wholes = {name: each for name, each in wholes.items() if holds_others(each)}
             made |= {each: InnerTensors(each) for each in wholes.values() if each not in made}
             if wholes:
-                undone.callback(_Apart(module, wholes, made).end)
+                undone.callback(_replace_parameters(module, wholes, made))
         return undone.pop_all().close
 
 

@@ -24,6 +24,7 @@ from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
 from elixir.models.adapters import adapted
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
+from elixir.models.settings import restored
 from elixir.models.user_code import called, imported
 from elixir.units import dtype_name, parse_dtype
 
@@ -74,24 +75,17 @@ def build(
     config = config_of(model)
     if config is not None:
         built = build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
-        return _adapted(built, checkpoint, dtype, lora, quantised)
-    if max_positions is not None:
+    elif max_positions is not None:
         raise InputError(f"max_positions (--positions) cannot be set for {model}; set it inside the function")
-    _check_options(dtype, checkpoint, max_positions)
-    built = _call_factory(str(model), dtype, device)
-    enable_checkpointing(built, checkpoint)
-    return _adapted(built.train(), checkpoint, dtype, lora, quantised)
-
-
-def _adapted(
-    model: nn.Module, checkpoint: str, dtype: torch.dtype | None, lora: int | None, quantised: str | None
-) -> nn.Module:
-    """The model with what is asked for; where layers are checkpointed its embeddings require gradients, as peft's."""
-    first = next(model.parameters(), None)
+    else:
+        _check_options(dtype, checkpoint, max_positions)
+        built = _call_factory(str(model), dtype, device)
+        enable_checkpointing(built, checkpoint)
+    first = next(built.parameters(), None)
     with _constructing(dtype, "meta" if first is None else str(first.device)):
-        made = adapted(model, lora=lora, quantised=quantised)
-    if made is not model and checkpoint != "none" and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # type: ignore[operator]
+        made = adapted(built.train(), lora=lora, quantised=quantised)
+    if made is not built and checkpoint != "none" and hasattr(built, "enable_input_require_grads"):
+        built.enable_input_require_grads()  # type: ignore[operator]  # as peft does
     return made
 
 
@@ -133,7 +127,9 @@ def build_config(
     config = _make_config(family, values)
     if max_positions is not None:
         if getattr(config, "max_position_embeddings", None) is None:
-            raise _no_positions(family)
+            raise InputError(
+                f"{family} has no maximum number of positions to change; leave out max_positions (here: --positions)"
+            )
         config.max_position_embeddings = max_positions
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -141,9 +137,8 @@ def build_config(
         # Older config files leave it out, and without it the labels cannot be shifted into the decoder's input.
         config.decoder_start_token_id = config.pad_token_id
     model_class = _model_class(family, config)
-    own_dtype = getattr(config, "dtype", None)
-    if dtype is None and own_dtype is not None:
-        dtype = parse_dtype(own_dtype)
+    if dtype is None and getattr(config, "dtype", None) is not None:
+        dtype = parse_dtype(config.dtype)
     if dtype is not None:
         config.dtype = dtype
     with _constructing(dtype, device):
@@ -165,12 +160,6 @@ def _check_options(dtype: torch.dtype | None, checkpoint: str, max_positions: in
         raise InputError(f"max_positions must be 1 or more, found {max_positions!r}")
 
 
-def _no_positions(name: str) -> InputError:
-    return InputError(
-        f"{name} has no maximum number of positions to change; leave out max_positions (here: --positions)"
-    )
-
-
 @contextmanager
 def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
     """New tensors are of `dtype` and on `device`. On meta, torch's and transformers' initialisation costs nothing."""
@@ -178,28 +167,23 @@ def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
         target = torch.device(device)
     except RuntimeError as error:
         raise InputError(f"{device!r} is no device of torch; use meta or cpu: {error}") from None
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        with target:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with restored((torch.get_default_dtype, torch.set_default_dtype)), target:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
 
 
 def _make_config(family: str, values: Mapping[str, Any]) -> Any:
     known = _transformers("models.auto.configuration_auto").CONFIG_MAPPING
     if family not in known:
-        version = _transformers("").__version__
         raise InputError(
-            f"transformers {version} knows no architecture {family!r}; "
+            f"transformers {_transformers().__version__} knows no architecture {family!r}; "
             "install a version that does, or give the model as module:function"
         )
-    config_class = known[family]
     try:
-        config = config_class.from_dict(dict(values))
+        config = known[family].from_dict(dict(values))
     except Exception as error:  # transformers and its validators raise many types for a bad value
-        raise InputError(f"values do not make a {config_class.__name__}: {shortened(str(error), 300)}") from error
+        raise InputError(f"values do not make a {known[family].__name__}: {shortened(str(error), 300)}") from error
     for name in _LAYER_COUNTS:
         layers = getattr(config, name, None)
         if isinstance(layers, int) and layers > _MOST_LAYERS:
@@ -215,24 +199,18 @@ def _model_class(family: str, config: Any) -> Any:
             f"the config's architectures must be a list of names, found {shortened(repr(architectures))}; name a class "
             "of transformers in it, or leave it out"
         )
-    named = architectures[0]
-    if named is not None:
-        found = getattr(_transformers(""), named, None)
-        if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-            raise InputError(f"transformers {_transformers('').__version__} has no architecture {named!r}")
-        if "labels" in inspect.signature(found.forward).parameters:
-            return found
+    if architectures[0] is not None:
+        named = getattr(_transformers(), architectures[0], None)
+        if not (inspect.isclass(named) and issubclass(named, nn.Module)):
+            raise InputError(f"transformers {_transformers().__version__} has no architecture {architectures[0]!r}")
+        if "labels" in inspect.signature(named.forward).parameters:
+            return named
+    # Encoders such as RoBERTa are in the causal table as well: ask for the masked form first.
+    kinds = (
+        ("SEQ_TO_SEQ_CAUSAL_LM",) if _is_encoder_decoder(config) else ("MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
+    )
     auto = _transformers("models.auto.modeling_auto")
-    tables: tuple[str, ...] = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
-    if not _is_encoder_decoder(config):
-        # Encoders such as RoBERTa are in the causal table as well: ask for the masked form first.
-        tables = (
-            "MODEL_FOR_MASKED_LM_MAPPING",
-            "MODEL_FOR_CAUSAL_LM_MAPPING",
-            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-        )
-    for table_name in tables:
-        table = getattr(auto, table_name)
+    for table in (getattr(auto, f"MODEL_FOR_{kind}_MAPPING") for kind in kinds):
         if type(config) in table:
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
@@ -246,7 +224,7 @@ def _is_encoder_decoder(config: Any) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def _transformers(module: str) -> ModuleType:
+def _transformers(module: str = "") -> ModuleType:
     """A module of transformers by its path inside the package, or the package itself for an empty path."""
     try:
         package = importlib.import_module("transformers")
@@ -256,9 +234,8 @@ def _transformers(module: str) -> ModuleType:
             raise InputError(
                 "named models and config.json need transformers: pip install 'transformers>=5.0'"
             ) from None
-        if error.name is not None and error.name.startswith("transformers."):
-            message = f"this transformers has no {error.name}: pip install --upgrade transformers"
-            raise InputError(message) from None
+        if str(error.name).startswith("transformers."):
+            raise InputError(f"this transformers has no {error.name}: pip install --upgrade transformers") from None
         raise
 
 

@@ -70,42 +70,33 @@ def refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool = False) -> None
         InputError: the plan moves weights, and the whole model was given to torch.compile, or a module with CUDA
             graphs, or other modules than the plan has as units; of one that runs, some with more chunks than blocks.
     """
-    with compiled_in_place(model):
-        _refuse_compiled(model, plan, runs=runs)
-
-
-def _refuse_compiled(model: nn.Module, plan: Plan, *, runs: bool) -> None:
     moving = {
         slot.name: chunk
         for chunk in plan.chunks
         if plan.world_size > 1 or not chunk.resident or chunk.state_home != "device"
         for slot in chunk.parameters
     }
-    if not moving:
-        return
-    if is_compiled(model):
-        raise compiled_over_moving_weights("the model")
-    units = {
-        name: [chunk for each, chunk in moving.items() if is_inside(each, name)]
-        for name in sorted({*compiled_units(model).values(), *plan.step.compiled})
-    }
-    compiled = {name: module for module, name in compiled_units(model).items() if units[name]}
-    for name, module in compiled.items():
-        if has_cuda_graphs(module):
+    with compiled_in_place(model):
+        if moving and is_compiled(model):
+            raise compiled_over_moving_weights("the model")
+        compiled = {name: module for module, name in compiled_units(model).items()}
+        for name in sorted({*compiled, *plan.step.compiled}):
+            chunks = [chunk for each, chunk in moving.items() if is_inside(each, name)]
+            if chunks and name in compiled and has_cuda_graphs(compiled[name]):
+                raise InputError(
+                    f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have "
+                    "none; compile it with mode='default' or 'max-autotune-no-cudagraphs'"
+                )
+            streamed = len({id(chunk) for chunk in chunks if not chunk.resident})
+            as_planned = (name in compiled) == (name in plan.step.compiled)
+            if not chunks or as_planned or (runs and streamed <= plan.block_count):
+                continue
+            was, now = ("not", "is") if name in compiled else ("was", "is not")
             raise InputError(
-                f"{name} is compiled with CUDA graphs, which replay fixed addresses, and streamed weights have none; "
-                "compile it with mode='default' or 'max-autotune-no-cudagraphs'"
+                f"{name} {now} given to torch.compile, and {was} when the plan was made; compile layers before "
+                "planning and before wrapping alike (elixir.wrap with compile=True does both)"
+                + (f": all its weights are {streamed} chunks, and the plan has {plan.block_count} blocks" * runs)
             )
-    for name in sorted({name for name, chunks in units.items() if chunks} & (set(compiled) ^ set(plan.step.compiled))):
-        streamed = {id(chunk) for chunk in units[name] if not chunk.resident}
-        if runs and len(streamed) <= plan.block_count:
-            continue
-        was, now = ("not", "is") if name in compiled else ("was", "is not")
-        raise InputError(
-            f"{name} {now} given to torch.compile, and {was} when the plan was made; compile layers before planning "
-            "and before wrapping alike (elixir.wrap with compile=True does both)"
-            + (f": all its weights are {len(streamed)} chunks, and the plan has {plan.block_count} blocks" * runs)
-        )
 
 
 def compiled_over_moving_weights(what: str) -> InputError:
@@ -117,32 +108,36 @@ def compiled_over_moving_weights(what: str) -> InputError:
     )
 
 
+_REFUSED_CLASSES = {
+    "DTensor": ("a DTensor", "give ordinary tensors (full_tensor()), which the plan partitions itself"),
+    "Int8Params": (
+        "of Int8Params, whose scales bitsandbytes moves in forward",
+        "load the model with load_in_4bit (nf4), or with torchao's 8 bits",
+    ),
+}
+
+
 def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     """A tensor whose class does more than hold numbers, and the way out."""
     kind = type(tensor)
     if kind in (nn.Parameter, torch.Tensor, InnerTensor) or tensor.is_nested or is_lazy(tensor):
         return None
-    if _is_of(kind, PACKED_CLASSES):
-        if not is_packed(tensor):
-            return f"a {kind.__name__} that is not quantised yet", "move the model to a device first, model.to('cpu')"
-        if packed_for_cpu(tensor):
-            return f"a {kind.__name__} that an evaluation has reordered", "plan and wrap before evaluating on the CPU"
-        if tensor.requires_grad:
-            return f"a trained {kind.__name__}", "freeze it (requires_grad_(False)) and train adapters over it"
+    names = {each.__name__ for each in kind.__mro__}  # the class may be a tracked one
+    packs = not names.isdisjoint(PACKED_CLASSES)
+    for name in names & _REFUSED_CLASSES.keys():
+        return _REFUSED_CLASSES[name]
+    if packs and not is_packed(tensor):
+        return f"a {kind.__name__} that is not quantised yet", "move the model to a device first, model.to('cpu')"
+    if packs and packed_for_cpu(tensor):
+        return f"a {kind.__name__} that an evaluation has reordered", "plan and wrap before evaluating on the CPU"
+    if packs and not tensor.requires_grad:
         return None
-    if _is_of(kind, frozenset({"Int8Params"})):
-        found = f"of {kind.__name__}, whose scales bitsandbytes moves in forward"
-        return found, "load the model with load_in_4bit (nf4), or with torchao's 8 bits"
-    if kind.__name__ == "DTensor":
-        return "a DTensor", "give ordinary tensors (full_tensor()), which the plan partitions itself"
-    if holds_others(tensor) and isinstance(tensor, nn.Parameter):
+    if packs or (holds_others(tensor) and isinstance(tensor, nn.Parameter)):
         return f"a trained {kind.__name__}", "freeze it (requires_grad_(False)) and train adapters over it"
-    dispatches = kind.__torch_dispatch__ is not TopDispatch
-    if dispatches or nn.Parameter not in kind.__mro__:
+    if kind.__torch_dispatch__ is not TopDispatch or nn.Parameter not in kind.__mro__:
         found = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass of unknown memory"
         return found, "give ordinary tensors, such as the model before it is quantised"
-    announces = kind.__torch_function__ is not nn.Parameter.__torch_function__
-    if announces and kind not in TRACKED_PARAMETERS:
+    if kind.__torch_function__ is not nn.Parameter.__torch_function__ and kind not in TRACKED_PARAMETERS:
         return f"a {kind.__qualname__} with a __torch_function__", "leave that out, since the plan needs it"
     return None
 
@@ -163,11 +158,6 @@ def _not_dense(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_complex():
         return f"of {tensor.dtype}", "keep torch.view_as_real of it, and torch.view_as_complex in forward"
     return None
-
-
-def _is_of(kind: type, names: frozenset[str]) -> bool:
-    """Whether one of the classes of a tensor, which may be tracked, has one of these names."""
-    return any(each.__name__ in names for each in kind.__mro__)
 
 
 def _packed(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, str] | None:

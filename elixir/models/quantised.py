@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,31 +69,29 @@ class SavedByBitsandbytes(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, saved: Mapping[str, torch.Tensor]) -> None:
-        self._saved = saved
-        self._names = {name: name for name in saved}
-        self._offsets: dict[str, torch.Tensor] = {}
+        self._read: dict[str, Callable[[], torch.Tensor]] = {name: partial(saved.__getitem__, name) for name in saved}
         self.forms: dict[str, dict[str, Any]] = {}
         """Name of each packed weight -> what its file says of it: kind, shape, sizes of blocks."""
         for name in saved:
             weight, mark, kind = name.partition(_SAVED_STATE)
             if not mark:
                 continue
-            del self._names[name]
+            del self._read[name]
             self.forms[weight] = form = json.loads(bytes(saved[name].tolist()))
-            if f"{weight}.quant_map" in self._names:
-                self._names[f"{weight}.quant_map.{kind}"] = self._names.pop(f"{weight}.quant_map")
+            if f"{weight}.quant_map" in self._read:
+                self._read[f"{weight}.quant_map.{kind}"] = self._read.pop(f"{weight}.quant_map")
             if "nested_offset" in form:
-                self._offsets[f"{weight}.nested_offset"] = torch.tensor(float(form["nested_offset"]), device="cpu")
+                offset = float(form["nested_offset"])
+                self._read[f"{weight}.nested_offset"] = partial(torch.tensor, offset, device="cpu")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._offsets[name] if name in self._offsets else self._saved[self._names[name]]
+        return self._read[name]()
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._names
-        yield from self._offsets
+        return iter(self._read)
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._offsets)
+        return len(self._read)
 
 
 def by_companions(saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -52,11 +52,11 @@ def _largest(dataset: Any, count: int) -> list[Any]:
     if stream:
         return list(islice(iter(dataset), count))
     total = len(dataset)
-    spread = [index * total // min(total, LOOKED_AT) for index in range(min(total, LOOKED_AT))]
-    sizes = {index: elements(dataset[index]) for index in spread}
-    if len(set(sizes.values())) > 1 and total > LOOKED_AT:
-        spread = [index * total // min(total, MOST_LOOKED_AT) for index in range(min(total, MOST_LOOKED_AT))]
-        sizes |= {index: elements(dataset[index]) for index in spread if index not in sizes}
+    sizes: dict[int, int] = {}
+    for most in (min(total, LOOKED_AT), min(total, MOST_LOOKED_AT)):
+        if len(set(sizes.values())) != 1:
+            spread = (number * total // most for number in range(most))
+            sizes |= {index: elements(dataset[index]) for index in spread if index not in sizes}
     chosen = sorted(sizes, key=lambda index: (-sizes[index], index))[:count]
     more = (index for index in range(total) if index not in sizes)
     return [dataset[index] for index in [*chosen, *islice(more, count - len(chosen))]]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,35 +39,21 @@ class SharedMemory:
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + offset + self.offset)
 
 
-@dataclass(frozen=True)
-class _Extent:
+class _Extent(NamedTuple):
     """The bytes of a storage between the first and the last of a tensor."""
 
-    name: str
-    tensor: torch.Tensor
     first: int
     last: int
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Extent:
-        first = int(tensor.storage_offset()) * tensor.itemsize
-        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(name, tensor, first, first + (steps + 1) * tensor.itemsize)
+    name: str
+    tensor: torch.Tensor
 
     @property
     def trained(self) -> bool:
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
-    def meets(self, other: _Extent) -> bool:
-        """Whether any element is one of `other`'s."""
-        one, two = self.tensor, other.tensor
-        if one.itemsize != two.itemsize or all(is_dense(each.shape, each.stride()) for each in (one, two)):
-            return True
-        # Columns of one matrix lie between each other without sharing an element.
-        start = min(self.first, other.first) // one.itemsize
-        taken = torch.zeros(max(self.last, other.last) // one.itemsize - start, dtype=torch.bool, device="cpu")
-        taken.as_strided(one.shape, one.stride(), one.storage_offset() - start).fill_(True)
-        return bool(taken.as_strided(two.shape, two.stride(), two.storage_offset() - start).any())
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.tensor.shape, self.tensor.stride())
 
 
 def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
@@ -82,15 +68,12 @@ def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
     """
     found: list[SharedMemory] = []
     with DisableTorchFunctionSubclass():
-        for one, two in _meeting(model):
-            weight, other = (one, two) if one.trained else (two, one)
+        for weight, other in _meeting(model):
             inside = weight.first <= other.first and other.last <= weight.last
-            dense = is_dense(weight.tensor.shape, weight.tensor.stride())
-            if other.trained or not (inside and dense and other.tensor.dtype == weight.tensor.dtype):
+            if other.trained or not (inside and weight.dense and other.tensor.dtype == weight.tensor.dtype):
                 raise _refused(weight, other)
             offset = (other.first - weight.first) // weight.tensor.itemsize
-            size, stride = other.tensor.size(), other.tensor.stride()
-            found.append(SharedMemory(other.name, weight.name, offset, size, stride))
+            found.append(SharedMemory(other.name, weight.name, offset, other.tensor.size(), other.tensor.stride()))
     return found
 
 
@@ -102,32 +85,45 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):  # another module may have them by now
                 continue
-            pairs: Iterable[tuple[Any, Any]] = ((None, value),)
+            pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, value)]
             if isinstance(value, (list, tuple)):
                 pairs = enumerate(value)
-            elif isinstance(value, dict):
-                pairs = value.items()
             for place, tensor in pairs:
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in registered and not tensor.is_meta:
                     yield f"{start}{key}" + ("" if place is None else f"[{place!r}]"), tensor
 
 
 def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
-    """Pairs that share elements, of which one is trained."""
+    """Pairs that share elements: a trained weight, and the other."""
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
         if tensor.layout == torch.strided and tensor.numel() and not is_absent(tensor) and (at := storage_of(tensor)):
-            by_storage[at].append(_Extent.of(name, tensor))
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            by_storage[at].append(_Extent(first, first + (steps + 1) * tensor.itemsize, name, tensor))
     for extents in by_storage.values():
         extents.sort(key=lambda each: (each.first, -each.last))
         for place, one in enumerate(extents):
             for two in islice(extents, place + 1, None):
                 if two.first >= one.last:
                     break
-                if one.tensor is two.tensor:  # an attribute in several places
-                    continue
-                if (one.trained or two.trained) and one.meets(two):
-                    yield one, two
+                is_same = one.tensor is two.tensor  # an attribute in several places
+                if not is_same and (one.trained or two.trained) and _share_elements(one, two):
+                    yield (one, two) if one.trained else (two, one)
+
+
+def _share_elements(one: _Extent, two: _Extent) -> bool:
+    """Whether tensors whose extents meet have an element in common."""
+    size = one.tensor.itemsize
+    if size != two.tensor.itemsize or (one.dense and two.dense):
+        return True
+    # Columns of one matrix lie between each other without sharing an element.
+    start = min(one.first, two.first) // size
+    taken = torch.zeros(max(one.last, two.last) // size - start, dtype=torch.bool, device="cpu")
+    tensors = one.tensor, two.tensor
+    views = [taken.as_strided(each.shape, each.stride(), each.storage_offset() - start) for each in tensors]
+    views[0].fill_(True)
+    return bool(views[1].any())
 
 
 def _refused(weight: _Extent, other: _Extent) -> InputError:

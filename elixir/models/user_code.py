@@ -1,4 +1,4 @@
-"""Runs code of the user's, which may print, change settings of the whole process, and try to end it.
+"""Runs code of the user's, which may print, change settings of PyTorch, and try to end the process.
 
 Nothing can stop `os._exit` and signals that kill.
 """
@@ -9,40 +9,51 @@ import contextlib
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from elixir.errors import InputError, UserInterruptError, shortened
-from elixir.models.settings import PROCESS, restored
+from elixir.models.settings import COMPUTATION, DEVICE, restored
 
 
 @contextlib.contextmanager
-def contained(what: str) -> Iterator[None]:
-    """Runs the user's code inside: standard output goes to standard error, and the process is afterwards as it was
-    before.
+def contained(what: str, failed: str = "") -> Iterator[None]:
+    """Runs the user's code inside: standard output goes to standard error, and PyTorch's settings are afterwards as
+    they were before.
 
-    An `Exception` passes as it is; see `called`. A `KeyboardInterrupt` passes too, as a `UserInterruptError`.
+    A `KeyboardInterrupt` passes, as a `UserInterruptError`.
 
     Args:
         what: is run, for the error.
+        failed: the beginning of the error for an `Exception`; empty lets it pass as it is.
 
     Raises:
-        InputError: the code has raised `SystemExit`, or another exception that is no `Exception`.
+        InputError: the code has raised `SystemExit`, or another exception that is no `Exception`; or any, with
+            `failed`.
     """
-    with _process_as_it_was():
-        try:
+    streams = sys.stdin, sys.stdout, sys.stderr
+    sys.stdout = sys.stderr
+    try:
+        with restored(DEVICE, *COMPUTATION), warnings.catch_warnings():
             yield
-        except UserInterruptError:
-            raise  # it names the code inside
-        except KeyboardInterrupt as error:
-            raise UserInterruptError(what) from error
-        except SystemExit as error:
-            raise InputError(f"{what} exited ({_status(error)}); it has to return") from error
-        except Exception:
+    except UserInterruptError:
+        raise  # it names the code inside
+    except KeyboardInterrupt as error:
+        raise UserInterruptError(what) from error
+    except SystemExit as error:
+        code = 0 if error.code is None else error.code
+        status = int(code) if isinstance(code, int) else f"1: {shortened(_printed(code))}"
+        raise InputError(f"{what} exited (status {status}); it has to return") from error
+    except Exception as error:
+        if not failed:
             raise
-        except BaseException as error:
-            raise InputError(f"{what} raised {described(error)}") from error
+        raise InputError(f"{failed}: {described(error)}") from error
+    except BaseException as error:
+        raise InputError(f"{what} raised {described(error)}") from error
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = streams
 
 
 def called(text: str, function: Callable[[], Any]) -> Any:
@@ -55,11 +66,8 @@ def called(text: str, function: Callable[[], Any]) -> Any:
     Raises:
         InputError: it raised anything.
     """
-    with contained(f"{text}: the function"):
-        try:
-            return function()
-        except Exception as error:  # it may raise anything
-            raise InputError(f"{text}: the function failed: {described(error)}") from error
+    with contained(f"{text}: the function", failed=f"{text}: the function failed"):
+        return function()
 
 
 def imported(text: str) -> Callable[..., Any]:
@@ -77,14 +85,12 @@ def imported(text: str) -> Callable[..., Any]:
             "for the file my_training.py in the working folder"
         )
     folder = os.getcwd()
-    with contained(f"{text}: the import of {module_name}"):
+    with contained(f"{text}: the import of {module_name}", failed=f"{text}: cannot import {module_name}"):
         sys.path.insert(0, folder)  # a console script does not search there
         try:
             found: Any = importlib.import_module(module_name)
             for part in function_name.split("."):
                 found = getattr(found, part, None)
-        except Exception as error:  # an import runs the user's code, which may raise anything
-            raise InputError(f"{text}: cannot import {module_name}: {described(error)}") from error
         finally:
             if folder in sys.path:  # the code may have changed that, too
                 sys.path.remove(folder)
@@ -96,36 +102,17 @@ def imported(text: str) -> Callable[..., Any]:
 
 def described(error: BaseException) -> str:
     """An error of the user's code in one line, with the last place in a file that is neither ours nor Python's."""
-    place, frame = "", error.__traceback__
-    ours = (__file__, contextlib.__file__, importlib.__file__)
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if file not in ours and not file.startswith("<"):
-            place = f" ({file}:{frame.tb_lineno})"
-        frame = frame.tb_next
+    ours, place = (__file__, contextlib.__file__, importlib.__file__), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if (file := frame.f_code.co_filename) not in ours and not file.startswith("<"):
+            place = f" ({file}:{line})"
+    message = shortened(_printed(error), 300)
+    return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"
+
+
+def _printed(value: object) -> str:
+    """A value of the user's in one line, whose own code prints it."""
     try:
-        message = " ".join(str(error).split())
-    except Exception:  # the error's own code is the user's
-        message = "an error that cannot be printed"
-    return f"{type(error).__name__}: {shortened(message, 300)}{place}" if message else f"{type(error).__name__}{place}"
-
-
-def _status(error: SystemExit) -> str:
-    if error.code is None or isinstance(error.code, int):
-        return f"status {int(error.code or 0)}"
-    try:
-        return f"status 1: {shortened(str(error.code))}"
-    except Exception:  # likewise
-        return "status 1"
-
-
-@contextlib.contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Puts back settings of the process and of this thread at the end."""
-    streams = sys.stdin, sys.stdout, sys.stderr
-    sys.stdout = sys.stderr
-    try:
-        with restored(*PROCESS), warnings.catch_warnings():
-            yield
-    finally:
-        sys.stdin, sys.stdout, sys.stderr = streams
+        return " ".join(str(value).split())
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"

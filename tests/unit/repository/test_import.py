@@ -44,6 +44,8 @@ def test_a_name_that_is_not_public_is_no_attribute(package: str) -> None:
         "elixir.schedule\n"
         "import elixir.show.memory_curve, elixir.show.tables, elixir.cli.commands, torch\n"
         "assert not torch.cuda.is_initialized()",
+        "from elixir import wrap\nimport gc, sys\n"
+        "assert gc.isenabled() and {'elixir.microbench', 'elixir.tracer'}.isdisjoint(sys.modules)",
     ],
 )
 def test_libraries_for_pictures_tables_and_models_wait_for_their_use(code: str) -> None:

@@ -61,7 +61,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"whole_weights"}),
         frozenset({"account", "address_errors", "assemble", "calls", "late_units", "one_pass", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
-        frozenset({"training_states"}),
+        frozenset({"given_optimizers", "training_states"}),
     ),
 }
 """Package -> its rooms from the ground up: each may import those before it and its equals, none after it."""

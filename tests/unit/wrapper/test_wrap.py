@@ -537,7 +537,7 @@ def test_what_a_plan_settles_and_what_no_plan_holds_is_refused(monkeypatch: pyte
     def unknown(*_: Any) -> None:
         raise InputError("no way to that disk")
 
-    monkeypatch.setattr(api, "with_disk", unknown)
+    monkeypatch.setattr("elixir.microbench.disk.with_disk", unknown)
     save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")
     model.weight.requires_grad_(False)
     with pytest.raises(InputError, match=r"no way to that disk: to plan with frozen_weights='files', .* disk_folder="):
