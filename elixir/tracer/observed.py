@@ -13,7 +13,7 @@ import torch
 
 from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace, Transfer
 from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
-from elixir.tracer.meta_copy import MetaCopy
+from elixir.tracer.meta import TracedModel
 from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.peaks import contributors, find_peaks, operator_name, samples
 from elixir.tracer.use_order import UseOrder
@@ -24,7 +24,7 @@ from elixir.units import dtype_name
 class Observed:
     """Facts of a trace apart from its ledger and its use order."""
 
-    twin: MetaCopy
+    traced: TracedModel
     model_name: str
     model_fingerprint: str
     device: str
@@ -53,7 +53,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     end = observed.step_end
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     peaks = find_peaks(ledger, curve, end, state_bytes)
-    twin = observed.twin
+    traced = observed.traced
     operations, numbers = _distinct(order)
     arriving = ledger.arriving_gradients()[:end] if observed.hears_gradients else None
     accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], arriving, numbers)
@@ -67,11 +67,11 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         device=observed.device,
         dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
         optimizer=observed.optimizer.description,
-        parameters=_parameters(twin, order, in_order, trains=not observed.step.forward),
-        param_bytes=sum(parameter.nbytes for parameter in twin.names),
-        grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
+        parameters=_parameters(traced, order, in_order, trains=not observed.step.forward),
+        param_bytes=sum(parameter.nbytes for parameter in traced.names),
+        grad_bytes=sum(p.grad.nbytes for p in traced.names if p.grad is not None),
         optimizer_bytes=observed.optimizer.state_bytes,
-        buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
+        buffer_bytes=sum(buffer.nbytes for buffer, _ in traced.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
         resting_bytes=int(curve.total[observed.step_begin - 1]),
         workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
@@ -89,10 +89,10 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
             names[0]
-            for p, names in twin.names.items()
+            for p, names in traced.names.items()
             if p.requires_grad and p.grad is None and not observed.step.forward
         ),
-        unused_modules=_unused_modules(twin, order),
+        unused_modules=_unused_modules(traced, order),
         assumptions=observed.assumptions + _unverified(observed.unverified, peaks.alive, peaks.backward_bytes),
         trace_s=time.perf_counter() - started,
         step=observed.step,
@@ -132,7 +132,7 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
+def _parameters(traced: TracedModel, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
     numbers: dict[int | None, int] = {position: number for number, position in enumerate(in_order)}
     return tuple(
         ParamInfo(
@@ -144,7 +144,7 @@ def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains:
             grad_access=numbers.get(order.grad_use.get(index)),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
-        for index, (parameter, aliases) in enumerate(twin.names.items())
+        for index, (parameter, aliases) in enumerate(traced.names.items())
     )
 
 
@@ -207,13 +207,13 @@ def _last_call(accesses: tuple[Access, ...], first: int) -> tuple[Access, ...]:
     )
 
 
-def _unused_modules(twin: MetaCopy, order: UseOrder) -> tuple[str, ...]:
+def _unused_modules(traced: TracedModel, order: UseOrder) -> tuple[str, ...]:
     """Modules that hold parameters and neither ran nor had those parameters used by another module."""
-    index = {parameter: position for position, parameter in enumerate(twin.parameters)}
+    index = {parameter: position for position, parameter in enumerate(traced.parameters)}
     touched = {position for use in order.uses for position in use.parameters}
     return tuple(
         name
-        for module, name in twin.modules.items()
+        for module, name in traced.modules.items()
         if (name or type(module).__name__) not in order.ran
         and (own := [index[p] for p in module.parameters(recurse=False)])
         and not any(position in touched for position in own)

@@ -69,7 +69,7 @@ def run_optimizer(
         recorder.copies = copies
     others -= Counter(map(_layout, updated))  # parameters that others represent
     theirs = ledger.set_aside(bool(others and not recorder.copies), "optimizer")
-    recorder.new_kind = "workspace"
+    recorder.begin_optimizer()
     with recorder:
         optimizer = _build(cls, updated, kernel)
         optimizer.step()

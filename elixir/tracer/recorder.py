@@ -104,6 +104,10 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
+    def begin_optimizer(self) -> None:
+        """The step is over: what operators allocate from now on is memory of the trace's own optimizer."""
+        self.new_kind, self._functions.spares_gradients = "workspace", False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):

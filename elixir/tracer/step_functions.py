@@ -51,6 +51,8 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         self._autocast = autocast
         self._regions = regions
         self._host = host
+        self.spares_gradients = True
+        """Whether optimizers find none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -101,6 +103,14 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             return func(*args, **kwargs)
         except NotImplementedError as error:  # a machine without a device refuses in other words
             raise NotImplementedError(NAMES_CUDA) from error
+
+    def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An optimizer of the user's that the step calls finds no gradients, and neither steps nor clears any: a trace
+        ends with backward, and adds its own optimizer."""
+        caller = sys._getframe(2)
+        if self.spares_gradients and isinstance(caller.f_locals.get("self"), torch.optim.Optimizer):
+            return None
+        return func(*args, **kwargs)
 
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is on from now on."""
@@ -239,6 +249,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.device.__get__: StepFunctions.device,
     torch.Tensor.to: StepFunctions.to,
     torch.Tensor.cuda: StepFunctions.to,
+    torch.Tensor.grad.__get__: StepFunctions.gradient,
     enter_autocast: StepFunctions.autocast_entered,
     exit_autocast: StepFunctions.autocast_left,
 }

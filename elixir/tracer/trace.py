@@ -37,7 +37,7 @@ from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.generated_code import GeneratedCode, Kinds
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
+from elixir.tracer.meta import TracedModel, meta_input, on_meta
 from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
@@ -91,7 +91,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
-    The model is copied to the meta device first, so it is neither changed nor moved, and may be of any size.
+    The model's own tensors are on the meta device meanwhile, with their values kept aside: a model may be of any size,
+    and is afterwards as it was, also if the step raises or is interrupted. No other thread may use it meanwhile.
 
     Args:
         model: any `nn.Module`, real or on meta.
@@ -127,33 +128,33 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
-    with compiled_in_place(model), taken_apart(model):
-        twin = meta_copy(model, dtype)
+    with compiled_in_place(model), taken_apart(model), on_meta(model, dtype) as traced:
         compiled = _compiled(model, compile)
         batch, inputs = meta_input(inp, dtype)
-        parameters = twin.parameters
+        known_by = fingerprint(model, forward=forward)  # a step may freeze weights
+        parameters = traced.parameters
         ledger = Ledger(target.round_bytes)
         shadows = Shadows(ledger)
         for parameter in parameters:
             ledger.add(parameter, "parameters", "", None)
-        for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
+        for kind, pairs in (("buffers", traced.buffers), ("inputs", inputs)):
             for tensor, real in pairs:
                 ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
                 if not real.is_meta:
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
-        order = UseOrder(twin, ledger.log)
-        order.results = UnitResults({module: unit.name for module, unit in layer_units(twin.model).items()}, ledger)
+        order = UseOrder(traced, ledger.log)
+        order.results = UnitResults({module: unit.name for module, unit in layer_units(model).items()}, ledger)
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-        layers = tuple(layer_units(twin.model, compile=compile).values())
-        swapping = Swapping(twin.model, StepShape(units=layers, activations=activations), recorder.host)
+        layers = tuple(layer_units(model, compile=compile).values())
+        swapping = Swapping(model, StepShape(units=layers, activations=activations), recorder.host)
         references_when_alone()
-        fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
+        fused = FusedKernels(model, use_fused_kernels, target.kind)
         budgets = {each.unit: each.budget for each in activations if each.budget is not None}
         generated = GeneratedCode(
-            _generated_units(twin, compiled) if generated_code else {},
+            _generated_units(model, compiled) if generated_code else {},
             order.cost,
             budgets,
             {} if kinds is None else kinds,
@@ -161,38 +162,38 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         )
         recorder.fused_costs = FusedCosts(() if generated.layers else compiled)
         try:
-            with (
-                user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
-                warnings_heard(),
-                autocast_asked_for_meta(target.kind),
-                routed(target),
-                recomputing(twin.model, (replace(each, budget=None) for each in activations), swapping),
-                restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
-                _compiled_regions_run_eagerly(),
-                torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
-            ):
-                _run_step(twin, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
-            order.finish()
-            order.join_units(compiled)
-            units = _units_of(model, order, compile)
-            step_end, operators = len(ledger), ledger.operators
-            trained = any(parameter.grad is not None for parameter in parameters)
-            phase = run_optimizer(
-                optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target
-            )
-            ledger.stop()
-            shadows.stop()
+            with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
+                with (
+                    warnings_heard(),
+                    autocast_asked_for_meta(target.kind),
+                    routed(target),
+                    recomputing(model, (replace(each, budget=None) for each in activations), swapping),
+                    restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
+                    _compiled_regions_run_eagerly(),
+                    torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
+                ):
+                    _run_step(traced, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
+                order.finish()
+                order.join_units(compiled)
+                units = _units_of(model, order, compile)
+                step_end, operators = len(ledger), ledger.operators
+                trained = any(parameter.grad is not None for parameter in parameters)
+                phase = run_optimizer(
+                    optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target
+                )
+                ledger.stop()
+                shadows.stop()
             observed = Observed(
-                twin=twin,
+                traced=traced,
                 model_name=model_name or type(model).__name__,
-                model_fingerprint=fingerprint(model, forward=forward),
+                model_fingerprint=known_by,
                 device=hardware.name,
                 dtype=dtype,
                 optimizer=phase,
                 step_begin=step_begin,
                 step_end=step_end,
                 operators=operators,
-                assumptions=_assumptions(twin, target, shadows, fused) + generated.assumption(len(compiled)),
+                assumptions=_assumptions(traced, target, shadows, fused) + generated.assumption(len(compiled)),
                 unverified=target.unverified,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
@@ -221,13 +222,13 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             generated.remove()
             fused.remove()
             for parameter in parameters:
-                parameter.grad = None  # the twin may be the caller's own meta model
+                parameter.grad = None  # the model may have been on meta before
     without = trace_step(**asked | {"generated_code": False})
     return replace(without, assumptions=(*without.assumptions, refused))
 
 
 def _run_step(
-    twin: MetaCopy,
+    traced: TracedModel,
     inp: Any,
     step_fn: StepFn,
     recorder: Recorder,
@@ -237,11 +238,11 @@ def _run_step(
     *,
     trains: bool,
 ) -> None:
-    unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
-    access = Interception(twin.model, order, scripts=False, units=generated.layers)
+    unheard = _gradients_heard(traced.parameters, order)  # hooks are set before the parameters announce their uses
+    access = Interception(traced.model, order, scripts=False, units=generated.layers)
     try:
         with recorder:
-            step_fn(twin.model, inp)
+            step_fn(traced.model, inp)
     except ElixirError:
         raise
     except Exception as error:
@@ -251,11 +252,11 @@ def _run_step(
         unheard()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
-    trains = trains and any(parameter.requires_grad for parameter in twin.parameters)
+    trains = trains and any(parameter.requires_grad for parameter in traced.parameters)
     if trains and order.backward_position == sys.maxsize:
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
-    of_matrices = sorted(at for index, at in order.grad_position.items() if twin.parameters[index].dim() > 1)
-    for index, parameter in enumerate(twin.parameters):
+    of_matrices = sorted(at for index, at in order.grad_position.items() if traced.parameters[index].dim() > 1)
+    for index, parameter in enumerate(traced.parameters):
         record = None if parameter.grad is None else ledger.find(parameter.grad)
         if record is not None:
             if index not in order.grad_use:
@@ -307,12 +308,12 @@ def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, .
 
 
 def _generated_units(
-    twin: MetaCopy, units: Mapping[str, Mapping[str, Any] | None]
+    model: nn.Module, units: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, tuple[nn.Module, Mapping[str, Any]]]:
     """The compiled modules with settings of inductor, if it can generate the code of all."""
     found = {name: settings for name, settings in units.items() if settings is not None}
     whole = found if len(found) == len(units) else {}
-    return {name: (twin.model.get_submodule(name), settings) for name, settings in whole.items()}
+    return {name: (model.get_submodule(name), settings) for name, settings in whole.items()}
 
 
 def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, int] | None, **asked: Any) -> StepShape:
@@ -324,12 +325,12 @@ def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, in
     return StepShape(samples=samples, tokens=tokens if generate is None else samples, generate=generate, **asked)
 
 
-def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
+def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
     """Assumptions of the numbers, said so that nobody takes them for measured."""
     found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
-    if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in twin.modules):
+    if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in traced.modules):
         found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
     return tuple(found)
 

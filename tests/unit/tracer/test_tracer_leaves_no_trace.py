@@ -25,11 +25,10 @@ from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.device.common.autocast import ASKED_BY_DEVICE
 from elixir.tracer.ledger import StorageRecord
-from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from tests.common.tiny_models import tiny
-from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, on_meta_now, predicted_bytes
 
 MODULES = (
     "torch torch.nn torch.nn.functional torch.autograd torch.autograd.graph torch.amp torch.amp.autocast_mode "
@@ -375,7 +374,7 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
     inp = {"x": torch.randn(4, 8)}
     other = nn.Sequential(nn.Linear(8, 8), shared)
     alone = cpu_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), inp, works)
-    access = Interception(running, UseOrder(meta_copy(nn.Linear(1, 1), None), []))
+    access = Interception(running, UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), []))
     try:
         assert cpu_trace(other, inp, works).backward_peak_bytes == alone.backward_peak_bytes
         with pytest.raises(TraceError, match="runs under a plan"):

@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from elixir.tracer.checkpointed_regions import HostRandom
 from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.operator_cache import Arguments, OperatorCache, traits
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.values.shadows import Shadows
-from tests.common.tracing import CPU, H200
+from tests.common.tracing import CPU, H200, on_meta_now
 
 if importlib.util.find_spec("expecttest") is None:
     # PyTorch's samples come with its test classes, which only derive from one of that package.
@@ -77,7 +76,7 @@ def described(items: list[Any]) -> list[Any]:
 def recorder(cache: bool, hardware: Any = CPU) -> tuple[Recorder, Ledger]:
     target = target_for(hardware)
     ledger = Ledger(target.round_bytes)
-    order = UseOrder(meta_copy(nn.Linear(1, 1), None), ledger.log)
+    order = UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), ledger.log)
     return Recorder(target, ledger, order, Shadows(ledger), None, cache), ledger
 
 
