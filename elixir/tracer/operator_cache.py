@@ -128,7 +128,6 @@ class Traits:
         self.call: Callable[..., Any] = _QUICK_VIEWS.get(func, func)
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.foreach = schema.name.startswith("aten::_foreach_")
         followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
         self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
@@ -275,12 +274,10 @@ class OperatorCache:
 
     Args:
         target: corrects what differs on the pretend device.
-        draw: calls an operator that draws random numbers for real tensors.
         enabled: False runs every operator anew.
     """
 
-    def __init__(self, target: Target, draw: Callable[[Any, Any, Any], Any], enabled: bool = True) -> None:
-        self._draw = draw
+    def __init__(self, target: Target, enabled: bool = True) -> None:
         self._target = target
         self._enabled = enabled
         self._seen: dict[Any, Remembered] = {}
@@ -354,8 +351,6 @@ class OperatorCache:
             return _foreach_by_representatives(op.func, args, kwargs)
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
-        if op.draws and _on_host(arguments.tensors, kwargs):
-            return self._draw(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
             # Kernels take a number on the CPU next to a tensor elsewhere, meta's do not.
             return op.func(*args[:2], args[2].to(_META), **kwargs)
@@ -401,15 +396,6 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     specs = [(tensor.size(), tensor.stride(), tensor.dtype) for tensor in result]
     return [torch.empty_strided(specs[r][0], specs[r][1], dtype=specs[r][2], device=_META) for r in rows]
-
-
-def _on_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether a call works on real tensors, or makes some."""
-    return not any(tensor.is_meta for tensor in tensors) and not _names_meta(kwargs.get("device"))
-
-
-def _names_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
 from elixir.step_trace import Kind, Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
-from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
+from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
 from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
@@ -76,9 +76,8 @@ class Recorder(TorchDispatchMode):
         self._order = order
         self._shadows = shadows
         self._routing = routing
-        self._random = HostRandom()
-        self._operators = OperatorCache(target, self._random.call, cache)
-        self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
+        self._operators = OperatorCache(target, cache)
+        self._regions = CheckpointedRegions(partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)

@@ -168,7 +168,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     autocast_asked_for_meta(target.kind),
                     routed(target),
                     recomputing(model, (replace(each, budget=None) for each in activations), swapping),
-                    restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
+                    restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),
                     _compiled_regions_run_eagerly(),
                     torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
                 ):

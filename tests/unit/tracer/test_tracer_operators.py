@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from elixir.tracer.checkpointed_regions import HostRandom
 from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operator_cache import Arguments, OperatorCache, traits
@@ -218,23 +217,8 @@ def run_on(book: OperatorCache, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(op, args, kwargs, Arguments(args, kwargs))
 
 
-def test_only_what_is_real_draws_numbers_of_the_trace() -> None:
-    drawn: list[Any] = []
-    book = OperatorCache(target_for(CPU), lambda func, args, kwargs: drawn.append(func) or func(*args, **kwargs))
-    real, meta = torch.ones(3), torch.ones(3, device="meta")
-    run_on(book, aten.bernoulli.default, real)
-    run_on(book, aten.rand.default, [3], device="cpu")
-    run_on(book, aten.rand_like.default, real)
-    assert drawn == [aten.bernoulli.default, aten.rand.default, aten.rand_like.default]
-    run_on(book, aten.bernoulli.default, meta)
-    run_on(book, aten.rand.default, [3], device="meta")
-    run_on(book, aten.rand_like.default, real, device=torch.device("meta"))
-    run_on(book, aten.add.Tensor, real, real)
-    assert len(drawn) == 3
-
-
 def test_what_a_key_does_not_tell_is_not_remembered() -> None:
-    book = OperatorCache(target_for(CPU), HostRandom().call)
+    book = OperatorCache(target_for(CPU))
     ones = torch.empty(4, device="meta")
     # The default dtype, which `true_divide` of integers takes.
     numbers = torch.empty(4, dtype=torch.int64, device="meta")
