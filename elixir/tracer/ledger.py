@@ -118,30 +118,27 @@ class Ledger:
         ref = self._live.get(storage)
         return None if ref is None else ref.record
 
-    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Follows the tensor's storage from now on; a storage that is followed already stays what it is.
-
-        It counts `copies` times: for as many others that live and die with it.
-        """
+    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Follows the tensor's storage from now on; a storage that is followed already stays what it is."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._live.get(key)
         if known is not None:
             return known.record
-        record = self._born(self._round_bytes(storage.nbytes()) * copies, kind, module, operator)
+        record = self._born(self._round_bytes(storage.nbytes()), kind, module, operator)
         ref = _StorageRef(storage, self._died)
         ref.key, ref.record = key, record
         self._live[key] = ref
         return record
 
-    def follow(self, tensor: torch.Tensor, nbytes: int, kind: Kind, module: str, operator: Any, node: int) -> None:
+    def follow(self, tensor: torch.Tensor, nbytes: int, module: str, operator: Any, node: int) -> None:
         """Follows the storage of a tensor that was just made, which takes `nbytes`, rounded already.
 
         As `add`, and quicker: nothing can be known of such a storage.
         """
         records, storage = self.records, tensor.untyped_storage()
         index = len(records)
-        record = StorageRecord(index, nbytes, kind, module, operator)
+        record = StorageRecord(index, nbytes, "activations", module, operator)
         record.node = node
         records.append(record)
         self.log.append(index)
@@ -159,9 +156,9 @@ class Ledger:
         ref.key, ref.record = storage._cdata, record
         self._live[ref.key] = ref
 
-    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Bytes that no tensor of the trace stands for, such as a fused optimizer's counters; they stay."""
-        return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
+    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Bytes that no tensor of the trace stands for, such as an optimizer's states; they stay."""
+        return self._born(self._round_bytes(nbytes), kind, module, operator)
 
     def set_aside(self, count: int, kind: Kind) -> list[StorageRecord]:
         """Records of so many allocations that may turn out to be there from here on; they stay, of no bytes yet."""
@@ -188,12 +185,12 @@ class Ledger:
                 return False
         return True
 
-    def curve(self, *, drop: Callable[[StorageRecord], bool] | None = None) -> Curve:
-        """Live bytes by kind after every entry of the log, leaving out the records that `drop` names."""
+    def curve(self) -> Curve:
+        """Live bytes by kind after every entry of the log."""
         log = np.asarray(self.log, dtype=np.int64)
         births = log >= 0
         index = np.where(births, log, ~log)
-        sizes = np.array([r.nbytes if drop is None or not drop(r) else 0 for r in self.records], dtype=np.int64)
+        sizes = np.array([r.nbytes for r in self.records], dtype=np.int64)
         kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
         on_host = np.array([r.on_host is not None for r in self.records], dtype=bool)[index]
         delta = np.where(births, sizes[index], -sizes[index])

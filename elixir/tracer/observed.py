@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,9 +47,7 @@ class Observed:
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
     """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
 
-    curve = ledger.curve(
-        drop=None if observed.optimizer.has_temporaries else _workspace_from(ledger, observed.step_end)
-    )
+    curve = ledger.curve()
     end = observed.step_end
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     peaks = find_peaks(ledger, curve, end, state_bytes)
@@ -110,12 +108,6 @@ def _transfers(order: UseOrder, positions: list[int]) -> tuple[Transfer, ...]:
         for each in order.transfers
         if each.begins in numbers and each.ends in numbers
     )
-
-
-def _workspace_from(ledger: Ledger, position: int) -> Callable[[StorageRecord], bool]:
-    """Whether a record is workspace that was born at a log position, or later."""
-    earlier = int(np.count_nonzero(np.asarray(ledger.log[:position]) >= 0))
-    return lambda record: record.kind == "workspace" and record.index >= earlier
 
 
 def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:

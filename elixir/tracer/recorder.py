@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
-from elixir.step_trace import Kind, Operation
+from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.device.common.autocast import Autocast
@@ -83,11 +82,6 @@ class Recorder(TorchDispatchMode):
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
         self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
         """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
-        self.caches = cache
-        self.new_kind: Kind = "activations"
-        """Kind of what operators allocate from now on."""
-        self.copies: Mapping[torch.Size, int] = {}
-        """How many tensors one of a shape stands for; one where it is not listed."""
         self.fused_costs = FusedCosts(())
         """Costs of operators in compiled layers."""
         self.user_objects = UserObjects()
@@ -102,10 +96,6 @@ class Recorder(TorchDispatchMode):
         self._autocast.close()  # its guards put back the dispatcher's state, of which this mode is a part
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def begin_optimizer(self) -> None:
-        """The step is over: what operators allocate from now on is memory of the trace's own optimizer."""
-        self.new_kind, self._functions.spares_gradients = "workspace", False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
@@ -163,7 +153,7 @@ class Recorder(TorchDispatchMode):
         func = op.func
         if op.matrix_product and self._workspaces and arguments.all_meta:
             self._hold_workspaces(func, args)
-        remembered = None if self.copies else self._operators.recall(op, arguments)
+        remembered = self._operators.recall(op, arguments)
         if remembered is not None:
             result, tensors, cost = self._repeat(op, remembered)
             real = False
@@ -174,8 +164,7 @@ class Recorder(TorchDispatchMode):
                 return result
             _, module, node = self._order.place()
             for tensor in tensors:
-                copies = self.copies.get(tensor.shape, 1) if self.copies else 1
-                self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
+                self._ledger.add(tensor, "activations", module, func).node = node
             if cost.transient_bytes:
                 self._ledger.touch(cost.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
@@ -213,19 +202,19 @@ class Recorder(TorchDispatchMode):
         """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
         something."""
         func, cost = op.func, remembered.cost
-        follow, kind = self._ledger.follow, self.new_kind
+        follow = self._ledger.follow
         _, module, node = self._order.place()
         spec = remembered.alone
         if spec is not None:
             result: Any = remade(spec)
             tensors = [result]
-            follow(result, spec[3], kind, module, func, node)
+            follow(result, spec[3], module, func, node)
         else:
             outputs, tensors = [], []
             for output in remembered.outputs:
                 if type(output) is tuple:
                     tensor = remade(output)
-                    follow(tensor, output[3], kind, module, func, node)
+                    follow(tensor, output[3], module, func, node)
                     outputs.append(tensor)
                     tensors.append(tensor)
                 else:
@@ -281,7 +270,7 @@ class Recorder(TorchDispatchMode):
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._ledger.find(tensor) is None:
-                self._ledger.add(tensor, self.new_kind, self._order.module(self._order.phase()), func)
+                self._ledger.add(tensor, "activations", self._order.module(self._order.phase()), func)
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
@@ -302,7 +291,7 @@ class Recorder(TorchDispatchMode):
             if not isinstance(item, torch.Tensor):
                 return item
             tensor = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device="meta")
-            self._ledger.add(tensor, self.new_kind, module, func)
+            self._ledger.add(tensor, "activations", module, func)
             self._shadows.attach(tensor, item)
             return tensor
 
@@ -326,7 +315,7 @@ class Recorder(TorchDispatchMode):
             if origin is not None and origin.requires_grad:
                 raise TraceError(f"{user_location()}: {self.user_objects.refusal_of(origin)}")
             tensor = torch.empty_like(item, device="meta")
-            self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
+            self._ledger.add(tensor, "activations", "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:
                 self._same_where_the_device_is_the_host(item, tensor)
             self._shadows.attach(tensor, snapshot(item))

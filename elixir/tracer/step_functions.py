@@ -51,8 +51,6 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         self._autocast = autocast
         self._regions = regions
         self._host = host
-        self.spares_gradients = True
-        """Whether optimizers find none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -108,7 +106,7 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         """An optimizer of the user's that the step calls finds no gradients, and neither steps nor clears any: a trace
         ends with backward, and adds its own optimizer."""
         caller = sys._getframe(2)
-        if self.spares_gradients and isinstance(caller.f_locals.get("self"), torch.optim.Optimizer):
+        if isinstance(caller.f_locals.get("self"), torch.optim.Optimizer):
             return None
         return func(*args, **kwargs)
 

@@ -178,9 +178,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 units = _units_of(model, order, compile)
                 step_end, operators = len(ledger), ledger.operators
                 trained = any(parameter.grad is not None for parameter in parameters)
-                phase = run_optimizer(
-                    optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target
-                )
+                phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
                 ledger.stop()
                 shadows.stop()
             observed = Observed(
@@ -330,8 +328,9 @@ def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: F
     found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
-    if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in traced.modules):
-        found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
+    if any(isinstance(module, nn.RNNBase) for module in traced.modules):
+        library = "cuDNN" if target.kind == "cuda" else "oneDNN"
+        found.append(f"recurrent layers in their composed form; what {library} would keep instead is not known")
     return tuple(found)
 
 

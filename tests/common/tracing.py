@@ -45,7 +45,6 @@ def kernels_not_run() -> Iterator[None]:
     """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
-        patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
         patch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
         yield
 

@@ -228,7 +228,7 @@ def test_what_a_key_does_not_tell_is_not_remembered() -> None:
         assert run_on(book, aten.div.Tensor, numbers, numbers)[0].dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    # A foreach operator whose lists do not go together, though those of its stand-ins would.
+    # A foreach operator whose lists do not go together.
     with pytest.raises(RuntimeError, match="same number"):
         run_on(book, aten._foreach_add.List, [ones] * 4, [ones])
     # A foreach operator changes each of some real tensors, not one for all.
