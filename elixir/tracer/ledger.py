@@ -121,40 +121,21 @@ class Ledger:
     def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any) -> StorageRecord:
         """Follows the tensor's storage from now on; a storage that is followed already stays what it is."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._live.get(key)
+        known = self._live.get(storage._cdata)
         if known is not None:
             return known.record
-        record = self._born(self._round_bytes(storage.nbytes()), kind, module, operator)
-        ref = _StorageRef(storage, self._died)
-        ref.key, ref.record = key, record
-        self._live[key] = ref
-        return record
+        return self._lives(storage, self._born(self._round_bytes(storage.nbytes()), kind, module, operator))
 
     def follow(self, tensor: torch.Tensor, nbytes: int, module: str, operator: Any, node: int) -> None:
-        """Follows the storage of a tensor that was just made, which takes `nbytes`, rounded already.
+        """Follows the storage of an activation that was just made, which takes `nbytes`, rounded already.
 
         As `add`, and quicker: nothing can be known of such a storage.
         """
-        records, storage = self.records, tensor.untyped_storage()
-        index = len(records)
-        record = StorageRecord(index, nbytes, "activations", module, operator)
-        record.node = node
-        records.append(record)
-        self.log.append(index)
-        ref = _StorageRef(storage, self._died)
-        ref.key = key = storage._cdata
-        ref.record = record
-        self._live[key] = ref
+        self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, operator)).node = node
 
     def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: HostMemory, module: str) -> None:
         """Follows a tensor in host memory, which takes `nbytes` there; it is no part of what lies on the device."""
-        storage = tensor.untyped_storage()
-        record = self._born(nbytes, "activations", module, None)
-        record.on_host = sort
-        ref = _StorageRef(storage, self._died)
-        ref.key, ref.record = storage._cdata, record
-        self._live[ref.key] = ref
+        self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, None)).on_host = sort
 
     def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         """Bytes that no tensor of the trace stands for, such as an optimizer's states; they stay."""
@@ -216,26 +197,28 @@ class Ledger:
 
     def incomplete_gradients(self) -> Int64Array:
         """Bytes of gradients that autograd still adds to, after every entry of the log."""
-        change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        for record in self.records:
-            if record.complete_at:
-                change[born_at[record.index]] += record.nbytes
-                change[max(born_at[record.index], record.complete_at)] -= record.nbytes
-        incomplete: Int64Array = np.cumsum(change[:-1])
-        return incomplete
+        return self._held(
+            (each, int(born_at[each.index]), each.complete_at) for each in self.records if each.complete_at
+        )
 
     def arriving_gradients(self) -> Int64Array:
         """Bytes of gradients that are complete, or about to be, and with autograd, after every entry of the log."""
-        change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        for record in self.records:
-            if record.arrived_at:
-                begins = max(born_at[record.index], record.complete_at)  # before that it is incomplete
-                change[begins] += record.nbytes
-                change[max(begins, record.arrived_at)] -= record.nbytes
-        arriving: Int64Array = np.cumsum(change[:-1])
-        return arriving
+        return self._held(  # before `complete_at` it is incomplete
+            (each, max(int(born_at[each.index]), each.complete_at), each.arrived_at)
+            for each in self.records
+            if each.arrived_at
+        )
+
+    def _held(self, times: Iterable[tuple[StorageRecord, int, int]]) -> Int64Array:
+        """Bytes of records that count from one length of the log to another, after every entry of the log."""
+        change = np.zeros(len(self.log) + 1, dtype=np.int64)
+        for record, begins, ends in times:
+            change[begins] += record.nbytes
+            change[max(begins, ends)] -= record.nbytes
+        held: Int64Array = np.cumsum(change[:-1])
+        return held
 
     def alive_at(self, position: int) -> list[StorageRecord]:
         """Records of any bytes that are alive just after log entry `position`."""
@@ -252,6 +235,12 @@ class Ledger:
         record = StorageRecord(len(self.records), nbytes, kind, module, operator)
         self.records.append(record)
         self.log.append(record.index)
+        return record
+
+    def _lives(self, storage: torch.UntypedStorage, record: StorageRecord) -> StorageRecord:
+        ref = _StorageRef(storage, self._died)
+        ref.key, ref.record = storage._cdata, record
+        self._live[ref.key] = ref
         return record
 
     def _died(self, ref: Any) -> None:

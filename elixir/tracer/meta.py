@@ -151,11 +151,11 @@ def _uninterrupted(calls: list[Callable[[], object]]) -> None:
         raise interrupt
 
 
-def _replace_in_scripts(held: list[tuple[torch.jit.ScriptModule, list[tuple[str, torch.Tensor]]]]) -> None:
+def _replace_in_scripts(held: list[tuple[torch.jit.ScriptModule, list[tuple[str, Any]]]]) -> None:
     """Gives TorchScript modules, which refer to memory and not to objects, the memory that their tensors have now."""
     for module, tensors in held:
         for name, tensor in tensors:
-            module._c.setattr(name, tensor)  # type: ignore[operator, union-attr]
+            module._c.setattr(name, tensor)
 
 
 def _without_hooks_of_plans(modules: dict[nn.Module, str]) -> Callable[[], None]:

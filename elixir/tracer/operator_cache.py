@@ -38,6 +38,8 @@ from elixir.tracer.values.unknown_number import user_location
 
 aten = torch.ops.aten
 
+DROPOUT = "dropout_p"
+"""Argument of attention that says how much it drops."""
 _META = torch.device("meta")
 _NAMESPACES = frozenset({"aten", "prims"})
 """Operators of others may do more than their schema says."""
@@ -128,6 +130,9 @@ class Traits:
         self.call: Callable[..., Any] = _QUICK_VIEWS.get(func, func)
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        names = [argument.name for argument in schema.arguments]
+        self.dropout_at = names.index(DROPOUT) if DROPOUT in names else None
         followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
         self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
         """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""

@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
                 self._cost_fused(cost.operation, arguments.storages, tensors)
             else:
                 self._order.cost(cost.operation)
-        self._order.results.made(func, args, kwargs, tensors, cost.operation, len(self._order.uses))
+        self._order.results.made(op, args, kwargs, tensors, cost.operation, len(self._order.uses))
         if real:
             return result
         self._shadows.exchange(func, args)
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
             self._order.cost(operation)
-            self._order.results.made(op.func, args, kwargs, (), operation, len(self._order.uses))
+            self._order.results.made(op, args, kwargs, (), operation, len(self._order.uses))
         return result
 
     def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:

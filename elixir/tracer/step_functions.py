@@ -247,7 +247,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.device.__get__: StepFunctions.device,
     torch.Tensor.to: StepFunctions.to,
     torch.Tensor.cuda: StepFunctions.to,
-    torch.Tensor.grad.__get__: StepFunctions.gradient,
+    torch.Tensor.grad.__get__: StepFunctions.gradient,  # type: ignore[union-attr]
     enter_autocast: StepFunctions.autocast_entered,
     exit_autocast: StepFunctions.autocast_left,
 }

@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +38,9 @@ from elixir.tracer.fused_costs import FusedCosts
 from elixir.tracer.generated_code import GeneratedCode, Kinds
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta import TracedModel, meta_input, on_meta
-from elixir.tracer.observed import Observed, assemble
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
+from elixir.tracer.report import Observed, assemble
 from elixir.tracer.step_functions import NAMES_CUDA
 from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
@@ -129,7 +129,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     started = time.perf_counter()
     target = target_for(hardware)
     with compiled_in_place(model), taken_apart(model), on_meta(model, dtype) as traced:
-        compiled = _compiled(model, compile)
+        layers = layer_units(model, compile=compile)
+        compiled = _compiled(model, layers)
         batch, inputs = meta_input(inp, dtype)
         known_by = fingerprint(model, forward=forward)  # a step may freeze weights
         parameters = traced.parameters
@@ -144,12 +145,12 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
         order = UseOrder(traced, ledger.log)
-        order.results = UnitResults({module: unit.name for module, unit in layer_units(model).items()}, ledger)
+        order.results = UnitResults({module: unit.name for module, unit in layers.items()}, ledger)
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-        layers = tuple(layer_units(model, compile=compile).values())
-        swapping = Swapping(model, StepShape(units=layers, activations=activations), recorder.host)
+        shape = StepShape(units=tuple(layers.values()), activations=activations)
+        swapping = Swapping(model, shape, recorder.host)
         references_when_alone()
         fused = FusedKernels(model, use_fused_kernels, target.kind)
         budgets = {each.unit: each.budget for each in activations if each.budget is not None}
@@ -175,7 +176,9 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     _run_step(traced, batch, step_fn, recorder, order, ledger, generated, trains=not forward)
                 order.finish()
                 order.join_units(compiled)
-                units = _units_of(model, order, compile)
+                if regions := order.checkpointed():
+                    layers = layer_units(model, compile=compile, checkpointed=regions)
+                units = _units_of(layers.values(), order)
                 step_end, operators = len(ledger), ledger.operators
                 trained = any(parameter.grad is not None for parameter in parameters)
                 phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
@@ -287,21 +290,22 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
     return unheard
 
 
-def _compiled(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | None]:
+def _compiled(model: nn.Module, layers: Mapping[nn.Module, Unit]) -> dict[str, Mapping[str, Any] | None]:
     """The units that are compiled, or will be -> the settings of inductor, None of another compiler."""
     before = compiled_units(model)
     return {
         unit.name: inductor_settings(module) if module in before else {}
-        for module, unit in layer_units(model, compile=compile).items()
+        for module, unit in layers.items()
         if unit.form == "compiled"
     }
 
 
-def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, ...]:
-    units = layer_units(model, compile=compile, checkpointed=order.checkpointed()).values()
-    apart = order.never_one({unit.name for unit in units})
+def _units_of(layers: Collection[Unit], order: UseOrder) -> tuple[Unit, ...]:
+    """The units, of which those whose weights are read piece by piece are not fetched as one."""
+    piecewise = order.units_read_piecewise({unit.name for unit in layers})
     return tuple(
-        replace(unit, fetch="parameters") if unit.name in apart and unit.form != "compiled" else unit for unit in units
+        replace(unit, fetch="parameters") if unit.name in piecewise and unit.form != "compiled" else unit
+        for unit in layers
     )
 
 

@@ -416,7 +416,7 @@ class UseOrder:
         """An operator has chosen by scores, such as experts: the running module may read other weights in a run."""
         self._choosing.add(self.module(self.phase()))
 
-    def never_one(self, units: Collection[str]) -> set[str]:
+    def units_read_piecewise(self, units: Collection[str]) -> set[str]:
         """Units whose weights have to be fetched when they are read, for the reasons of `Unit.fetch`.
 
         Args:

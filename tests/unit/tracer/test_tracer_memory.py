@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe, observe_step
 from elixir.errors import TraceError
-from elixir.tracer import peaks
+from elixir.tracer import report
 from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_step, trace_step
 
 SCALARS_BYTES = 64
@@ -342,7 +342,7 @@ def test_totals_hang_together() -> None:
 
 def test_a_thinned_curve_keeps_the_highest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = cpu_trace(mlp(), x(64, 64), sum_step)
-    monkeypatch.setattr(peaks, "MAX_STEP_SAMPLES", 3)
+    monkeypatch.setattr(report, "MAX_STEP_SAMPLES", 3)
     thinned = cpu_trace(mlp(), x(64, 64), sum_step)
     assert len(thinned.curve) == 3 < len(whole.curve)
     assert set(thinned.curve) < set(whole.curve)
