@@ -175,7 +175,7 @@ class _Check:
     def plain(self) -> dict[str, Any]:
         """Weights and buffers after the steps in plain PyTorch."""
         model, optimizers = self._copies()
-        with self._gradients_kept():
+        with self._no_weight_of_the_original():
             try:
                 self._steps(model, optimizers)
             except Exception as error:
@@ -286,22 +286,24 @@ class _Check:
                     optimizer.zero_grad()
 
     @contextlib.contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
+    def _no_weight_of_the_original(self) -> Iterator[None]:
         """Refuses functions that run the model itself, whose weights get gradients, where its copy is run."""
-        kept = {name: (each, each.grad) for name, each in self.model.named_parameters()}
-        for each, _ in kept.values():
-            each.grad = None
+        reached: list[str] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.append(name))
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        ]
         try:
             yield
-            reached = next((name for name, (each, _) in kept.items() if each.grad is not None), None)
-            if reached is not None:
-                raise InputError(
-                    f"a copy of the model is checked, but something in it uses weight {reached!r} of the model itself, "
-                    "such as a closure over it or a global name for it; reach the model's parts by self"
-                )
         finally:
-            for each, gradient in kept.values():
-                each.grad = gradient
+            for handle in handles:
+                handle.remove()
+        if reached:
+            raise InputError(
+                f"a copy of the model is checked, but something in it uses weight {reached[0]!r} of the model itself, "
+                "such as a closure over it or a global name for it; reach the model's parts by self"
+            )
 
     def _copies(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Copies model and optimizers to the CPU, with the same values."""

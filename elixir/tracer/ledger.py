@@ -33,8 +33,17 @@ class StorageRecord:
     """One allocation."""
 
     __slots__ = (
-        "arrived_at", "complete_at", "index", "kind", "module", "nbytes", "node", "on_host", "operator", "shadow",
-        "stands_for",
+        "arrived_at",
+        "complete_at",
+        "cpu_twin",
+        "index",
+        "kind",
+        "module",
+        "nbytes",
+        "node",
+        "on_host",
+        "operator",
+        "shadow",
     )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
@@ -49,7 +58,7 @@ class StorageRecord:
         """Sequence number of the autograd node that made it; -1 outside of backward."""
         self.on_host: HostMemory | None = None
         """The host memory in which it is; None on the device."""
-        self.stands_for: torch.Tensor | None = None
+        self.cpu_twin: torch.Tensor | None = None
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
         """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
@@ -156,7 +165,7 @@ class Ledger:
         """
         live, self._live = self._live, {}
         for ref in live.values():
-            ref.record.shadow = ref.record.stands_for = None
+            ref.record.shadow = ref.record.cpu_twin = None
 
     def knows(self, storages: Iterable[int]) -> bool:
         """Whether the values of all these storages are known."""
@@ -248,4 +257,4 @@ class Ledger:
         if self._live.get(key) is ref:
             del self._live[key]
             self.log.append(~record.index)
-            record.shadow = record.stands_for = None
+            record.shadow = record.cpu_twin = None

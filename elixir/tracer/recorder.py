@@ -38,7 +38,7 @@ from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
 from elixir.tracer.values.indexing import SELECTIONS, picked
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot, suppose_finite
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""
         if op.checks_finite:
-            suppose_finite(self._shadows, op.func, args, tensors[0])
+            assume_finite(self._shadows, op.func, args, tensors[0])
         elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:
             self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
@@ -328,7 +328,7 @@ class Recorder(TorchDispatchMode):
         record = self._ledger.find(after)
         if record is not None and not before.is_meta and after.is_meta and before.dtype == after.dtype:
             record.nbytes = 0
-            record.stands_for = before
+            record.cpu_twin = before
 
     def _formula_writes(self, func: Any, args: Any) -> bool:
         """Whether autograd's formula would write into its first argument here, as only it holds that."""
