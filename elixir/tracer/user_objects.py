@@ -167,9 +167,9 @@ class UserObjects:
         holder = next(self._holders_of(weight), None)
         if holder is None:
             return (
-                "step_fn combines the model it is given with a CPU tensor that needs a gradient and is no weight of that "
-                "model; detach it, or make it on the input's device; if it is of a second model that is not trained, "
-                "freeze that with requires_grad_(False)"
+                "step_fn combines the model it is given with a CPU tensor that needs a gradient and is no weight of "
+                "that model; detach it, or make it on the input's device; if it is of a second model that is not "
+                "trained, freeze that with requires_grad_(False)"
             )
         return (
             f"step_fn runs {holder}, a second model whose weights need gradients, but only the model it is given is "

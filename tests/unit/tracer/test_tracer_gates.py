@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
