@@ -20,11 +20,11 @@ class _Temporaries(NamedTuple):
     """Copies of weights that `step()` holds, as observed on the CPU with torch 2.13."""
 
     foreach: int
-    """Of all weights at once."""
+    """Held of all weights at once."""
     loop: int
-    """Of the weight that a loop steps."""
+    """Held of the weight that a loop steps."""
     held: int
-    """Of the weight before it, which the loop still holds."""
+    """Still held by the loop of the weight before it."""
 
 
 _TEMPORARIES = {

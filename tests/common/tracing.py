@@ -50,7 +50,7 @@ def kernels_not_run() -> Iterator[None]:
 
 
 def on_meta_now(model: nn.Module) -> TracedModel:
-    """What a trace knows of a model that is on meta."""
+    """Returns all that a trace knows of a model that is on meta."""
     with on_meta(model, None) as traced:
         return traced
 

@@ -68,7 +68,7 @@ HOLDS: dict[str, Callable[[Tail], Any]] = {
 
 
 def memory(model: nn.Module) -> list[Any]:
-    """Which tensors a model has, where they lie, and what they hold."""
+    """Returns the tensors of a model, where they lie, and what they hold."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, id(each), each.data_ptr(), each.requires_grad, each.tolist()) for name, each in tensors]
 
