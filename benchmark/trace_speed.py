@@ -103,15 +103,10 @@ def work_trace(name: str, hardware: str, optimizer: str, runs: str, uncached_run
 
 
 def _facts(trace: Any) -> Result:
-    """All of a trace that does not depend on how long it took or on where a picture's curve is sampled.
-
-    With the cache one parameter of each shape stands for the others in a fused or foreach optimizer, so the curve has
-    fewer points there; how high it goes is a fact.
-    """
+    """All of a trace that does not depend on how long it took."""
     facts = {field.name: getattr(trace, field.name) for field in dataclasses.fields(trace)}
     del facts["trace_s"]
-    curve = facts.pop("curve")
-    return facts | {"optimizer_peak": max((s.total for s in curve if s.phase == "optimizer"), default=0)}
+    return facts
 
 
 def work_peer(name: str) -> Result:

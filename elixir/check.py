@@ -8,6 +8,7 @@ evicts every weight after each use, fills freed blocks with NaN, and compares th
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from elixir.models.step import check_batch, default_input, default_step, with_te
 from elixir.optimizer_states import moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
-from elixir.tracer.copied_functions import deep_copied
 from elixir.tracer.trace import trace_step
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.unknown_number import is_user_code
@@ -119,14 +119,15 @@ class _Check:
     def plain(self) -> dict[str, Any]:
         """Weights and buffers after the steps in plain PyTorch."""
         model, optimizers = self._copies()
-        try:
-            self._steps(model, optimizers)
-        except Exception as error:
-            place = _place(error)
-            raise InputError(
-                f"{place}{': ' if place else ''}the step fails in plain PyTorch on the CPU ({type(error).__name__}: "
-                f"{shortened(str(error), 300)}); it has to run there to be checked"
-            ) from error
+        with self._no_weight_of_the_original():
+            try:
+                self._steps(model, optimizers)
+            except Exception as error:
+                place = _place(error)
+                raise InputError(
+                    f"{place}{': ' if place else ''}the step fails in plain PyTorch on the CPU "
+                    f"({type(error).__name__}: {shortened(str(error), 300)}); it has to run there to be checked"
+                ) from error
         return model.state_dict()
 
     def look_at_optimizers(self, moments: str | None) -> None:
@@ -221,16 +222,33 @@ class _Check:
 
     def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Each run begins with what the first one found, such as a generator that the step draws from.
-        reached = (self.step, self.batch, *self.optimizers)  # these have hooks
-        with (
-            generators_untouched(),
-            user_objects_restored(self.model, nn.Module(), *reached, writes_unseen=True),
-        ):
+        reached = (self.model, self.step, self.batch, *self.optimizers)  # models and optimizers have hooks
+        with generators_untouched(), user_objects_restored(*reached, writes_unseen=True):
             for _ in range(STEPS):
                 self.step(model, with_tensors(torch.Tensor.clone, self.batch))
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def _no_weight_of_the_original(self) -> Iterator[None]:
+        """Refuses functions that run the model itself, whose weights get gradients, where its copy is run."""
+        reached: list[str] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.append(name))
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if reached:
+            raise InputError(
+                f"a copy of the model is checked, but something in it uses weight {reached[0]!r} of the model itself, "
+                "such as a closure over it or a global name for it; reach the model's parts by self"
+            )
 
     def _copies(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Copies model and optimizers to the CPU, with the same values."""
@@ -244,11 +262,11 @@ class _Check:
                 memo[id(tensor)] = value
         optimizers = []
         try:
-            model = deep_copied(self.model, memo)
+            model = copy.deepcopy(self.model, memo)
             for each in self.optimizers:
                 # `copy.deepcopy` would leave out attributes of a derived class, as `Optimizer.__getstate__` does.
                 memo[id(each)] = made = object.__new__(type(each))
-                vars(made).update(deep_copied(vars(each), memo))
+                vars(made).update(copy.deepcopy(vars(each), memo))
                 optimizers.append(made)
         except Exception as error:
             raise InputError(

@@ -190,12 +190,6 @@ onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 """Whether operators are sent to oneDNN; the public flag is a property of a module that cannot be read cheaply."""
 
 
-def onednn_takes_bfloat16() -> bool:
-    """Whether the processor has what oneDNN wants for bfloat16; False where PyTorch cannot say."""
-    found = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return found is not None and bool(found())
-
-
 def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]] | None:
     """`call`, and the bytes of each allocation (freed: negative) of this thread on the CPU meanwhile, in order.
 

@@ -79,8 +79,11 @@ def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that modules keep without registering them, as attributes or in a list, a tuple or a dict."""
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for prefix, module in model.named_modules():
+    modules = list(model.named_modules())
+    registered = {
+        id(each) for _, module in modules for own in (module._parameters, module._buffers) for each in own.values()
+    }
+    for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):  # another module may have them by now

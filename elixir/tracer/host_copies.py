@@ -75,7 +75,7 @@ class HostCopies:
     def _out(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """`x.cpu()` of a tensor on the device: a real tensor if its values are known."""
         source = args[0]
-        if self._shadows.of(source) is not None:
+        if self._shadows.known(source) is not None:
             made: torch.Tensor = self._shadows.evaluate(func, args, kwargs)
         elif self._target.kind == "cpu":
             return aten.alias.default(source)  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ class HostCopies:
             return True
         if not source.is_meta:
             return False
-        known = self._shadows.of(source)
+        known = self._shadows.known(source)
         if known is not None:
             with DisableTorchDispatch():
                 target.copy_(known.value())
@@ -140,7 +140,7 @@ class HostCopies:
             return
         whole = target.nbytes == target.untyped_storage().nbytes()
         is_lasting = source.is_meta or source.numel() <= MAX_EAGER_SHADOW_NUMEL  # of a larger one no copy is kept
-        if whole and is_lasting and self._shadows.of(target) is None:
+        if whole and is_lasting and self._shadows.known(target) is None:
             record.shadow = None
             self._shadows.derive(_CAST, (source,), {"dtype": target.dtype}, [source], [target])
         else:
@@ -154,7 +154,7 @@ class HostCopies:
             device, dtype = parsed_to(*args, **{key: value for key, value in kwargs.items() if key != "copy"})[:2]
         if device is not None and device.type != "cpu":
             self._comes_back(tensor)
-            known = self._shadows.of(tensor)
+            known = self._shadows.known(tensor)
             with self._returning():
                 tensor = tensor.clone()
             if known is not None:

@@ -33,8 +33,17 @@ class StorageRecord:
     """One allocation."""
 
     __slots__ = (
-        "arrived_at", "complete_at", "index", "kind", "module", "nbytes", "node", "on_host", "operator", "shadow",
-        "stands_for",
+        "arrived_at",
+        "complete_at",
+        "cpu_twin",
+        "index",
+        "kind",
+        "module",
+        "nbytes",
+        "node",
+        "on_host",
+        "operator",
+        "shadow",
     )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
@@ -49,7 +58,7 @@ class StorageRecord:
         """Sequence number of the autograd node that made it; -1 outside of backward."""
         self.on_host: HostMemory | None = None
         """The host memory in which it is; None on the device."""
-        self.stands_for: torch.Tensor | None = None
+        self.cpu_twin: torch.Tensor | None = None
         """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
         """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
@@ -118,50 +127,28 @@ class Ledger:
         ref = self._live.get(storage)
         return None if ref is None else ref.record
 
-    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Follows the tensor's storage from now on; a storage that is followed already stays what it is.
-
-        It counts `copies` times: for as many others that live and die with it.
-        """
+    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Follows the tensor's storage from now on; a storage that is followed already stays what it is."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._live.get(key)
+        known = self._live.get(storage._cdata)
         if known is not None:
             return known.record
-        record = self._born(self._round_bytes(storage.nbytes()) * copies, kind, module, operator)
-        ref = _StorageRef(storage, self._died)
-        ref.key, ref.record = key, record
-        self._live[key] = ref
-        return record
+        return self._lives(storage, self._born(self._round_bytes(storage.nbytes()), kind, module, operator))
 
-    def follow(self, tensor: torch.Tensor, nbytes: int, kind: Kind, module: str, operator: Any, node: int) -> None:
-        """Follows the storage of a tensor that was just made, which takes `nbytes`, rounded already.
+    def follow(self, tensor: torch.Tensor, nbytes: int, module: str, operator: Any, node: int) -> None:
+        """Follows the storage of an activation that was just made, which takes `nbytes`, rounded already.
 
         As `add`, and quicker: nothing can be known of such a storage.
         """
-        records, storage = self.records, tensor.untyped_storage()
-        index = len(records)
-        record = StorageRecord(index, nbytes, kind, module, operator)
-        record.node = node
-        records.append(record)
-        self.log.append(index)
-        ref = _StorageRef(storage, self._died)
-        ref.key = key = storage._cdata
-        ref.record = record
-        self._live[key] = ref
+        self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, operator)).node = node
 
     def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: HostMemory, module: str) -> None:
         """Follows a tensor in host memory, which takes `nbytes` there; it is no part of what lies on the device."""
-        storage = tensor.untyped_storage()
-        record = self._born(nbytes, "activations", module, None)
-        record.on_host = sort
-        ref = _StorageRef(storage, self._died)
-        ref.key, ref.record = storage._cdata, record
-        self._live[ref.key] = ref
+        self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, None)).on_host = sort
 
-    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Bytes that no tensor of the trace stands for, such as a fused optimizer's counters; they stay."""
-        return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
+    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Bytes that no tensor of the trace stands for, such as an optimizer's states; they stay."""
+        return self._born(self._round_bytes(nbytes), kind, module, operator)
 
     def set_aside(self, count: int, kind: Kind) -> list[StorageRecord]:
         """Records of so many allocations that may turn out to be there from here on; they stay, of no bytes yet."""
@@ -178,7 +165,7 @@ class Ledger:
         """
         live, self._live = self._live, {}
         for ref in live.values():
-            ref.record.shadow = ref.record.stands_for = None
+            ref.record.shadow = ref.record.cpu_twin = None
 
     def knows(self, storages: Iterable[int]) -> bool:
         """Whether the values of all these storages are known."""
@@ -188,12 +175,12 @@ class Ledger:
                 return False
         return True
 
-    def curve(self, *, drop: Callable[[StorageRecord], bool] | None = None) -> Curve:
-        """Live bytes by kind after every entry of the log, leaving out the records that `drop` names."""
+    def curve(self) -> Curve:
+        """Live bytes by kind after every entry of the log."""
         log = np.asarray(self.log, dtype=np.int64)
         births = log >= 0
         index = np.where(births, log, ~log)
-        sizes = np.array([r.nbytes if drop is None or not drop(r) else 0 for r in self.records], dtype=np.int64)
+        sizes = np.array([r.nbytes for r in self.records], dtype=np.int64)
         kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
         on_host = np.array([r.on_host is not None for r in self.records], dtype=bool)[index]
         delta = np.where(births, sizes[index], -sizes[index])
@@ -219,26 +206,28 @@ class Ledger:
 
     def incomplete_gradients(self) -> Int64Array:
         """Bytes of gradients that autograd still adds to, after every entry of the log."""
-        change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        for record in self.records:
-            if record.complete_at:
-                change[born_at[record.index]] += record.nbytes
-                change[max(born_at[record.index], record.complete_at)] -= record.nbytes
-        incomplete: Int64Array = np.cumsum(change[:-1])
-        return incomplete
+        return self._held(
+            (each, int(born_at[each.index]), each.complete_at) for each in self.records if each.complete_at
+        )
 
     def arriving_gradients(self) -> Int64Array:
         """Bytes of gradients that are complete, or about to be, and with autograd, after every entry of the log."""
-        change = np.zeros(len(self.log) + 1, dtype=np.int64)
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        for record in self.records:
-            if record.arrived_at:
-                begins = max(born_at[record.index], record.complete_at)  # before that it is incomplete
-                change[begins] += record.nbytes
-                change[max(begins, record.arrived_at)] -= record.nbytes
-        arriving: Int64Array = np.cumsum(change[:-1])
-        return arriving
+        return self._held(  # before `complete_at` it is incomplete
+            (each, max(int(born_at[each.index]), each.complete_at), each.arrived_at)
+            for each in self.records
+            if each.arrived_at
+        )
+
+    def _held(self, times: Iterable[tuple[StorageRecord, int, int]]) -> Int64Array:
+        """Bytes of records that count from one length of the log to another, after every entry of the log."""
+        change = np.zeros(len(self.log) + 1, dtype=np.int64)
+        for record, begins, ends in times:
+            change[begins] += record.nbytes
+            change[max(begins, ends)] -= record.nbytes
+        held: Int64Array = np.cumsum(change[:-1])
+        return held
 
     def alive_at(self, position: int) -> list[StorageRecord]:
         """Records of any bytes that are alive just after log entry `position`."""
@@ -257,9 +246,15 @@ class Ledger:
         self.log.append(record.index)
         return record
 
+    def _lives(self, storage: torch.UntypedStorage, record: StorageRecord) -> StorageRecord:
+        ref = _StorageRef(storage, self._died)
+        ref.key, ref.record = storage._cdata, record
+        self._live[ref.key] = ref
+        return record
+
     def _died(self, ref: Any) -> None:
         key, record = ref.key, ref.record
         if self._live.get(key) is ref:
             del self._live[key]
             self.log.append(~record.index)
-            record.shadow = record.stands_for = None
+            record.shadow = record.cpu_twin = None

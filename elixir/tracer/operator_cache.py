@@ -38,6 +38,8 @@ from elixir.tracer.values.unknown_number import user_location
 
 aten = torch.ops.aten
 
+DROPOUT = "dropout_p"
+"""Argument of attention that says how much it drops."""
 _META = torch.device("meta")
 _NAMESPACES = frozenset({"aten", "prims"})
 """Operators of others may do more than their schema says."""
@@ -129,7 +131,8 @@ class Traits:
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.foreach = schema.name.startswith("aten::_foreach_")
+        names = [argument.name for argument in schema.arguments]
+        self.dropout_at = names.index(DROPOUT) if DROPOUT in names else None
         followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
         self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
         """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""
@@ -275,12 +278,10 @@ class OperatorCache:
 
     Args:
         target: corrects what differs on the pretend device.
-        draw: calls an operator that draws random numbers for real tensors.
         enabled: False runs every operator anew.
     """
 
-    def __init__(self, target: Target, draw: Callable[[Any, Any, Any], Any], enabled: bool = True) -> None:
-        self._draw = draw
+    def __init__(self, target: Target, enabled: bool = True) -> None:
         self._target = target
         self._enabled = enabled
         self._seen: dict[Any, Remembered] = {}
@@ -350,12 +351,8 @@ class OperatorCache:
         return op, torch.get_default_dtype(), arguments.key
 
     def _call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        if op.foreach and self._enabled and arguments.key is not None:
-            return _foreach_by_representatives(op.func, args, kwargs)
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
-        if op.draws and _on_host(arguments.tensors, kwargs):
-            return self._draw(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
             # Kernels take a number on the CPU next to a tensor elsewhere, meta's do not.
             return op.func(*args[:2], args[2].to(_META), **kwargs)
@@ -368,48 +365,6 @@ _FILLS_WITH_A_TENSOR = frozenset({aten.masked_fill.Tensor, aten.masked_fill_.Ten
 def remade(spec: Spec) -> torch.Tensor:
     """A tensor of a remembered size, stride and dtype."""
     return torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
-
-
-def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
-    """A foreach operator on meta, run on one tensor of each shape: an optimizer has thousands of a few shapes.
-
-    All that is no list of one entry per tensor must be a number: a tensor or a shorter list is split up by the
-    operator.
-    """
-    count = len(args[0])
-    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    others = [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, (int, float, bool, type(None)))]
-    if len(others) != len(lists) or any(len(items) != count for items in lists):
-        return func(*args, **kwargs)
-    rows: list[int] = []
-    representatives: dict[Any, int] = {}
-    chosen: list[int] = []
-    for position in range(count):
-        operands = (items[position] for items in lists)
-        key = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in operands)
-        if key not in representatives:
-            representatives[key] = len(chosen)
-            chosen.append(position)
-        rows.append(representatives[key])
-    if len(chosen) == count:
-        return func(*args, **kwargs)
-    fewer = [[arg[position] for position in chosen] if isinstance(arg, (list, tuple)) else arg for arg in args]
-    result = func(*fewer, **kwargs)
-    if result is None:
-        return None
-    if not _repeatable(result, [tensor for items in lists for tensor in items if isinstance(tensor, torch.Tensor)]):
-        return func(*args, **kwargs)
-    specs = [(tensor.size(), tensor.stride(), tensor.dtype) for tensor in result]
-    return [torch.empty_strided(specs[r][0], specs[r][1], dtype=specs[r][2], device=_META) for r in rows]
-
-
-def _on_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether a call works on real tensors, or makes some."""
-    return not any(tensor.is_meta for tensor in tensors) and not _names_meta(kwargs.get("device"))
-
-
-def _names_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,11 +1,12 @@
-"""The optimizer phase of a trace: torch's own optimizer, run on the meta parameters."""
+"""The optimizer phase of a trace: the states of torch's own optimizer, and its temporaries by a table."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,10 +14,31 @@ from torch import nn
 from elixir.errors import InputError, unknown_name
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.recorder import Recorder
 
-OPTIMIZER_NAMES = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta")
-_BY_NAME = {name.lower(): name for name in OPTIMIZER_NAMES}
+
+class _Temporaries(NamedTuple):
+    """Copies of weights that `step()` holds, as observed on the CPU with torch 2.13."""
+
+    foreach: int
+    """Held of all weights at once."""
+    loop: int
+    """Held of the weight that a loop steps."""
+    held: int
+    """Still held by the loop of the weight before it."""
+
+
+_TEMPORARIES = {
+    "Adam": _Temporaries(1, 2, 1),
+    "AdamW": _Temporaries(1, 2, 1),
+    "SGD": _Temporaries(0, 0, 0),
+    "RMSprop": _Temporaries(1, 1, 1),
+    "Adagrad": _Temporaries(2, 1, 1),
+    "NAdam": _Temporaries(1, 2, 1),
+    "RAdam": _Temporaries(1, 2, 0),
+    "Adamax": _Temporaries(1, 1, 0),
+    "Adadelta": _Temporaries(2, 2, 1),
+}
+_BY_NAME = {name.lower(): name for name in _TEMPORARIES}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -36,89 +58,52 @@ class OptimizerPhase:
     """Class and kernel, such as ``AdamW (foreach)``; ``none`` for a step without one."""
     state_bytes: int
     """Exact bytes of the states on the device."""
-    has_temporaries: bool
-    """False for a fused kernel: what the stand-in allocated apart from states does not exist."""
 
 
 def run_optimizer(
-    name: str | None,
-    kernel: OptimizerKernel | None,
-    parameters: list[nn.Parameter],
-    recorder: Recorder,
-    ledger: Ledger,
-    target: Target,
+    name: str | None, kernel: OptimizerKernel | None, parameters: list[nn.Parameter], ledger: Ledger, target: Target
 ) -> OptimizerPhase:
-    """One `step()` of torch's optimizer on the meta gradients, booked by `recorder`.
+    """Books the states and the temporaries of one `step()` of a steady run.
 
-    A foreach or fused optimizer treats all parameters at once, so one of each shape represents the others: its
-    allocations count as many times as there are. A loop takes them one after the other: it is run on those that are
-    `in_every_order`, next to memory of the size of all other states.
+    The states are those that torch's optimizer makes for one meta parameter of each layout.
     """
     if name is None:
-        return OptimizerPhase("none", 0, has_temporaries=False)
+        return OptimizerPhase("none", 0)
     cls = optimizer_class(name)
     kernel = _choose_kernel(cls, kernel, target)
     updated = [parameter for parameter in parameters if parameter.grad is not None]
-    copies = Counter(parameter.shape for parameter in updated)
-    others = Counter(map(_layout, updated))
-    at_once = kernel != "for-loop" and not target.counts_host_tensors and torch.Size() not in copies
-    if recorder.caches and kernel == "for-loop":
-        updated = in_every_order(updated)
-    elif recorder.caches and at_once and len(others) == len(copies):
-        updated = list({parameter.shape: parameter for parameter in updated}.values())
-        recorder.copies = copies
-    others -= Counter(map(_layout, updated))  # parameters that others represent
-    theirs = ledger.set_aside(bool(others and not recorder.copies), "optimizer")
-    recorder.new_kind = "workspace"
-    with recorder:
-        optimizer = _build(cls, updated, kernel)
-        optimizer.step()
-    state_bytes = 0
-    for parameter in updated:
-        more = others.pop(_layout(parameter), 0)
-        for state in optimizer.state[parameter].values():
-            if not isinstance(state, torch.Tensor):
-                continue
-            record = ledger.find(state)
-            if record is not None:
-                record.kind = "optimizer"
-            elif kernel == "fused" or target.counts_host_tensors:
-                # Fused kernels keep their step counters on the device; the stand-in kept them on the host. A target
-                # that is the host has them either way.
-                ledger.add_bytes(state.nbytes, "optimizer", "", "step", recorder.copies.get(parameter.shape, 1))
-            else:
-                continue
-            state_bytes += state.nbytes * (1 + more)
-            for memory in theirs:
-                memory.nbytes += target.round_bytes(state.nbytes) * more
-    return OptimizerPhase(f"{cls.__name__} ({kernel})", state_bytes, has_temporaries=kernel != "fused")
-
-
-def in_every_order(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Few of the parameters, such that each kind of them comes after the same kinds as before, and after no other.
-
-    A loop holds what it has made for one parameter until it makes the same for the next. Repeated layers become two.
-    """
-    kept: list[tuple[nn.Parameter, bool]] = []  # with whether it was the first after one of the kind before
-    seen = set[Any]()
-    for parameter in parameters:
-        kind = _layout(parameter)
-        order = _layout(kept[-1][0]) if kept else None, kind
-        kept.append((parameter, order not in seen))
-        seen.add(order)
-        last = len(kept) - 1
-        while not kept[last][1]:
-            last -= 1
-            if _layout(kept[last][0]) == kind:
-                del kept[last + 1 :]
-                break
-    return [parameter for parameter, _ in kept]
+    counts = Counter(map(_layout, updated))
+    likes = {layout: _like(*layout) for layout in counts}
+    optimizer = _build(cls, list(likes.values()), kernel)
+    optimizer.step()
+    state_bytes = held_bytes = 0
+    for layout, count in counts.items():
+        for state in optimizer.state[likes[layout]].values():
+            # Fused kernels keep their step counters on the device; the stand-in has them on the host. A target that
+            # is the host has them either way.
+            if isinstance(state, torch.Tensor) and (state.is_meta or kernel == "fused" or target.counts_host_tensors):
+                state_bytes += state.nbytes * count
+                held_bytes += target.round_bytes(state.nbytes) * count
+    ledger.add_bytes(held_bytes, "optimizer", "", "step")
+    sizes = [target.round_bytes(parameter.nbytes) for parameter in updated]
+    found = _TEMPORARIES[cls.__name__]
+    if kernel == "foreach":
+        ledger.touch(found.foreach * sum(sizes), "", "step")
+    elif kernel == "for-loop":
+        ledger.touch(max(found.held * before + found.loop * size for before, size in pairwise([0, *sizes])), "", "step")
+    return OptimizerPhase(f"{cls.__name__} ({kernel})", state_bytes)
 
 
 def _layout(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """All of a parameter and its gradient on which memory of its update depends."""
-    assert parameter.grad is not None
-    return parameter.shape, parameter.stride(), parameter.dtype, parameter.grad.stride(), parameter.grad.dtype
+    """All of a parameter on which its states depend."""
+    return parameter.size(), parameter.stride(), parameter.dtype
+
+
+def _like(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter with a gradient."""
+    made = nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
 
 
 def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | None, target: Target) -> OptimizerKernel:

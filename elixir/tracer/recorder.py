@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
-from elixir.step_trace import Kind, Operation
+from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
-from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
+from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
@@ -39,7 +38,7 @@ from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
 from elixir.tracer.values.indexing import SELECTIONS, picked
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot, suppose_finite
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -76,19 +75,13 @@ class Recorder(TorchDispatchMode):
         self._order = order
         self._shadows = shadows
         self._routing = routing
-        self._random = HostRandom()
-        self._operators = OperatorCache(target, self._random.call, cache)
-        self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
+        self._operators = OperatorCache(target, cache)
+        self._regions = CheckpointedRegions(partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
         self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
         """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
-        self.caches = cache
-        self.new_kind: Kind = "activations"
-        """Kind of what operators allocate from now on."""
-        self.copies: Mapping[torch.Size, int] = {}
-        """How many tensors one of a shape stands for; one where it is not listed."""
         self.fused_costs = FusedCosts(())
         """Costs of operators in compiled layers."""
         self.user_objects = UserObjects()
@@ -160,7 +153,7 @@ class Recorder(TorchDispatchMode):
         func = op.func
         if op.matrix_product and self._workspaces and arguments.all_meta:
             self._hold_workspaces(func, args)
-        remembered = None if self.copies else self._operators.recall(op, arguments)
+        remembered = self._operators.recall(op, arguments)
         if remembered is not None:
             result, tensors, cost = self._repeat(op, remembered)
             real = False
@@ -171,8 +164,7 @@ class Recorder(TorchDispatchMode):
                 return result
             _, module, node = self._order.place()
             for tensor in tensors:
-                copies = self.copies.get(tensor.shape, 1) if self.copies else 1
-                self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
+                self._ledger.add(tensor, "activations", module, func).node = node
             if cost.transient_bytes:
                 self._ledger.touch(cost.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
@@ -183,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 operation = self._cost_fused(operation, arguments.storages, tensors)
             else:
                 self._order.cost(operation)
-        self._order.results.made(func, args, kwargs, tensors, operation, len(self._order.uses))
+        self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
         if real:
             return result
         self._shadows.exchange(func, args)
@@ -214,7 +206,7 @@ class Recorder(TorchDispatchMode):
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""
         if op.checks_finite:
-            suppose_finite(self._shadows, op.func, args, tensors[0])
+            assume_finite(self._shadows, op.func, args, tensors[0])
         elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:
             self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
@@ -223,19 +215,19 @@ class Recorder(TorchDispatchMode):
         """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
         something."""
         func, cost = op.func, remembered.cost
-        follow, kind = self._ledger.follow, self.new_kind
+        follow = self._ledger.follow
         _, module, node = self._order.place()
         spec = remembered.alone
         if spec is not None:
             result: Any = remade(spec)
             tensors = [result]
-            follow(result, spec[3], kind, module, func, node)
+            follow(result, spec[3], module, func, node)
         else:
             outputs, tensors = [], []
             for output in remembered.outputs:
                 if type(output) is tuple:
                     tensor = remade(output)
-                    follow(tensor, output[3], kind, module, func, node)
+                    follow(tensor, output[3], module, func, node)
                     outputs.append(tensor)
                     tensors.append(tensor)
                 else:
@@ -270,7 +262,7 @@ class Recorder(TorchDispatchMode):
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
             self._order.cost(operation)
-            self._order.results.made(op.func, args, kwargs, (), operation, len(self._order.uses))
+            self._order.results.made(op, args, kwargs, (), operation, len(self._order.uses))
         return result
 
     def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:
@@ -291,7 +283,7 @@ class Recorder(TorchDispatchMode):
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._ledger.find(tensor) is None:
-                self._ledger.add(tensor, self.new_kind, self._order.module(self._order.phase()), func)
+                self._ledger.add(tensor, "activations", self._order.module(self._order.phase()), func)
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
@@ -312,7 +304,7 @@ class Recorder(TorchDispatchMode):
             if not isinstance(item, torch.Tensor):
                 return item
             tensor = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device="meta")
-            self._ledger.add(tensor, self.new_kind, module, func)
+            self._ledger.add(tensor, "activations", module, func)
             self._shadows.attach(tensor, item)
             return tensor
 
@@ -336,7 +328,7 @@ class Recorder(TorchDispatchMode):
             if origin is not None and origin.requires_grad:
                 raise TraceError(f"{user_location()}: {self.user_objects.refusal_of(origin)}")
             tensor = torch.empty_like(item, device="meta")
-            self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
+            self._ledger.add(tensor, "activations", "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:
                 self._same_where_the_device_is_the_host(item, tensor)
             self._shadows.attach(tensor, snapshot(item))
@@ -349,7 +341,7 @@ class Recorder(TorchDispatchMode):
         record = self._ledger.find(after)
         if record is not None and not before.is_meta and after.is_meta and before.dtype == after.dtype:
             record.nbytes = 0
-            record.stands_for = before
+            record.cpu_twin = before
 
     def _formula_writes(self, func: Any, args: Any) -> bool:
         """Whether autograd's formula would write into its first argument here, as only it holds that."""

@@ -102,6 +102,14 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         except NotImplementedError as error:  # a machine without a device refuses in other words
             raise NotImplementedError(NAMES_CUDA) from error
 
+    def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An optimizer of the user's that the step calls finds no gradients, and neither steps nor clears any: a trace
+        ends with backward, and adds its own optimizer."""
+        caller = sys._getframe(2)
+        if isinstance(caller.f_locals.get("self"), torch.optim.Optimizer):
+            return None
+        return func(*args, **kwargs)
+
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         """Autocast is on from now on."""
         self._autocast.entered()
@@ -239,6 +247,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.device.__get__: StepFunctions.device,
     torch.Tensor.to: StepFunctions.to,
     torch.Tensor.cuda: StepFunctions.to,
+    torch.Tensor.grad.__get__: StepFunctions.gradient,  # type: ignore[union-attr]
     enter_autocast: StepFunctions.autocast_entered,
     exit_autocast: StepFunctions.autocast_left,
 }

@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +36,10 @@ from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import MetaCopy, meta_copy, meta_input
-from elixir.tracer.observed import Observed, assemble
+from elixir.tracer.meta import TracedModel, meta_input, on_meta
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
+from elixir.tracer.report import Observed, assemble
 from elixir.tracer.step_functions import NAMES_CUDA
 from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
@@ -90,7 +90,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
-    The model is copied to the meta device first, so it is neither changed nor moved, and may be of any size.
+    The model's own tensors are on the meta device meanwhile, with their values kept aside: a model may be of any size,
+    and is afterwards as it was, also if the step raises or is interrupted. No other thread may use it meanwhile.
 
     Args:
         model: any `nn.Module`, real or on meta.
@@ -126,72 +127,73 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     started = time.perf_counter()
     target = target_for(hardware)
-    with compiled_in_place(model), taken_apart(model):
-        twin = meta_copy(model, dtype)
-        compiled = _compiled(model, compile)
+    with compiled_in_place(model), taken_apart(model), on_meta(model, dtype) as traced:
+        layers = layer_units(model, compile=compile)
+        compiled = _compiled(model, layers)
         batch, inputs = meta_input(inp, dtype)
-        parameters = twin.parameters
+        known_by = fingerprint(model, forward=forward)  # a step may freeze weights
+        parameters = traced.parameters
         ledger = Ledger(target.round_bytes)
         shadows = Shadows(ledger)
         for parameter in parameters:
             ledger.add(parameter, "parameters", "", None)
-        for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
+        for kind, pairs in (("buffers", traced.buffers), ("inputs", inputs)):
             for tensor, real in pairs:
                 ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
                 if not real.is_meta:
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
-        order = UseOrder(twin, ledger.log)
-        order.results = UnitResults({module: unit.name for module, unit in layer_units(twin.model).items()}, ledger)
+        order = UseOrder(traced, ledger.log)
+        order.results = UnitResults({module: unit.name for module, unit in layers.items()}, ledger)
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-        units = tuple(layer_units(twin.model, compile=compile).values())
-        swapping = Swapping(twin.model, StepShape(units=units, activations=activations), recorder.host)
+        shape = StepShape(units=tuple(layers.values()), activations=activations)
+        swapping = Swapping(model, shape, recorder.host)
         references_when_alone()
-        fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
-        layers = CompiledLayers(
-            twin.model,
+        fused = FusedKernels(model, use_fused_kernels, target.kind)
+        code = CompiledLayers(
+            model,
             compiled,
             recorder.kernel,
             {} if kinds is None else kinds,
             target.cuda_capability,
             as_written=not generated_code,
         )
-        recorder.fused_costs = layers.fused_costs
+        recorder.fused_costs = code.fused_costs
         try:
-            with (
-                user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
-                warnings_heard(),
-                autocast_asked_for_meta(target.kind),
-                routed(target),
-                recomputing(twin.model, activations, swapping),
-                restored(*COMPUTATION, shared=(*GENERATORS, FILTERS)),
-                _compiled_regions_run_eagerly(),
-                torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
-            ):
-                _run_step(twin, batch, step_fn, recorder, order, ledger, layers.generated, trains=not forward)
-            order.finish()
-            order.join_units(compiled)
-            units = _units_of(model, order, compile)
-            step_end, operators = len(ledger), ledger.operators
-            trained = any(parameter.grad is not None for parameter in parameters)
-            phase = run_optimizer(
-                optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target
-            )
-            ledger.stop()
-            shadows.stop()
+            with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
+                with (
+                    warnings_heard(),
+                    autocast_asked_for_meta(target.kind),
+                    routed(target),
+                    recomputing(model, activations, swapping),
+                    restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),
+                    _compiled_regions_run_eagerly(),
+                    torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
+                ):
+                    _run_step(traced, batch, step_fn, recorder, order, ledger, code.generated, trains=not forward)
+                order.finish()
+                order.join_units(compiled)
+                if regions := order.checkpointed():
+                    layers = layer_units(model, compile=compile, checkpointed=regions)
+                units = _units_of(layers.values(), order)
+                step_end, operators = len(ledger), ledger.operators
+                trained = any(parameter.grad is not None for parameter in parameters)
+                phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
+                ledger.stop()
+                shadows.stop()
             observed = Observed(
-                twin=twin,
+                traced=traced,
                 model_name=model_name or type(model).__name__,
-                model_fingerprint=fingerprint(model, forward=forward),
+                model_fingerprint=known_by,
                 device=hardware.name,
                 dtype=dtype,
                 optimizer=phase,
                 step_begin=step_begin,
                 step_end=step_end,
                 operators=operators,
-                assumptions=_assumptions(twin, target, shadows, fused) + layers.assumption,
+                assumptions=_assumptions(traced, target, shadows, fused) + code.assumption,
                 unverified=target.unverified,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
@@ -213,20 +215,20 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             )
             return assemble(observed, ledger, order, started)
         except TraceError as error:
-            if not layers.generated:
+            if not code.generated:
                 raise
             refused = str(error)
         finally:
-            layers.remove()
+            code.remove()
             fused.remove()
             for parameter in parameters:
-                parameter.grad = None  # the twin may be the caller's own meta model
+                parameter.grad = None  # the model may have been on meta before
     without = trace_step(**asked | {"generated_code": False})
     return replace(without, assumptions=(*without.assumptions, refused))
 
 
 def _run_step(
-    twin: MetaCopy,
+    traced: TracedModel,
     inp: Any,
     step_fn: StepFn,
     recorder: Recorder,
@@ -236,11 +238,11 @@ def _run_step(
     *,
     trains: bool,
 ) -> None:
-    unheard = _gradients_heard(twin.parameters, order)  # hooks are set before the parameters announce their uses
-    access = Interception(twin.model, order, scripts=False, units=generated)
+    unheard = _gradients_heard(traced.parameters, order)  # hooks are set before the parameters announce their uses
+    access = Interception(traced.model, order, scripts=False, units=generated)
     try:
         with recorder:
-            step_fn(twin.model, inp)
+            step_fn(traced.model, inp)
     except ElixirError:
         raise
     except Exception as error:
@@ -250,11 +252,11 @@ def _run_step(
         unheard()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
-    trains = trains and any(parameter.requires_grad for parameter in twin.parameters)
+    trains = trains and any(parameter.requires_grad for parameter in traced.parameters)
     if trains and order.backward_position == sys.maxsize:
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
-    of_matrices = sorted(at for index, at in order.grad_position.items() if twin.parameters[index].dim() > 1)
-    for index, parameter in enumerate(twin.parameters):
+    of_matrices = sorted(at for index, at in order.grad_position.items() if traced.parameters[index].dim() > 1)
+    for index, parameter in enumerate(traced.parameters):
         record = None if parameter.grad is None else ledger.find(parameter.grad)
         if record is not None:
             if index not in order.grad_use:
@@ -287,21 +289,22 @@ def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callabl
     return unheard
 
 
-def _compiled(model: nn.Module, compile: bool) -> dict[str, Mapping[str, Any] | None]:
+def _compiled(model: nn.Module, layers: Mapping[nn.Module, Unit]) -> dict[str, Mapping[str, Any] | None]:
     """The units that are compiled, or will be -> the settings of inductor, None of another compiler."""
     before = compiled_units(model)
     return {
         unit.name: inductor_settings(module) if module in before else {}
-        for module, unit in layer_units(model, compile=compile).items()
+        for module, unit in layers.items()
         if unit.form == "compiled"
     }
 
 
-def _units_of(model: nn.Module, order: UseOrder, compile: bool) -> tuple[Unit, ...]:
-    units = layer_units(model, compile=compile, checkpointed=order.checkpointed()).values()
-    apart = order.never_one({unit.name for unit in units})
+def _units_of(layers: Collection[Unit], order: UseOrder) -> tuple[Unit, ...]:
+    """The units, of which those whose weights are read piece by piece are not fetched as one."""
+    piecewise = order.units_read_piecewise({unit.name for unit in layers})
     return tuple(
-        replace(unit, fetch="parameters") if unit.name in apart and unit.form != "compiled" else unit for unit in units
+        replace(unit, fetch="parameters") if unit.name in piecewise and unit.form != "compiled" else unit
+        for unit in layers
     )
 
 
@@ -314,13 +317,14 @@ def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, in
     return StepShape(samples=samples, tokens=tokens if generate is None else samples, generate=generate, **asked)
 
 
-def _assumptions(twin: MetaCopy, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
+def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
     """Assumptions of the numbers, said so that nobody takes them for measured."""
     found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
-    if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in twin.modules):
-        found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
+    if any(isinstance(module, nn.RNNBase) for module in traced.modules):
+        library = "cuDNN" if target.kind == "cuda" else "oneDNN"
+        found.append(f"recurrent layers in their composed form; what {library} would keep instead is not known")
     return tuple(found)
 
 

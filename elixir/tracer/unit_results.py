@@ -15,8 +15,8 @@ from elixir.access.placeholders import storage_of
 from elixir.step_trace import Access, Operation, Phase, Unit, UnitForward, UnitOperator, unit_runs
 from elixir.torch_private import tree_leaves
 from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.tracer.operator_cache import DROPOUT, Traits
 
-_DROPOUT = "dropout_p"
 _KERNEL = "kernel"
 
 
@@ -45,8 +45,8 @@ class _Run:
     calls: Counter[Any] = field(default_factory=Counter)
     writes: bool = False
     """Whether it writes to what others have made, so that it gives something else when it runs again."""
-    again: int = 0
-    accesses_again: int = 0
+    operators_rerun: int = 0
+    accesses_rerun: int = 0
 
 
 class UnitResults:
@@ -85,7 +85,7 @@ class UnitResults:
 
     def made(
         self,
-        operator: Any,
+        op: Traits,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
@@ -96,6 +96,7 @@ class UnitResults:
         run = self.run
         if run is None:
             return
+        operator = op.func
         number = run.calls[operator]
         run.calls[operator] = number + 1
         storages = dict[int, StorageRecord]()
@@ -104,7 +105,9 @@ class UnitResults:
             if record is not None and record.index not in self._makers:
                 storages[storage_of(tensor)] = record
         access = max(uses - run.first_use - 1, 0)
-        found = _Made(operator, number, access, operation, [*storages.items()], _repeats(operator, args, kwargs))
+        found = _Made(
+            operator, number, access, operation, [*storages.items()], not op.draws or _drops_nothing(op, args, kwargs)
+        )
         run.made.append(found)
         for record in storages.values():
             self._makers[record.index] = found
@@ -131,9 +134,9 @@ class UnitResults:
         """Autograd saves a tensor: all that has run so far would run again, and no more unless it saves another."""
         run = self.run
         if run is not None:
-            run.again, run.accesses_again = len(run.made), uses - run.first_use
+            run.operators_rerun, run.accesses_rerun = len(run.made), uses - run.first_use
 
-    def forwards(
+    def rerunnable_forwards(
         self, units: Sequence[Unit], accesses: Sequence[Access], numbers: Mapping[int, int]
     ) -> tuple[UnitForward, ...]:
         """The forwards of the units that can run again: they write to nothing that others have made, and all calls of
@@ -144,18 +147,19 @@ class UnitResults:
             accesses: of the trace, in which each call and its backward must be found again.
             numbers: indices of operations, by the identity of the object.
         """
-        names, able = [unit.name for unit in units], {unit.name for unit in units if unit.form != "checkpointed"}
+        names, candidates = [unit.name for unit in units], {unit.name for unit in units if unit.form != "checkpointed"}
         several = any(len(calls) > 1 for calls in self._runs.values())
         runs = Counter[tuple[str, Phase]]()
         if several:
             runs.update((names[run.unit], run.phase) for run in unit_runs(accesses, names))
         alike: dict[tuple[Any, ...], list[str]] = {}
         for unit, calls in self._runs.items():
-            saving = [call for call in calls if call.again] or calls[:1]  # under `torch.no_grad` nothing is kept
+            # Under `torch.no_grad` nothing is kept.
+            saving = [call for call in calls if call.operators_rerun] or calls[:1]
             found = (runs[unit, "forward"], runs[unit, "backward"]) == (len(calls), len(saving))
-            if unit in able and (len(calls) == 1 or found) and not any(call.writes for call in calls):
+            if unit in candidates and (len(calls) == 1 or found) and not any(call.writes for call in calls):
                 first, *others = (
-                    (tuple(_operator(made, numbers) for made in call.made), call.again, call.accesses_again)
+                    (tuple(_operator(made, numbers) for made in call.made), call.operators_rerun, call.accesses_rerun)
                     for call in saving
                 )
                 if all(other == first for other in others):
@@ -175,10 +179,9 @@ def _operator(made: _Made, numbers: Mapping[int, int]) -> UnitOperator:
     )
 
 
-def _repeats(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing random is in a result: one that is kept would leave the generator elsewhere for the others."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return True
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return _DROPOUT in names and not given.get(_DROPOUT, 0.0)
+def _drops_nothing(op: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that may draw random numbers, and would leave the generator elsewhere for others, draws none
+    here: attention without dropout."""
+    if op.dropout_at is None:
+        return False
+    return not (args[op.dropout_at] if op.dropout_at < len(args) else kwargs.get(DROPOUT, 0.0))

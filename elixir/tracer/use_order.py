@@ -28,7 +28,7 @@ from elixir.torch_private import (
     tree_leaves,
 )
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import MetaCopy
+from elixir.tracer.meta import TracedModel
 from elixir.tracer.unit_results import UnitResults
 
 _MEMORY_ALONE: ContextVar[bool] = ContextVar("memory_alone", default=False)
@@ -89,15 +89,15 @@ class UseOrder:
     """The listener of a trace: records uses, knows the running module and the phase.
 
     Args:
-        twin: the model that is traced.
+        traced: the model that is traced.
         log: the ledger's, whose length says when something happened.
     """
 
-    def __init__(self, twin: MetaCopy, log: Sized) -> None:
-        self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
-        self._parameters = twin.parameters
-        self._parameter_names = list(twin.names.values())
-        self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
+    def __init__(self, traced: TracedModel, log: Sized) -> None:
+        self._names = {module: name or type(module).__name__ for module, name in traced.modules.items()}
+        self._parameters = traced.parameters
+        self._parameter_names = list(traced.names.values())
+        self._index = {parameter: index for index, parameter in enumerate(traced.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
         self._log = log
         self._scopes: list[_Scope] = []
@@ -416,7 +416,7 @@ class UseOrder:
         """An operator has chosen by scores, such as experts: the running module may read other weights in a run."""
         self._choosing.add(self.module(self.phase()))
 
-    def never_one(self, units: Collection[str]) -> set[str]:
+    def units_read_piecewise(self, units: Collection[str]) -> set[str]:
         """Units whose weights have to be fetched when they are read, for the reasons of `Unit.fetch`.
 
         Args:

@@ -1,10 +1,12 @@
 """Objects of the user's that a traced step may change, put back after it.
 
-A step appends losses to lists, counts tokens and rebinds names. In a trace it does so with numbers that nobody has and
-with a batch that nobody trains, so all that it can reach is afterwards as it was before. "Reach" means: closures and
-globals of functions, attributes of objects, elements of containers. Most objects of Python's own library (locks,
-queues, threads), of PyTorch and of NumPy are not looked into, nor are data sets and loaders. Tensors are copied once
-something writes to them.
+A step appends losses to lists, counts tokens and keeps tensors in attributes of its model. In a trace it does so with
+numbers that nobody has and with a batch that nobody trains. So what it can reach is afterwards as it was before: from
+the model, the step function and the batch, through containers, attributes of objects, closures and defaults of
+functions. Tensors are copied once something writes to them.
+
+Not looked at are names of modules and attributes of classes, slots, caches of functions and arrays of NumPy, nor
+most objects of Python's own library (locks, queues, threads) and of PyTorch, nor data sets and loaders.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import heapq
-import itertools
 import logging
 import operator
 import random
@@ -33,28 +33,25 @@ from elixir.tracer.values.unknown_number import is_user_code
 logger = logging.getLogger(__name__)
 
 MOST_ENTRIES = 1_000_000
-"""Limit on remembered entries of containers, about 8 bytes and 50 ns each. The narrowest containers come first, so that
-a list of samples, each with its tokens, does not keep a counter from being remembered."""
+"""Limit on remembered entries of containers, about 8 bytes and 50 ns each."""
 
 ENTRIES_OF_OBJECT = 20
 """Entries as which one object counts: looking at it takes 8 us."""
 
 MANY_ENTRIES = 1_000
-"""Entries from which a container counts as data, so that no warning is needed if it is not looked into."""
+"""Entries from which a container counts as data, which is looked at last: a list of samples, each with its tokens, does
+not keep a counter from being remembered."""
 
-_MISSING: Any = object()
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _VALUES = frozenset(
     (int, float, complex, str, bytes, bool, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device,
-     torch.Size, types.ModuleType, types.CodeType, range, slice)
+     torch.Size, type, types.ModuleType, types.CodeType, range, slice)
 )  # fmt: skip
 """Types whose values cannot change, or whose changes are seen elsewhere."""
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pandas", "pyarrow", "datasets"}
-_DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.Tensor)
+_LEFT_ALONE = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.Tensor, type, types.ModuleType)
 _OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Condition, threading.Event)
 _PLAIN_MODULES = ("argparse", "collections", "types", "torch.optim")
 """Modules of `_LIBRARIES` whose objects hold what the user gives them, and counts, such as schedulers."""
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.OrderedDict: collections.OrderedDict.update,
     dict: dict.update,
@@ -63,8 +60,6 @@ _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.deque: collections.deque.extend,
 }
 """Class of containers -> how an empty one is filled."""
-_WIDE: tuple[Any, ...] = (dict, list, set, collections.deque, tuple, frozenset)
-_CACHED: Any = type(functools.cache(len))
 _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
     (random.Random, random.Random.getstate, random.Random.setstate),
     (np.random.RandomState, lambda found: found.get_state(), lambda found, state: found.set_state(state)),
@@ -75,26 +70,18 @@ _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]],
 
 
 @contextlib.contextmanager
-def user_objects_restored(
-    model: nn.Module, twin: nn.Module, *roots: Any, writes_unseen: bool = False
-) -> Iterator[UserObjects]:
+def user_objects_restored(*roots: Any, writes_unseen: bool = False) -> Iterator[UserObjects]:
     """While open, a step may change what it reaches.
 
     Args:
-        model: of the user's; its attributes are out of reach unless it is its own twin.
-        twin: the model that the step is given.
-        roots: the step function, and whatever else the step is given.
+        roots: the model, the step function, and whatever else the step is given.
         writes_unseen: no operator is observed, so all tensors but parameters are copied now.
 
     Yields:
         What was found; it has to know of each tensor with values before something writes to it.
     """
     found = UserObjects(writes_unseen)
-    if twin is not model:
-        found.spare(model)
-    for root in (*roots, model):
-        found.push(root)
-    found.remember()
+    found.remember(roots)
     try:
         yield found
     finally:
@@ -129,55 +116,36 @@ class _WrittenTensors:
 
 
 class UserObjects:
-    """Remembers what containers, objects, cells and names hold."""
+    """Remembers what containers, objects and cells hold."""
 
     def __init__(self, writes_unseen: bool = False) -> None:
         self._writes_unseen = writes_unseen
-        self._spared: list[nn.Module] = []
         self._written = _WrittenTensors()
         self.before_write = self._written.before
         """Is called with tensors that are about to be written to."""
         self._seen: dict[int, Any] = {}
-        self._ahead: list[tuple[int, int, Any]] = []
-        self._numbers = itertools.count()
-        self._width = 0  # entries of the widest container on the way to the current object
+        self._ahead: collections.deque[Any] = collections.deque()
+        self._data: collections.deque[Any] = collections.deque()
+        """Wide containers and their entries."""
         self._entries = 0
-        self._restores: list[Callable[[], None]] = []
+        self._containers: list[tuple[Any, Any, Any]] = []
+        """The class that fills it, the container, and what it held."""
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._generators: list[Callable[[], Any]] = []
 
-    def spare(self, model: nn.Module) -> None:
-        """Leaves the attributes of a model alone, of which the step has a copy; its functions are not copied."""
-        self._spared.append(model)
-        for module in model.modules():
-            self._seen[id(module)] = module
-            self.push(type(module))
-            for value in vars(module).values():
-                if isinstance(value, _FUNCTIONS):
-                    self.push(value)
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for hook in hooks.values():
-                    self.push(hook)
-
-    def push(self, item: Any, entries: int = 1) -> None:
-        """Queues `item`, which is one of so many, to be looked at."""
-        if self._writes_unseen and type(item) is torch.Tensor:
-            self.before_write(item)
-        elif type(item) not in _VALUES and id(item) not in self._seen:
-            self._seen[id(item)] = item
-            width = max(self._width, entries, _width_of(item))
-            heapq.heappush(self._ahead, (width, next(self._numbers), item))
-
-    def remember(self) -> None:
+    def remember(self, roots: Iterable[Any]) -> None:
         """Looks at all that can be reached."""
-        while self._ahead:
-            self._width, _, item = heapq.heappop(self._ahead)
+        self._push(roots)
+        while self._ahead or self._data:
             if self._entries > MOST_ENTRIES:
                 logger.log(
-                    logging.INFO if self._width >= MANY_ENTRIES else logging.WARNING,
+                    logging.WARNING if self._ahead else logging.INFO,
                     "the step reaches more objects than are looked into, so its trace may change a %s or its like; "
                     "hold samples in a torch.utils.data.Dataset, which is not looked into",
-                    type(item).__name__,
+                    type((self._ahead or self._data)[0]).__name__,
                 )
                 return
+            item = (self._ahead or self._data).popleft()
             # A proxy may raise anything when it is asked for its class; nothing that a step changes is lost by it.
             with contextlib.suppress(Exception):
                 self._look_at(item)
@@ -185,26 +153,23 @@ class UserObjects:
     def restore(self) -> None:
         """Puts changed values back."""
         self._written.restore()
-        for restore in self._restores:
-            try:
-                restore()
-            except Exception as error:  # a class may be closed to changes; the others are put back
-                logger.warning("something that the trace has changed could not be put back: %s", error)
+        for kind, held, before in self._containers:
+            if not _same(kind, held, before):
+                kind.clear(held)
+                _CONTAINERS[kind](held, before)
+        for cell, content in self._cells:
+            cell.cell_contents = content
+        for restore in self._generators:
+            restore()
 
     def refusal_of(self, weight: torch.Tensor) -> str:
         """The reason why a tensor that needs a gradient cannot take part in a trace, and what to do."""
-        for model in self._spared:
-            for name, parameter in model.named_parameters():
-                if parameter is weight:
-                    return (
-                        f"a copy of the model is traced, but this uses weight {name!r} of the model itself; run the "
-                        "model that step_fn is given, and reach its parts by self, not by a global name"
-                    )
         holder = next(self._holders_of(weight), None)
         if holder is None:
             return (
-                "step_fn combines the traced model with a CPU tensor that needs a gradient and is no weight of that "
-                "model; detach it, or make it on the input's device"
+                "step_fn combines the model it is given with a CPU tensor that needs a gradient and is no weight of "
+                "that model; detach it, or make it on the input's device; if it is of a second model that is not "
+                "trained, freeze that with requires_grad_(False)"
             )
         return (
             f"step_fn runs {holder}, a second model whose weights need gradients, but only the model it is given is "
@@ -216,208 +181,91 @@ class UserObjects:
         for item in self._seen.values():
             for name, value in getattr(item, "__dict__", {}).items():
                 if _has(value, weight):
-                    owner = item if isinstance(item, type) else type(item)
-                    yield f"{name!r} of the {owner.__name__}"
+                    yield f"{name!r} of the {type(item).__name__}"
         for item in self._seen.values():
             if _has(item, weight):
                 yield f"a {type(item).__name__}"
 
+    def _push(self, items: Iterable[Any], *, wide: bool = False) -> None:
+        for item in items:
+            kind = type(item)
+            if kind not in _VALUES:
+                later = wide or (kind in _CONTAINERS and len(item) >= MANY_ENTRIES)
+                (self._data if later else self._ahead).append(item)
+            elif self._writes_unseen and kind is torch.Tensor:
+                self.before_write(item)
+
     def _look_at(self, item: Any) -> None:
-        if isinstance(item, types.ModuleType):
-            return  # a module that loads its names late is of another class; functions look up what they name
+        if id(item) in self._seen:
+            return
+        self._seen[id(item)] = item
+        self._entries += ENTRIES_OF_OBJECT
         if isinstance(item, (dict, list, set, collections.deque)):
             self._container(item)
         elif isinstance(item, (tuple, frozenset)):
-            self._all(item)
+            self._push(item, wide=len(item) >= MANY_ENTRIES)
         elif isinstance(item, types.FunctionType):
-            self._function(item)
+            for cell in item.__closure__ or ():
+                self._cell(cell)
+            self._push((item.__defaults__, item.__kwdefaults__, vars(item)))
         elif isinstance(item, types.MethodType):
-            self._all((item.__func__, item.__self__))
+            self._push((item.__func__, item.__self__))
         elif isinstance(item, types.BuiltinFunctionType):
-            self._all((item.__self__,))  # a list's append
+            self._push((item.__self__,))  # a list's append
         elif isinstance(item, functools.partial):
-            self._all((item.func, item.args, item.keywords))
-        elif isinstance(item, type):
-            if _is_of_user(item.__module__):
-                self._names(item)
-            self._all(item.__bases__)
-        elif isinstance(item, np.ndarray):
-            self._array(item)
+            self._push((item.func, item.args, item.keywords))
         elif isinstance(item, np.random.Generator):
-            self.push(item.bit_generator)
-        else:
+            self._push((item.bit_generator,))
+        elif isinstance(item, nn.Module):
+            self._module(item)
+        elif not isinstance(item, _LEFT_ALONE):
             self._object(item)
 
-    def _all(self, items: Iterable[Any], entries: int = 1) -> None:
-        self._entries += entries
-        for item in items:
-            if type(item) not in _VALUES or type(item) is torch.Tensor:
-                self.push(item, entries)
-                if self._entries > MOST_ENTRIES:
-                    return  # nothing more is visited; the warning names the object
-
     def _container(self, held: Any) -> None:
-        kind, refill = next(found for found in _CONTAINERS.items() if isinstance(held, found[0]))
+        kind = next(kind for kind in _CONTAINERS if isinstance(held, kind))
         is_dict = issubclass(kind, dict)
         before = dict(kind.items(held)) if is_dict else kind(held)
-
-        def restore() -> None:
-            if not _same(kind, held, before):
-                kind.clear(held)
-                refill(held, before)
-
-        self._restores.append(restore)
-        self._all(before.values() if is_dict else before, len(before))
+        self._containers.append((kind, held, before))
+        self._entries += len(before)
+        self._push(before.values() if is_dict else before, wide=len(before) >= MANY_ENTRIES)
         if hasattr(held, "__dict__"):
-            self.push(vars(held))
+            self._push((vars(held),))
 
-    def _function(self, function: types.FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            if id(cell) not in self._seen:
-                self._seen[id(cell)] = cell
-                self._cell(cell)
-        self._all((function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)))
-        if _is_of_user(function.__module__):
-            names = _names_in(function.__code__)
-            self._globals(function.__globals__, names)
-            for name in names:
-                module = function.__globals__.get(name)
-                if isinstance(module, types.ModuleType) and _is_of_user(module.__name__):
-                    self._globals(vars(module), names)
-
-    def _globals(self, held: dict[str, Any], names: tuple[str, ...]) -> None:
-        before = {name: held.get(name, _MISSING) for name in names}
-
-        def restore() -> None:
-            for name, value in before.items():
-                if value is _MISSING:
-                    held.pop(name, None)
-                elif held.get(name, _MISSING) is not value:
-                    held[name] = value
-
-        self._restores.append(restore)
-        self._all(before.values())
+    def _module(self, module: nn.Module) -> None:
+        """Remembers a module's attributes, and its dicts of weights, parts and hooks, which are most of them, at
+        once."""
+        held = vars(module)
+        self._containers.append((dict, held, held.copy()))
+        for value in held.values():
+            kind = type(value)
+            if kind is dict or kind is collections.OrderedDict:
+                self._seen[id(value)] = value
+                self._containers.append((kind, value, value.copy()))
+                if value:
+                    self._push(value.values())
+            else:
+                self._push((value,))
 
     def _cell(self, cell: types.CellType) -> None:
-        try:
-            before = cell.cell_contents
-        except ValueError:  # it is empty
-            return
-
-        def restore() -> None:
-            cell.cell_contents = before
-
-        self._restores.append(restore)
-        self.push(before)
-
-    def _names(self, owner: type) -> None:
-        """Attributes of a class; what a descriptor such as a property does is not known."""
-        before = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
-
-        def restore() -> None:
-            for name in [name for name in vars(owner) if name not in before and not name.startswith("__")]:
-                delattr(owner, name)
-            for name, value in before.items():
-                if vars(owner).get(name, _MISSING) is not value:
-                    setattr(owner, name, value)
-
-        self._restores.append(restore)
-        unwrapped = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(owner).values())
-        self._all(unwrapped, len(before))
-
-    def _cached(self, function: Any) -> None:
-        """Results of a trace have no values, and must not be found in a cache afterwards."""
-        self.push(function.__wrapped__)
-        before = function.cache_info()
-
-        def restore() -> None:
-            if function.cache_info().misses == before.misses:
-                return
-            if before.currsize and before.maxsize is None:
-                logger.warning("the trace has added to the cache of %s; call its cache_clear()", function.__wrapped__)
-            else:
-                function.cache_clear()
-
-        if _is_of_user(function.__module__):
-            self._restores.append(restore)
-
-    def _array(self, array: np.ndarray[Any, Any]) -> None:
-        self._entries += array.nbytes // 8
-        if self._entries <= MOST_ENTRIES and not array.dtype.hasobject and array.flags.writeable:
-            before = array.copy()
-            self._restores.append(lambda: np.copyto(array, before))
+        with contextlib.suppress(ValueError):  # it is empty
+            self._cells.append((cell, cell.cell_contents))
+            self._push((cell.cell_contents,))
 
     def _object(self, item: Any) -> None:
-        self._entries += ENTRIES_OF_OBJECT
-        if isinstance(item, _CACHED):
-            self._cached(item)
-            return
         for generator, read, write in _GENERATORS:
             if isinstance(item, generator):
-                self._restores.append(functools.partial(write, item, read(item)))
+                self._generators.append(functools.partial(write, item, read(item)))
                 return
         kind: Any = type(item)
-        if isinstance(item, _DATA) or not _is_looked_into(kind):
-            return
         held = getattr(item, "__dict__", None)
-        threads = held and any(isinstance(value, _OF_THREADS) for value in held.values())
-        if threads and not _is_of_user(kind.__module__):
-            return  # other threads may change it meanwhile, and that must not be undone
-        self.push(kind)
-        if isinstance(item, nn.Module):
-            self._attributes_of_module(item)
-        elif isinstance(held, dict):
-            self.push(held)
-        for owner in kind.__mro__:
-            slots = vars(owner).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                self._slot(item, vars(owner).get(name))
-
-    def _attributes_of_module(self, module: nn.Module) -> None:
-        held = vars(module)
-        before = {name: value for name, value in held.items() if name not in _OF_MODULES}
-
-        def restore() -> None:
-            for name in [name for name in held if name not in before and name not in _OF_MODULES]:
-                del held[name]
-            held.update(before)
-
-        self._restores.append(restore)
-        self._all(before.values(), len(before))
-
-    def _slot(self, item: Any, slot: Any) -> None:
-        if not isinstance(slot, types.MemberDescriptorType):
-            return  # such as __dict__ and __weakref__
-        before = _value_of(slot, item)
-
-        def restore() -> None:
-            present = _value_of(slot, item)
-            if before is _MISSING and present is not _MISSING:
-                slot.__delete__(item)
-            elif present is not before:
-                slot.__set__(item, before)
-
-        self._restores.append(restore)
-        self.push(before)
-
-
-def _width_of(item: Any) -> int:
-    """Entries of a container, and words of an array; 1 for all others. The item is not asked: a proxy may raise."""
-    kind = type(item)
-    if issubclass(kind, np.ndarray):
-        return int(item.nbytes // 8)
-    return next((held.__len__(item) for held in _WIDE if issubclass(kind, held)), 1)
+        if not isinstance(held, dict) or not _is_looked_into(kind):
+            return
+        if _is_of_user(kind) or not any(isinstance(value, _OF_THREADS) for value in held.values()):
+            self._push((held,))  # otherwise other threads may change it meanwhile, and that must not be undone
 
 
 def _has(item: Any, weight: torch.Tensor) -> bool:
     return isinstance(item, nn.Module) and any(parameter is weight for parameter in item.parameters())
-
-
-def _value_of(slot: types.MemberDescriptorType, item: Any) -> Any:
-    try:
-        return slot.__get__(item)
-    except AttributeError:
-        return _MISSING
 
 
 def _same(kind: Any, held: Any, before: Any) -> bool:
@@ -438,20 +286,12 @@ def _is_looked_into(kind: type) -> bool:
     library = kind.__module__.partition(".")[0]
     if library == "elixir":
         return kind.__module__.startswith("elixir.integrations.")
-    return library not in _LIBRARIES or kind.__module__.startswith(_PLAIN_MODULES) or issubclass(kind, nn.Module)
+    return library not in _LIBRARIES or kind.__module__.startswith(_PLAIN_MODULES)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_of_user(name: str | None) -> bool:
-    """Whether a module is the user's and not that of an installed package."""
-    file = getattr(sys.modules.get(name or ""), "__file__", None)
-    if file is None:
-        return name == "__main__"
+def _is_of_user(kind: type) -> bool:
+    """Whether a class is the user's and not that of an installed package."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None:  # a notebook has none
+        return kind.__module__ == "__main__"
     return is_user_code(file) and "site-packages" not in file and "dist-packages" not in file
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Names that a function and those in it may look up among globals."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys((*code.co_names, *itertools.chain.from_iterable(inner))))

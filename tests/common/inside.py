@@ -374,10 +374,3 @@ def count_attention_without_groups(monkeypatch: pytest.MonkeyPatch, formula: Cal
     monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
     for kernel in operator_cache._QUERY_AT:
         monkeypatch.setitem(operator_cache.flop_registry, kernel, formula)
-
-
-def forget_whose_modules_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a trace look at each module again to tell the user's from those of packages."""
-    from elixir.tracer import user_objects
-
-    monkeypatch.setattr(user_objects, "_is_of_user", user_objects._is_of_user.__wrapped__)

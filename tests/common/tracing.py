@@ -14,6 +14,7 @@ from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
 from elixir.tracer.device.cpu import cpu_target, kernel_memory
 from elixir.tracer.device.cpu.kernel_memory import KernelMemory
+from elixir.tracer.meta import TracedModel, on_meta
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 
@@ -44,9 +45,14 @@ def kernels_not_run() -> Iterator[None]:
     """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
-        patch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
         patch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
         yield
+
+
+def on_meta_now(model: nn.Module) -> TracedModel:
+    """Returns all that a trace knows of a model that is on meta."""
+    with on_meta(model, None) as traced:
+        return traced
 
 
 def cpu_trace(model: nn.Module, inp: dict[Any, Any], step_fn: Step, **options: Any) -> StepTrace:

@@ -20,7 +20,6 @@ from elixir.tracer.device.common import quantised_products, value_branches
 from elixir.tracer.device.common.attention import Attention
 from elixir.tracer.device.common.meta_kernels import KERNELS
 from elixir.tracer.device.common.target import Target
-from elixir.tracer.device.cpu import recurrent
 
 aten = torch.ops.aten
 
@@ -42,9 +41,6 @@ def routed(target: Target) -> Iterator[None]:
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
             _implement(library, "dropout", _dropout)
-        if target.kind == "cpu":
-            for name, kernel in recurrent.kernels().items():
-                _implement(library, name, kernel)
         for name, function in value_branches.kernels(target.kind).items():
             _implement(library, name, function)
         for name, kernel in KERNELS.items():

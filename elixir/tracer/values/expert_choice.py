@@ -113,7 +113,7 @@ class BalancedRouting:
         A router that asks for one expert after the other, among the scores that are left, gets another one each time.
         """
         experts, chosen = choice.experts, choice.per_token
-        if shadows.of(choice.indices) is not None or not choice.indices.numel() or experts > MAX_EXPERTS:
+        if shadows.known(choice.indices) is not None or not choice.indices.numel() or experts > MAX_EXPERTS:
             return
         tokens = choice.indices.numel() // chosen
         if not choice.keeps_axis and tokens == 1:

@@ -67,7 +67,7 @@ are the same, or one is infinite: `torch.isfinite` is made of them."""
 CHECKS_FINITE = frozenset(_IF_FINITE)
 
 
-def suppose_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor) -> None:
+def assume_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor) -> None:
     """Supposes that a single floating number which the step checks, such as its loss, is finite.
 
     Args:
@@ -77,7 +77,7 @@ def suppose_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor
         outcome: what it gave.
     """
     number = args[0]
-    if outcome.numel() != 1 or not number.is_floating_point() or shadows.of(outcome) is not None:
+    if outcome.numel() != 1 or not number.is_floating_point() or shadows.known(outcome) is not None:
         return
     with_itself = len(args) > 1 and args[1] is number
     with_infinity = len(args) > 1 and isinstance(args[1], float) and math.isinf(args[1])
@@ -172,7 +172,7 @@ class Shadows:
         """Work out no values any more: those that wait for it would keep themselves, and all of a trace, alive."""
         self._pending.clear()
 
-    def of(self, tensor: torch.Tensor) -> View | None:
+    def known(self, tensor: torch.Tensor) -> View | None:
         """The known values of a meta tensor."""
         view = self._view(tensor)
         return None if view is None or _UNWRITTEN in view.supposed else view
@@ -191,7 +191,7 @@ class Shadows:
         """
         if tensor.device.type != "meta":
             return tensor
-        view = self.of(tensor)
+        view = self.known(tensor)
         if view is None:
             return None
         self._supposed |= dict.fromkeys(sorted(view.supposed))
@@ -207,7 +207,7 @@ class Shadows:
             if tensor.device.type != "meta":
                 views[id(tensor)] = snapshot(tensor)
             else:
-                view = Blank(tensor) if func in CONSTANTS_LIKE else self.of(tensor)
+                view = Blank(tensor) if func in CONSTANTS_LIKE else self.known(tensor)
                 if view is None:
                     return
                 views[id(tensor)] = view

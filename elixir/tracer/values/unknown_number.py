@@ -21,34 +21,35 @@ _OUR_FOLDERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
+_ARITHMETIC = frozenset(
+    "add sub mul pow mod sym_max sym_min float_pow int_floordiv floordiv pow_by_natural neg abs truediv float_truediv "
+    "int_truediv".split()
+)
+_NEVER = frozenset(("has_hint", "is_constant", "is_nested_int"))
+
+
 class UnknownNumber:
     """Node of a `torch.SymInt/SymFloat/SymBool` whose value nobody knows: arithmetic goes on, decisions raise."""
 
-    def __init__(self, kind: type, text: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: type, text: str = "unknown") -> None:
+        self.kind = kind
         self._text = text
 
     def is_int(self) -> bool:
         """Whether it stands for an integer."""
-        return self._kind is int
+        return self.kind is int
 
     def is_float(self) -> bool:
         """Whether it stands for a floating-point number."""
-        return self._kind is float
+        return self.kind is float
 
     def is_bool(self) -> bool:
         """Whether it stands for a truth value."""
-        return self._kind is bool
+        return self.kind is bool
 
     def is_symbolic(self) -> bool:
         """Always: there is no value."""
         return True
-
-    def has_hint(self) -> bool:
-        """Never."""
-        return False
-
-    is_constant = is_nested_int = has_hint
 
     def maybe_as_int(self) -> None:
         """No integer is known."""
@@ -68,26 +69,9 @@ class UnknownNumber:
         """The same number as a float."""
         return UnknownNumber(float, self._text)
 
-    def _arithmetic(self, other: UnknownNumber) -> UnknownNumber:
-        return UnknownNumber(float if float in (self._kind, other._kind) else self._kind, "unknown")
-
-    add = sub = mul = pow = mod = sym_max = sym_min = _arithmetic
-    float_pow = int_floordiv = floordiv = pow_by_natural = _arithmetic
-
-    def _true_division(self, other: UnknownNumber) -> UnknownNumber:
-        return UnknownNumber(float, "unknown")
-
-    truediv = float_truediv = int_truediv = _true_division
-
-    def neg(self) -> UnknownNumber:
-        """Its negative."""
-        return UnknownNumber(self._kind, "unknown")
-
-    abs = neg
-
     def round(self, digits: int | None = None) -> UnknownNumber:
         """Rounded, which a log line may want."""
-        return UnknownNumber(int if digits is None else self._kind, "unknown")
+        return UnknownNumber(int if digits is None else self.kind)
 
     def __getattr__(self, name: str) -> Any:
         if name == "str":
@@ -95,27 +79,30 @@ class UnknownNumber:
         if name.startswith("__") or name == "_sympy_":
             raise AttributeError(name)
 
-        def decide(*_: Any) -> Any:
+        def answer(*others: Any) -> Any:
+            if name in _NEVER:
+                return False
+            if name in _ARITHMETIC:
+                floats = "truediv" in name or any(each.kind is float for each in (self, *others))
+                return UnknownNumber(float if floats else self.kind)
             raise unconvertible() if name in ("guard_float", "trunc") else undecidable("a number")
 
-        return decide
+        return answer
 
 
-class UnknownInt(torch.SymInt):
-    """Can be put into a log line: ``f"{count.item():5d}"``."""
+def _printable_kind(base: type) -> type:
+    """A class of numbers that can be put into a log line, ``f"{loss.item():.3f}"``, as can what is computed of them."""
 
-    def __format__(self, spec: str) -> str:
-        return str(self)
+    def staying(name: str) -> Callable[..., Any]:
+        return lambda self, *others: printable(getattr(base, name)(self, *others))
 
-
-class UnknownFloat(torch.SymFloat):
-    """Can be put into a log line: ``f"{loss.item():.3f}"``."""
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
+    names = "add sub mul truediv floordiv mod pow neg pos abs sym_float sym_int".split()
+    methods = [method for name in names for method in (f"__{name}__", f"__r{name}__") if hasattr(base, method)]
+    return type(f"Unknown{base.__name__}", (base,), {each: staying(each) for each in methods} | {"__format__": _format})
 
 
-_PRINTABLE: dict[type, type] = {torch.SymInt: UnknownInt, torch.SymFloat: UnknownFloat}
+def _format(number: Any, spec: str) -> str:
+    return str(number)
 
 
 def printable(number: Any) -> Any:
@@ -126,24 +113,16 @@ def printable(number: Any) -> Any:
     return number
 
 
-def _staying_printable(name: str, base: type) -> Callable[..., Any]:
-    return lambda self, *others: printable(getattr(base, name)(self, *others))
-
-
-for _base, _kind in _PRINTABLE.items():
-    for _name in "add sub mul truediv floordiv mod pow neg pos abs sym_float sym_int".split():
-        for _method in (f"__{_name}__", f"__r{_name}__"):
-            if hasattr(_base, _method):
-                setattr(_kind, _method, _staying_printable(_method, _base))
+_PRINTABLE: dict[type, type] = {base: _printable_kind(base) for base in (torch.SymInt, torch.SymFloat)}
 
 
 def unknown_number(tensor: torch.Tensor) -> Any:
     """The number that `.item()` of a tensor without known values gives."""
     if tensor.dtype is torch.bool:
-        return torch.SymBool(UnknownNumber(bool, "unknown"))
+        return torch.SymBool(UnknownNumber(bool))
     if tensor.is_floating_point():
-        return torch.SymFloat(UnknownNumber(float, "unknown"))
-    return torch.SymInt(UnknownNumber(int, "unknown"))
+        return torch.SymFloat(UnknownNumber(float))
+    return torch.SymInt(UnknownNumber(int))
 
 
 def undecidable(what: str) -> TraceError:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from elixir.errors import TraceError
-from elixir.tracer import copied_functions, recorder, user_objects
+from elixir.tracer import recorder, user_objects
 from elixir.tracer.values import expert_choice, shadows
-from tests.common.tracing import Seen, cpu_trace, sum_step
+from tests.common.tracing import Seen, cpu_trace
 
 SIZE = 6
 
@@ -61,51 +59,17 @@ def test_what_is_as_large_as_a_limit_is_known(name: str, monkeypatch: pytest.Mon
     assert type(above) is not type(at_the_limit) or above is False
 
 
-def test_functions_are_looked_into_as_far_as_a_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven objects are looked at before the layer: the function, what it refers to, and the lists that hold it."""
-
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            held = [[self.layer]]
-            self.run = lambda x: held[0][0](x)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.run(x)
-
-    found = []
-    for most in range(5, 9):
-        monkeypatch.setattr(copied_functions, "MOST_OBJECTS", most)
-        try:
-            found.append(bool(cpu_trace(Calls(), {"x": torch.ones(2, 4)}, sum_step)))
-        except TraceError:
-            found.append(False)
-    assert found == [False, False, True, True]
-
-
 def test_objects_are_looked_into_as_far_as_a_limit_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two lists with three entries each, in a list: five entries are looked at before the second."""
+    """Two lists with three entries each, in a list: with the objects, 45 entries are looked at before the second."""
     found = []
-    for most in (5, 4, 2):
+    for most in (45, 44):
         monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
-        held, objects = [[1, 2, 3], [4, 5, 6]], user_objects.UserObjects()
-        objects.push(held)
-        objects.remember()
-        for each in held:
-            each.append(7)
-        objects.restore()
+        held = [[1, 2, 3], [4, 5, 6]]
+        with user_objects.user_objects_restored(held):
+            for each in held:
+                each.append(7)
         found.append(([len(each) for each in held], len(caplog.records)))
         caplog.clear()
-    assert found == [([3, 3], 0), ([3, 4], 1), ([3, 4], 1)]
-    for most, value in ((3, 0.0), (2, 1.0)):  # and an array with as many words, before a list with more
-        monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
-        array, objects = np.zeros(3), user_objects.UserObjects()
-        objects.push([0] * 9)
-        objects.push(array)
-        objects.remember()
-        array += 1
-        objects.restore()
-        assert array[0] == value
+    assert found == [([3, 3], 0), ([3, 4], 1)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._functorch.aot_autograd import aot_function
 
 from elixir.hardware.profile import preset
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common import value_branches
 from elixir.tracer.device.common.quantised_products import kernels
-from elixir.tracer.device.cpu import recurrent
 from elixir.tracer.device.routed_functions import routed
 
 ROWS, WIDTH = 6, 8
@@ -70,43 +67,6 @@ def test_products_with_packed_weights_are_those_with_the_unpacked(nested: bool) 
     inner = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if nested else (state.absmax,)
     found = kernels()["gemm_4bit"](x, packed, state.shape, inner[0], 64, "nf4", bias, *inner[1:])
     torch.testing.assert_close(found, F.linear(x, functional.dequantize_4bit(packed, state), bias))
-
-
-KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
-    "lstm": (nn.LSTM, {}),
-    "lstm with a projection": (nn.LSTM, {"proj_size": 3}),
-    "lstm in float64": (nn.LSTM, {"dtype": torch.float64}),
-    "gru": (nn.GRU, {}),
-    "rnn_tanh": (nn.RNN, {}),
-    "rnn_relu": (nn.RNN, {"nonlinearity": "relu"}),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("lstm in float64", "rnn_relu") else ()) for name in KINDS],
-)
-def test_recurrent_layers_and_their_gradients_are_those_of_pytorch(name: str) -> None:
-    kind, options = KINDS[name]
-    operator = name.partition(" ")[0]
-    yes_or_no = (True, False)
-    ways = itertools.product((1, 2), yes_or_no, yes_or_no, yes_or_no, ((0.5, True), (0.5, False)))
-    for count, both, bias, first, (dropout, train) in ways:
-        module = kind(5, 4, count, bidirectional=both, bias=bias, **options)
-        x = torch.randn(3, 2, 5, dtype=options.get("dtype"))
-        batch, directions = x.shape[0 if first else 1], count * (2 if both else 1)
-        hidden, cell = (
-            torch.randn(directions, batch, width, dtype=x.dtype) for width in (options.get("proj_size", 4), 4)
-        )
-        state = [hidden, cell] if kind is nn.LSTM else hidden
-        found = []
-        for function in (getattr(torch, operator), recurrent.kernels()[f"{operator}.input"]):
-            torch.manual_seed(1)  # for dropout
-            weights = [weight.detach().clone().requires_grad_() for weight in module._flat_weights]
-            results = function(x, state, weights, bias, count, dropout, train, both, first)
-            sum(result.square().sum() for result in results).backward()
-            found.append([*results, *(weight.grad for weight in weights)])
-        torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,13 +90,6 @@ def no_meta_kernel(model: nn.Module, inp: dict[str, Any]) -> None:
     opaque(model(inp["x"])).sum().backward()
 
 
-def with_history() -> nn.Module:
-    model = mlp()
-    model.cached = torch.ones(2, requires_grad=True) * 2  # type: ignore[assignment]
-    model.lock = threading.Lock()  # type: ignore[assignment]
-    return model
-
-
 def holding(values: torch.Tensor) -> nn.Module:
     """A model with one more parameter."""
     model = mlp()
@@ -132,7 +124,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another model's embedding": (
         lambda: cpu_trace(nn.Embedding(8, 4), {"x": torch.zeros(2, dtype=torch.int64)},
                           lambda m, i: (m(i["x"]) @ OUTSIDE.weight).sum().backward()), TraceError, "model it is given"),
-    "uncopyable": (lambda: cpu_trace(with_history(), INP, sum_step), TraceError, "cannot be copied"),
     "raises": (calls(lambda m, i: m(i["y"])), TraceError, "KeyError"),
     "wrong shape": (calls(lambda m, i: m(i["x"][:, :3]).sum().backward()), TraceError, "step_fn raised"),
     "no meta kernel": (calls(no_meta_kernel), TraceError, "torch.library.register_fake"),

@@ -25,11 +25,10 @@ from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.device.common.autocast import ASKED_BY_DEVICE
 from elixir.tracer.ledger import StorageRecord
-from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from tests.common.tiny_models import tiny
-from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, on_meta_now, predicted_bytes
 
 MODULES = (
     "torch torch.nn torch.nn.functional torch.autograd torch.autograd.graph torch.amp torch.amp.autocast_mode "
@@ -189,14 +188,16 @@ def test_indices_and_constants_of_python_are_known_in_a_region_that_runs_again()
 
 
 def trained(steps: int, go: threading.Event | None = None) -> list[torch.Tensor]:
-    """Plain PyTorch with dropout and a checkpoint."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.GELU(), nn.Linear(64, 16))
+    """Plain PyTorch with a checkpoint, which draws from a generator of this thread."""
+    drawn = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=drawn)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         if go is not None:
             go.set()
-        x = torch.randn(8, 16)
+        x = torch.randn(8, 16, generator=drawn)
         loss = checkpoint(model, x, use_reentrant=False)[[0, 1]].square().sum() + torch.tensor([x[0, 0], x[0, 1]]).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -375,7 +376,7 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
     inp = {"x": torch.randn(4, 8)}
     other = nn.Sequential(nn.Linear(8, 8), shared)
     alone = cpu_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), inp, works)
-    access = Interception(running, UseOrder(meta_copy(nn.Linear(1, 1), None), []))
+    access = Interception(running, UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), []))
     try:
         assert cpu_trace(other, inp, works).backward_peak_bytes == alone.backward_peak_bytes
         with pytest.raises(TraceError, match="runs under a plan"):

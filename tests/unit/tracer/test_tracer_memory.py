@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe, observe_step
 from elixir.errors import TraceError
-from elixir.tracer import peaks
+from elixir.tracer import report
 from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_step, trace_step
 
 SCALARS_BYTES = 64
@@ -298,12 +298,17 @@ def test_bytes_of_parameters_gradients_and_states_are_exact(name: str, options: 
     assert trace.optimizer == f"{name} ({kernel})"
 
 
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9})])
-def test_peak_of_a_real_optimizer_step(name: str, options: dict[str, Any]) -> None:
+STEADY = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta")
+
+
+@pytest.mark.parametrize("kernel", ["for-loop", "foreach"])
+@pytest.mark.parametrize("name", STEADY)
+def test_peak_of_a_real_optimizer_step(name: str, kernel: Any) -> None:
     """The second step: states exist, temporaries come and go."""
-    model = nn.Sequential(nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 64))
+    model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64))
     inp = x(2, 256)
-    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+    options = {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)(model.parameters(), foreach=kernel == "foreach", **options)
     for _ in range(2):
         optimizer.zero_grad()
         sum_step(model, inp)
@@ -311,7 +316,7 @@ def test_peak_of_a_real_optimizer_step(name: str, options: dict[str, Any]) -> No
     sum_step(model, inp)
     temporaries = observe(optimizer.step).peak_bytes
 
-    trace = cpu_trace(model, inp, sum_step, optimizer=name)
+    trace = cpu_trace(model, inp, sum_step, optimizer=name, optimizer_kernel=kernel)
     resting = trace.resting_bytes + trace.grad_bytes + trace.optimizer_bytes
     assert abs(trace.step_peak_bytes - max(resting + temporaries, trace.backward_peak_bytes + trace.optimizer_bytes)) \
         <= 0.002 * trace.step_peak_bytes  # fmt: skip
@@ -337,7 +342,7 @@ def test_totals_hang_together() -> None:
 
 def test_a_thinned_curve_keeps_the_highest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = cpu_trace(mlp(), x(64, 64), sum_step)
-    monkeypatch.setattr(peaks, "MAX_STEP_SAMPLES", 3)
+    monkeypatch.setattr(report, "MAX_STEP_SAMPLES", 3)
     thinned = cpu_trace(mlp(), x(64, 64), sum_step)
     assert len(thinned.curve) == 3 < len(whole.curve)
     assert set(thinned.curve) < set(whole.curve)

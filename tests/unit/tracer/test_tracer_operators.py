@@ -18,16 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from elixir.tracer.checkpointed_regions import HostRandom
 from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.meta_copy import meta_copy
 from elixir.tracer.operator_cache import Arguments, OperatorCache, traits
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.values.shadows import Shadows
-from tests.common.tracing import CPU, H200
+from tests.common.tracing import CPU, H200, on_meta_now
 
 if importlib.util.find_spec("expecttest") is None:
     # PyTorch's samples come with its test classes, which only derive from one of that package.
@@ -77,7 +75,7 @@ def described(items: list[Any]) -> list[Any]:
 def recorder(cache: bool, hardware: Any = CPU) -> tuple[Recorder, Ledger]:
     target = target_for(hardware)
     ledger = Ledger(target.round_bytes)
-    order = UseOrder(meta_copy(nn.Linear(1, 1), None), ledger.log)
+    order = UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), ledger.log)
     return Recorder(target, ledger, order, Shadows(ledger), None, cache), ledger
 
 
@@ -219,23 +217,8 @@ def run_on(book: OperatorCache, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(op, args, kwargs, Arguments(args, kwargs))
 
 
-def test_only_what_is_real_draws_numbers_of_the_trace() -> None:
-    drawn: list[Any] = []
-    book = OperatorCache(target_for(CPU), lambda func, args, kwargs: drawn.append(func) or func(*args, **kwargs))
-    real, meta = torch.ones(3), torch.ones(3, device="meta")
-    run_on(book, aten.bernoulli.default, real)
-    run_on(book, aten.rand.default, [3], device="cpu")
-    run_on(book, aten.rand_like.default, real)
-    assert drawn == [aten.bernoulli.default, aten.rand.default, aten.rand_like.default]
-    run_on(book, aten.bernoulli.default, meta)
-    run_on(book, aten.rand.default, [3], device="meta")
-    run_on(book, aten.rand_like.default, real, device=torch.device("meta"))
-    run_on(book, aten.add.Tensor, real, real)
-    assert len(drawn) == 3
-
-
 def test_what_a_key_does_not_tell_is_not_remembered() -> None:
-    book = OperatorCache(target_for(CPU), HostRandom().call)
+    book = OperatorCache(target_for(CPU))
     ones = torch.empty(4, device="meta")
     # The default dtype, which `true_divide` of integers takes.
     numbers = torch.empty(4, dtype=torch.int64, device="meta")
@@ -245,7 +228,7 @@ def test_what_a_key_does_not_tell_is_not_remembered() -> None:
         assert run_on(book, aten.div.Tensor, numbers, numbers)[0].dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    # A foreach operator whose lists do not go together, though those of its stand-ins would.
+    # A foreach operator whose lists do not go together.
     with pytest.raises(RuntimeError, match="same number"):
         run_on(book, aten._foreach_add.List, [ones] * 4, [ones])
     # A foreach operator changes each of some real tensors, not one for all.

@@ -213,7 +213,7 @@ def test_a_second_choice_among_the_rest_is_another_expert() -> None:
 
     model, chosen = Twice(), Seen()
     for _ in range(2):
-        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), chosen.append(m.both)))
+        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), chosen.append(list(m.both))))
     seen = [pair for both in chosen for pair in both]
     assert len(seen) == 16
     assert all(one != other for one, other in seen)

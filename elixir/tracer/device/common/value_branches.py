@@ -18,6 +18,8 @@ from elixir.torch_private import below_autograd
 
 aten = torch.ops.aten
 
+_Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 def kernels(kind: str) -> dict[str, Callable[..., Any]]:
     """Name in `aten` -> what a device of a kind (``cuda`` or ``cpu``) does for it."""
@@ -38,23 +40,47 @@ def asks_for_nan(made_by: Any, depth: int) -> bool:
     return by_engine and made_by is aten._is_any_true.default
 
 
-class _Cumprod(torch.autograd.Function):
+class _WithFormula(torch.autograd.Function):
+    """An operator whose derivative is a formula of its input, its result and their gradient."""
+
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, operator: Any, formula: _Formula) -> torch.Tensor:
         with below_autograd():
-            output: torch.Tensor = aten.cumprod(input, dim)
+            output: torch.Tensor = operator(input)
         ctx.save_for_backward(input, output)
-        ctx.dim = dim
+        ctx.formula = formula
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, output = ctx.saved_tensors
+        return ctx.formula(input, output, gradient), None, None
+
+
+def _run(input: torch.Tensor, dtype: torch.dtype | None, operator: Any, formula: _Formula) -> torch.Tensor:
+    cast = input if dtype is None else input.to(dtype)
+    output: torch.Tensor = _WithFormula.apply(cast, operator, formula)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _extreme(operator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        mask = input == output
+        zeros = torch.zeros_like(input)
+        return zeros.masked_fill_(mask, gradient / mask.sum())
+
+    return lambda input: _run(input, None, operator, of_input)
+
+
+def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         weighted = output * gradient
         is_zero = input == 0
-        of_input = _reversed_cumsum(weighted, ctx.dim).div(input)
-        del is_zero, weighted  # they are alive while the gradient is computed
-        return of_input, None
+        found = _reversed_cumsum(weighted, dim).div(input)
+        del is_zero  # it is alive while the gradient is computed
+        return found
+
+    return _run(self, dtype, lambda input: aten.cumprod(input, dim), of_input)
 
 
 def _reversed_cumsum(weighted: torch.Tensor, dim: int) -> torch.Tensor:
@@ -63,61 +89,23 @@ def _reversed_cumsum(weighted: torch.Tensor, dim: int) -> torch.Tensor:
     return summed.flip(dim)  # both operands are alive, as temporaries of one expression in C++
 
 
-class _Prod(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
-        with below_autograd():
-            output: torch.Tensor = aten.prod(input) if dim is None else aten.prod(input, dim, keepdim)
-        ctx.save_for_backward(input, output)
-        ctx.dim = None if dim is None or keepdim or not input.dim() else dim
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, output = ctx.saved_tensors
-        if ctx.dim is not None:
-            gradient, output = gradient.unsqueeze(ctx.dim), output.unsqueeze(ctx.dim)
+def _product(dim: int | None, operator: Any) -> Callable[..., torch.Tensor]:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if dim is not None and output.dim() < input.dim():
+            gradient, output = gradient.unsqueeze(dim), output.unsqueeze(dim)
         is_zero = input == 0
-        counts = is_zero.sum(() if ctx.dim is None else ctx.dim, keepdim=True)
-        of_input = gradient * (output / input)
+        counts = is_zero.sum(() if dim is None else dim, keepdim=True)
+        found = gradient * (output / input)
         del is_zero, counts  # they are alive while the gradient is computed
-        return of_input, None, None
+        return found
 
-
-class _Extreme(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, operator: Any) -> torch.Tensor:
-        with below_autograd():
-            output: torch.Tensor = operator(input)
-        ctx.save_for_backward(input, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, output = ctx.saved_tensors
-        mask = input == output
-        of_input = torch.zeros_like(input)
-        return of_input.masked_fill_(mask, gradient / mask.sum()), None
-
-
-def _extreme(operator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def run(self: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Extreme.apply(self, operator)  # type: ignore[no-untyped-call]
-        return output
-
-    return run
-
-
-def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    output: torch.Tensor = _Cumprod.apply(self if dtype is None else self.to(dtype), dim)  # type: ignore[no-untyped-call]
-    return output
+    return lambda input, dtype: _run(input, dtype, operator, of_input)
 
 
 def _prod(self: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    output: torch.Tensor = _Prod.apply(self if dtype is None else self.to(dtype), None, False)  # type: ignore[no-untyped-call]
-    return output
+    return _product(None, aten.prod)(self, dtype)
 
 
 def _prod_dim(self: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    output: torch.Tensor = _Prod.apply(self if dtype is None else self.to(dtype), dim, keepdim)  # type: ignore[no-untyped-call]
-    return output
+    whole = keepdim or not self.dim()
+    return _product(None if whole else dim, lambda input: aten.prod(input, dim, keepdim))(self, dtype)

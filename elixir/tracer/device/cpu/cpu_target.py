@@ -16,7 +16,6 @@ from elixir.tracer.device.cpu.kernel_memory import KERNELS_HERE, is_plain
 aten = torch.ops.aten
 
 _NOT_COUNTED = "what these allocate beyond their results is not counted, as they are too large to be run for a number"
-_CONTINUED = "what these allocate beyond their results is inferred from smaller batches"
 
 
 class CpuTarget(Target):
@@ -49,13 +48,11 @@ class CpuTarget(Target):
         if torch.Tag.pointwise in func.tags:
             return _promoted_bytes(func, args)
         if not is_plain(func, args):
-            found = KERNELS_HERE.of(func, args, kwargs)
-            if found is None:
+            peak_bytes = KERNELS_HERE.peak_bytes(func, args, kwargs)
+            if peak_bytes is None:
                 self.unverified.setdefault(_NOT_COUNTED, {})[func] = None
                 return super().transient_bytes(func, args, kwargs, outputs)
-            if found.continued:
-                self.unverified.setdefault(_CONTINUED, {})[func] = None
-            return max(0, found.peak_bytes - sum(output.untyped_storage().nbytes() for output in outputs))
+            return max(0, peak_bytes - sum(output.untyped_storage().nbytes() for output in outputs))
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
             return _cpu_flash_buffers(args[0], args[1], self._threads, backward=False)
         if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
@@ -73,15 +70,7 @@ class CpuTarget(Target):
         return super().transient_bytes(func, args, kwargs, outputs)
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
-        """Layer norm keeps its statistics in the dtype of input and weight, if they agree (`layer_norm_kernel.cpp`).
-
-        oneDNN's recurrent layers keep a workspace for backward.
-        """
-        if func is aten.mkldnn_rnn_layer.default:
-            found = KERNELS_HERE.of(func, args, {})
-            if found is not None:
-                *others, workspace = result
-                return (*others, workspace.new_empty(found.result_bytes[-1], dtype=torch.uint8))
+        """Layer norm keeps its statistics in the dtype of input and weight, if they agree (`layer_norm_kernel.cpp`)."""
         if func is aten.native_layer_norm.default and args[0].dtype in HALF:
             weight = args[2]
             if weight is None or weight.dtype == args[0].dtype:

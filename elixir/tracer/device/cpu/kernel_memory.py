@@ -2,21 +2,19 @@
 
 oneDNN copies operands of convolutions to layouts that depend on the processor, and kernels of linear algebra keep
 workspaces that no schema mentions. No formula follows all that. So a trace for the CPU runs such an operator once for
-each signature, on made-up values and outside of every mode, while PyTorch's profiler lists what is allocated. A
-convolution that is too large runs for two smaller batches, and its memory is extrapolated: copies of activations grow
-with the batch, those of weights do not.
+each signature, on made-up values and outside of every mode, while PyTorch's profiler lists what is allocated. What an
+operator takes that is too large to be run is not counted, and said.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, tree_leaves, tree_unflatten
+from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 
@@ -24,11 +22,6 @@ MAX_RUN_BYTES = 1 << 28
 """Most bytes of the operands of an operator that is run."""
 MAX_RUN_FLOPS = 4e9
 """Most FLOPs of an operator that is run: about a tenth of a second of one core."""
-MAX_SLOW_RUN_FLOPS = 4e10
-"""The same for a convolution that is too large with a batch of two: about a second."""
-
-_CONVOLUTIONS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
-"""Operator -> which arguments have the batch as their first axis."""
 
 PLAIN = frozenset(
     {
@@ -58,18 +51,6 @@ _HALF = (torch.bfloat16, torch.float16)
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
 
 
-@dataclass(frozen=True)
-class Allocated:
-    """The allocations of one call of an operator."""
-
-    peak_bytes: int
-    """Highest sum while it runs, its results included."""
-    result_bytes: tuple[int, ...]
-    """Storage of each tensor among its results."""
-    continued: bool = False
-    """Whether the bytes were continued from smaller batches."""
-
-
 def is_plain(func: Any, args: Any) -> bool:
     """Whether an operator allocates its results only, or a rule of `CpuTarget` gives the rest."""
     if func in _PRODUCTS:
@@ -88,10 +69,10 @@ class KernelMemory:
     """Allocations of kernels here, each signature observed once in the life of the process."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Allocated] = {}
+        self._known: dict[Any, int] = {}
 
-    def of(self, func: Any, args: Any, kwargs: Any) -> Allocated | None:
-        """The allocations of a call of an operator; None if they cannot be found out here.
+    def peak_bytes(self, func: Any, args: Any, kwargs: Any) -> int | None:
+        """The most that a call of an operator takes while it runs, its results included; None if nobody knows.
 
         Args:
             func: returns new tensors.
@@ -103,7 +84,9 @@ class KernelMemory:
             func, torch.get_num_threads(), onednn_is_enabled(), torch.are_deterministic_algorithms_enabled(),
             str(structure), tuple(_signature(leaf) for leaf in leaves),
         )  # fmt: skip
-        found = self._known.get(key) or _observe_or_continue(func, leaves, structure)
+        found = self._known.get(key)
+        if found is None and _can_run(func, args, kwargs, leaves):
+            found = _observe(func, leaves, structure)
         if found is not None:  # otherwise something may only be in the way now, such as a profiler
             self._known[key] = found
         return found
@@ -119,52 +102,16 @@ def _signature(leaf: Any) -> Any:
     return type(leaf), str(leaf)
 
 
-def _observe_or_continue(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
-    flops, nbytes = _cost(func, leaves, structure)
-    share = min(1.0, MAX_RUN_FLOPS / max(flops, 1), MAX_RUN_BYTES / max(nbytes, 1))
-    if share == 1.0:
-        return _observe(func, leaves, structure)
-    positions = _CONVOLUTIONS.get(func)
-    if positions is None:
-        return None
-    batch = int(leaves[0].shape[0])
-    more = max(2, int(batch * share))
-    if more * flops / batch > MAX_SLOW_RUN_FLOPS or more * nbytes / batch > MAX_RUN_BYTES:
-        return None
-    if more >= batch:
-        return _observe(func, leaves, structure)
-    less = more // 2
-    observed = [_observe(func, _with_batch(leaves, positions, size), structure) for size in (less, more)]
-    found = [each for each in observed if each]
-    if len(found) < 2:
-        return None
-    small, large = found
-
-    def continued(first: int, second: int) -> int:
-        return first + (second - first) * (batch - less) // (more - less)
-
-    results = zip(small.result_bytes, large.result_bytes, strict=True)
-    return Allocated(continued(small.peak_bytes, large.peak_bytes), tuple(continued(*each) for each in results), True)
-
-
-def _cost(func: Any, leaves: list[Any], structure: Any) -> tuple[float, int]:
-    """Floating-point operations and bytes of the operands; 0 of the former where PyTorch has no formula."""
-    nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+def _can_run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
+    """Whether a call is small enough; it has no FLOPs where PyTorch has no formula."""
+    if sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)) > MAX_RUN_BYTES:
+        return False
     formula = flop_registry.get(func._overloadpacket)
-    if formula is None:
-        return 0.0, nbytes
-    args, kwargs = tree_unflatten(leaves, structure)
-    return float(formula(*args, **kwargs, out_val=func(*args, **kwargs))), nbytes
+    flops = 0 if formula is None else formula(*args, **kwargs, out_val=func(*args, **kwargs))
+    return bool(max(flops, 1) <= MAX_RUN_FLOPS)
 
 
-def _with_batch(leaves: list[Any], positions: tuple[int, ...], size: int) -> list[Any]:
-    return [
-        leaf.new_empty_strided((size, *leaf.shape[1:]), leaf.stride()) if position in positions else leaf
-        for position, leaf in enumerate(leaves)
-    ]
-
-
-def _observe(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
+def _observe(func: Any, leaves: list[Any], structure: Any) -> int | None:
     """The operator, run on made-up values; None if it takes none such, or something else is profiling this thread."""
     generator = torch.Generator()
     try:
@@ -177,12 +124,7 @@ def _observe(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
         found = allocations(lambda: func(*args, **kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
-    if found is None:
-        return None
-    result, changes = found
-    peak = max(itertools.accumulate(changes), default=0)
-    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return Allocated(peak, tuple(leaf.untyped_storage().nbytes() for leaf in results))
+    return None if found is None else max(itertools.accumulate(found[1]), default=0)
 
 
 def _made_up(leaf: Any, generator: torch.Generator) -> Any:

@@ -131,7 +131,7 @@ def test_model_optimizer_generators_and_what_the_step_reaches_stay_as_they_are()
         total.add_(1)
         random.random(), np.random.rand()  # noqa: NPY002
         loss.backward()
-        model.body.weight.grad = torch.ones(8, 8)  # type: ignore[union-attr]
+        model.body.weight.grad = torch.ones_like(model.body.weight)  # type: ignore[arg-type, union-attr]
 
     def state() -> str:
         drawn = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
@@ -273,3 +273,12 @@ def test_only_a_model_and_optimizers_over_it_are_checked() -> None:
         refusals(
             model, optimizer, inp={"input": torch.ones(1, 2)}, step_fn=lambda model, inp: model(**inp).sum().backward()
         )
+
+
+def test_a_function_that_holds_the_model_itself_is_refused_and_leaves_no_gradient() -> None:
+    model = Net()
+    model.kept = lambda x: model.head(x)
+    model.forward = lambda x: model.kept(model.body(x))  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"uses weight '\w+\.\w+' of the model itself.*by self"):
+        refusals(model, torch.optim.SGD(model.parameters(), lr=0.1), INP, lambda m, i: m(i["x"]).sum().backward())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,30 +1,35 @@
-"""Makes the `StepTrace` artifact of the facts that a trace observed; its peaks come from `elixir.tracer.peaks`."""
+"""Makes the `StepTrace` artifact of the facts that a trace observed: peaks, what is alive at them, the curve."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace, Transfer
-from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
-from elixir.tracer.meta_copy import MetaCopy
+from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace, Transfer
+from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
+from elixir.tracer.meta import TracedModel
 from elixir.tracer.optimizer_phase import OptimizerPhase
-from elixir.tracer.peaks import contributors, find_peaks, operator_name, samples
 from elixir.tracer.use_order import UseOrder
 from elixir.units import dtype_name
+
+MAX_STEP_SAMPLES = 896
+"""Samples of the curve in `step_fn`. Enough for any picture; each keeps the highest moment of its stretch."""
+MAX_CONTRIBUTORS = 64
 
 
 @dataclass(frozen=True)
 class Observed:
     """Facts of a trace apart from its ledger and its use order."""
 
-    twin: MetaCopy
+    traced: TracedModel
     model_name: str
     model_fingerprint: str
     device: str
@@ -47,16 +52,19 @@ class Observed:
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
     """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
 
-    curve = ledger.curve(
-        drop=None if observed.optimizer.has_temporaries else _workspace_from(ledger, observed.step_end)
-    )
+    curve = ledger.curve()
     end = observed.step_end
+    traced = observed.traced
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
-    peaks = find_peaks(ledger, curve, end, state_bytes)
-    twin = observed.twin
+    total = curve.total
+    peak = int(np.argmax(total[:end]))
+    alive, backward_bytes = ledger.alive_at(peak), int(total[peak])
+    activations = curve.without("parameters", "gradients", "buffers", "optimizer")[:end]
+    # A steady step has its states from the start; in the trace they come after backward.
+    optimizer_bytes = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
     operations, numbers = _distinct(order)
     arriving = ledger.arriving_gradients()[:end] if observed.hears_gradients else None
-    accesses = _accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], arriving, numbers)
+    accesses = _accesses(order, activations + ledger.incomplete_gradients()[:end], arriving, numbers)
     in_order = order.in_order()
     accesses = (
         _in_order(accesses, in_order) if observed.step.generate is None else _last_call(accesses, order.calls[-1])
@@ -67,38 +75,38 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         device=observed.device,
         dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
         optimizer=observed.optimizer.description,
-        parameters=_parameters(twin, order, in_order, trains=not observed.step.forward),
-        param_bytes=sum(parameter.nbytes for parameter in twin.names),
-        grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
+        parameters=_parameters(traced, order, in_order, trains=not observed.step.forward),
+        param_bytes=sum(parameter.nbytes for parameter in traced.names),
+        grad_bytes=sum(p.grad.nbytes for p in traced.names if p.grad is not None),
         optimizer_bytes=observed.optimizer.state_bytes,
-        buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
+        buffer_bytes=sum(buffer.nbytes for buffer, _ in traced.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
-        resting_bytes=int(curve.total[observed.step_begin - 1]),
+        resting_bytes=int(total[observed.step_begin - 1]),
         workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
-        activation_peak_bytes=peaks.activation_bytes,
-        backward_peak_bytes=peaks.backward_bytes,
-        step_peak_bytes=peaks.step_bytes,
-        peak_module=peaks.module,
-        peak_operator=peaks.operator,
-        peak_contributors=contributors(peaks.alive),
+        activation_peak_bytes=int(activations.max(initial=0)),
+        backward_peak_bytes=backward_bytes,
+        step_peak_bytes=max(backward_bytes + state_bytes, optimizer_bytes),
+        peak_module=alive[-1].module if alive else "",
+        peak_operator=operator_name(alive[-1].operator) if alive else "",
+        peak_contributors=_contributors(alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
         accesses=accesses,
-        curve=samples(curve, order, observed.step_begin, end, state_bytes),
+        curve=_samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
             names[0]
-            for p, names in twin.names.items()
+            for p, names in traced.names.items()
             if p.requires_grad and p.grad is None and not observed.step.forward
         ),
-        unused_modules=_unused_modules(twin, order),
-        assumptions=observed.assumptions + _unverified(observed.unverified, peaks.alive, peaks.backward_bytes),
+        unused_modules=_unused_modules(traced, order),
+        assumptions=observed.assumptions + _unverified(observed.unverified, alive, backward_bytes),
         trace_s=time.perf_counter() - started,
         step=observed.step,
         transfers=_transfers(order, in_order) if observed.step.generate is None else (),
         host_peak_bytes=ledger.host_peak_bytes(),
-        forwards=order.results.forwards(observed.step.units, accesses, numbers),
+        forwards=order.results.rerunnable_forwards(observed.step.units, accesses, numbers),
     )
 
 
@@ -110,12 +118,6 @@ def _transfers(order: UseOrder, positions: list[int]) -> tuple[Transfer, ...]:
         for each in order.transfers
         if each.begins in numbers and each.ends in numbers
     )
-
-
-def _workspace_from(ledger: Ledger, position: int) -> Callable[[StorageRecord], bool]:
-    """Whether a record is workspace that was born at a log position, or later."""
-    earlier = int(np.count_nonzero(np.asarray(ledger.log[:position]) >= 0))
-    return lambda record: record.kind == "workspace" and record.index >= earlier
 
 
 def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
@@ -132,7 +134,7 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
+def _parameters(traced: TracedModel, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
     numbers: dict[int | None, int] = {position: number for number, position in enumerate(in_order)}
     return tuple(
         ParamInfo(
@@ -144,7 +146,7 @@ def _parameters(twin: MetaCopy, order: UseOrder, in_order: list[int], *, trains:
             grad_access=numbers.get(order.grad_use.get(index)),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
-        for index, (parameter, aliases) in enumerate(twin.names.items())
+        for index, (parameter, aliases) in enumerate(traced.names.items())
     )
 
 
@@ -207,13 +209,13 @@ def _last_call(accesses: tuple[Access, ...], first: int) -> tuple[Access, ...]:
     )
 
 
-def _unused_modules(twin: MetaCopy, order: UseOrder) -> tuple[str, ...]:
+def _unused_modules(traced: TracedModel, order: UseOrder) -> tuple[str, ...]:
     """Modules that hold parameters and neither ran nor had those parameters used by another module."""
-    index = {parameter: position for position, parameter in enumerate(twin.parameters)}
+    index = {parameter: position for position, parameter in enumerate(traced.parameters)}
     touched = {position for use in order.uses for position in use.parameters}
     return tuple(
         name
-        for module, name in twin.modules.items()
+        for module, name in traced.modules.items()
         if (name or type(module).__name__) not in order.ran
         and (own := [index[p] for p in module.parameters(recurse=False)])
         and not any(position in touched for position in own)
@@ -231,3 +233,50 @@ def _unverified(
         names = ", ".join(sorted(operator_name(operator) for operator in theirs))
         found.append(f"{names}: {said}; they made {100 * touched / max(peak_bytes, 1):.1f} % of the peak")
     return tuple(found)
+
+
+def _samples(
+    curve: Curve, order: UseOrder, step_begin: int, step_end: int, state_bytes: int
+) -> tuple[CurveSample, ...]:
+    """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
+    total = curve.total
+    entries = len(total)
+    begin = max(step_begin - 1, 0)  # earlier entries only list resting memory
+    end = min(step_end, entries)
+    thinned = np.linspace(begin, end, min(end - begin, MAX_STEP_SAMPLES) + 1).astype(np.int64)
+    bounds = np.union1d(thinned, np.arange(end, entries + 1))
+    operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
+    highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
+    uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
+    taken = []
+    hosts = curve.host[highest].tolist()
+    for at, use, live, host in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), hosts, strict=True):
+        by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
+        phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
+        if at >= step_end:
+            phase = "optimizer"
+        elif phase == "forward" and at >= order.backward_position:
+            phase = "backward"  # the gradient of the loss, before any weight is read
+        taken.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind, host=host))
+    return tuple(taken)
+
+
+def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
+    """Groups of storages that are alive, by kind, module and operator, the largest first."""
+    names = {number: operator_name(found) for number, found in {id(r.operator): r.operator for r in alive}.items()}
+    groups: dict[tuple[Any, str, str], list[int]] = defaultdict(list)
+    for record in alive:
+        groups[record.kind, record.module, names[id(record.operator)]].append(record.nbytes)
+    found = [
+        Contributor(kind=kind, module=module, operator=operator, count=len(sizes), bytes=sum(sizes))
+        for (kind, module, operator), sizes in groups.items()
+    ]
+    found.sort(key=lambda c: (-c.bytes, c.kind, c.module, c.operator))
+    return tuple(found[:MAX_CONTRIBUTORS])
+
+
+def operator_name(operator: Any) -> str:
+    """``aten.mm.default``; empty for what no operator made."""
+    if operator is None:
+        return ""
+    return str(operator)
