@@ -311,6 +311,12 @@ class Interception:
         while self._open:
             self._end(self._open.pop())
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a module of the model runs on this thread."""
+        self.leave_ended()
+        return bool(self._open)
+
     def leave_ended(self) -> None:
         """Leaves the modules whose calls an interruption has ended on this thread, where nobody else does."""
         while self._open and not runs(self._open[-1].call):

@@ -241,7 +241,7 @@ class Plan(Artifact):
                 passes_together(self.step),
                 "pass_size",
                 "above 1 takes units that are made again as a whole and are not compiled, "
-                f"found {self.pass_size} and {activations_text(self.activations)}",
+                f"found {self.pass_size} and {activations_text(self.activations) or 'none'}",
             )
         if self.moments != "float32":
             self._check_moments()

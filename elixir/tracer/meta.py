@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,13 +81,18 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
     held = [(module, [*module._parameters.items(), *module._buffers.items()]) for module in scripts]
     hooks = _without_hooks_of_plans(modules)
+    computed = [(vars(module), name, value) for module in modules for name, value in vars(module).items()]
+    computed = [(at, name, value) for at, name, value in computed if getattr(value, "grad_fn", None) is not None]
     try:
         for swap in swaps.values():
             swap.to_meta()
+        for at, name, value in computed:  # from weights, as by `torch.nn.utils.weight_norm`; the graph keeps real ones
+            at[name] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         _replace_in_scripts(held)
         yield TracedModel(model, names, modules, [(buffer, swaps[buffer].other) for buffer in places])
     finally:
-        _uninterrupted([*[swap.back for swap in swaps.values()], lambda: _replace_in_scripts(held), hooks])
+        attributes = [partial(at.__setitem__, name, value) for at, name, value in computed]
+        _uninterrupted([*[swap.back for swap in swaps.values()], lambda: _replace_in_scripts(held), *attributes, hooks])
 
 
 class _Swap(NamedTuple):

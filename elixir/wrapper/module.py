@@ -212,6 +212,7 @@ class ElixirModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._calls is not None:
+            self._follow_plan()  # now, since changes replace the hooks, and no model that runs may lose its own
             return run_user_code(self.module, *args, **kwargs)
         with self._call(None, args, kwargs) as ((args, kwargs), finished):
             output = run_user_code(self.module, *args, **kwargs)
@@ -231,10 +232,7 @@ class ElixirModule(nn.Module):
                 )
             engine.forget_failed_backward()
             engine.errors.report(Call.RUN)
-            if not engine.phase.takes_turns:  # `OnePass` has asked, and replaces calls of layers as a compiler does
-                if engine.before_forward is not None:
-                    engine.before_forward()
-                follow_changes(engine)
+            self._follow_plan()
             begins = self._account.forward(args, kwargs, part)
             engine.renew_shared()
             buffers.before_forward()
@@ -254,6 +252,16 @@ class ElixirModule(nn.Module):
             engine.forward_over(of_part=part is not None)
             self._shared_weights.refuse_written()
             buffers.after_forward(reducing=engine.gradients.reducing)
+
+    def _follow_plan(self) -> None:
+        """Corrects the plan if that is due, and follows changes of the model since, unless one of its modules runs."""
+        engine = self._engine
+        # `OnePass` has asked already, and replaces calls of layers as a compiler does.
+        if engine.phase.takes_turns or (engine.access is not None and engine.access.is_entered):
+            return
+        if engine.before_forward is not None:
+            engine.before_forward()
+        follow_changes(engine)
 
     def _finished(self, output: Any) -> Any:
         tree_map(self._engine.watch_output, output)

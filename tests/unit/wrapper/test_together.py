@@ -230,6 +230,15 @@ def test_a_frozen_model_keeps_its_mode_and_the_first_is_called_by_the_whole() ->
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules())
 
 
+def test_a_call_of_the_whole_ends_though_a_layer_got_another_checkpoint_before() -> None:
+    """TRL switches checkpoints off and on around each generation."""
+    model, _ = wrapped(preference, "streamed", replan=False)
+    model.policy.model.layers[0]._gradient_checkpointing_func = checkpoint
+    model(**batch(1)).loss.backward()
+    with pytest.raises(InputError, match="outside of the model's forward"):
+        model.policy.lm_head.weight * 1.0
+
+
 def test_an_error_in_a_model_ends_its_pass() -> None:
     plain = models()
     expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=2)
