@@ -258,6 +258,7 @@ def _as_it_is(function: _F) -> _F:
 not_compiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", _as_it_is)
 """Makes `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
 
+
 def share_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
     """Makes two optimizers run the same hooks, also those that are registered or removed later.
 
