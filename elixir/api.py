@@ -336,21 +336,16 @@ class _Question:
             )
         if self.plan is not None:
             return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
-        named = families_of(self.model, self.optimizers)
-        kinds = {moments_of(each, self.asked.get("moments")) for each in named.elementwise or self.optimizers}
-        if len(kinds) > 1:
-            raise InputError(
-                f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters"
-            )
+        named = families_of(self.model, self.optimizers, self.asked.get("moments"))
         said = unequal(views)
         if said:
             logger.warning("the machines are not alike, and the plan is for the least memory of all: %s", said)
         settled = {
             "world_size": world_size,
             "free": least_free(views) if views else None,
-            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, *kinds),
+            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, named.moments),
             "matrices": named.matrices,
-            "moments": kinds.pop(),
+            "moments": named.moments,
             "clipping": self.clipping,
         }
         if replicas is not None:

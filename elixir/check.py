@@ -144,15 +144,11 @@ class _Check:
     def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
         """Makes a plan that streams everything; for a step that cannot be traced, as if it used each weight once."""
         try:
-            families = families_of(self.model, self.optimizers)
+            families = families_of(self.model, self.optimizers, moments)
         except ElixirError as error:
             self._refuse("optimizer", str(error))
             return None
-        kept = {moments_of(each, moments) for each in families.elementwise or self.optimizers}
-        if len(kept) > 1:
-            self._refuse("optimizer", "one plan keeps all moments alike")
-            return None
-        moments, share = kept.pop(), 1e-9  # as few blocks as the step can do with
+        share = 1e-9  # as few blocks as the step can do with
         for step in (self.step, _uses_all):
             try:
                 trace = trace_step(
@@ -172,7 +168,7 @@ class _Check:
                     shard_device="cpu",
                     optimizer_type=families.optimizer_type,
                     matrices=families.matrices,
-                    moments=moments,
+                    moments=families.moments,
                     hardware="cpu",
                 ).plan
             except ElixirError as error:

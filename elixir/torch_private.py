@@ -251,11 +251,7 @@ fused_adamw: Callable[..., Any] = torch._fused_adamw_
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _as_it_is(function: _F) -> _F:
-    return function
-
-
-not_compiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", _as_it_is)
+not_compiled: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[attr-defined, assignment]
 """Makes `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
 
 
