@@ -17,7 +17,7 @@ import elixir
 from elixir import api
 from elixir.chunk.group import Group
 from elixir.errors import InputError, PlanError, RankError
-from elixir.hardware import machines
+from elixir.hardware import promises
 from elixir.hardware.host_share import HostView
 from elixir.hardware.profile import preset
 from elixir.search.replan import Correction
@@ -64,10 +64,10 @@ def _on_a_smaller_machine(rank: int, world_size: int) -> tuple[int, list[str]]:
     said: list[str] = []
     api.logger.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
     if rank == 1:
-        machines.free_host_bytes = lambda: GIB
-        machines.free_device_bytes = lambda device: GIB
-        machines.host_view = lambda: HostView("the other one", (0,), float("inf"))
-        machines.socket = SimpleNamespace(gethostname=lambda: "smaller")
+        promises.free_host_bytes = lambda: GIB
+        promises.free_device_bytes = lambda device: GIB
+        promises.host_view = lambda: HostView("the other one", (0,), float("inf"))
+        promises.socket = SimpleNamespace(gethostname=lambda: "smaller")
     model = tiny("gpt2", layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     here = replace(preset("cpu"), host_memory_bytes=None)  # so that what is free counts
