@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.group import GivenGroup, Group
-from elixir.errors import ElixirError, InputError, InputTypeError, RankError
+from elixir.errors import ElixirError, InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
@@ -292,10 +292,17 @@ class _Question:
             ) from error
 
     def answered(self, group: GivenGroup) -> tuple[Plan, StepTrace | None]:
-        """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
+        """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0, which alone may plan
+        again."""
+        text: str | None = None
+        trace: StepTrace | None = None
         with closing(Group(group)) as planning:
             views = self._views(planning)
-            made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, views, planning.of_mesh))
+            with planning.together("plan"):
+                if planning.rank == 0:
+                    plan, trace = self._make_plan(planning.size, views, planning.of_mesh)
+                    text = plan.to_json()
+            made = Plan.from_json(planning.exchange("the plan", text)[0])
         if self.plan is not None:  # it may be for something else
             for each in self.optimizers:
                 check_optimizer(each, made.moments)
@@ -364,23 +371,6 @@ class _Question:
             return ""
         foreach, for_loop = LOOPS
         return f" ({foreach if loop.param_groups[0].get('foreach') else for_loop})"
-
-
-def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | None]]) -> tuple[Plan, StepTrace | None]:
-    """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
-    trace: StepTrace | None = None
-    answer: tuple[str | None, str | None] = (None, None)
-    problem: Exception | None = None
-    if group.rank == 0:
-        try:
-            plan, trace = make_plan(group.size)
-            answer = (plan.to_json(), None)
-        except Exception as error:  # the others must learn of it, whatever it is
-            problem, answer = error, (None, str(error))
-    text, refused = group.exchange("plan", answer)[0]
-    if text is None:
-        raise problem or RankError(f"rank 0 could not plan: {refused}")
-    return Plan.from_json(text), trace
 
 
 class _Replanning:

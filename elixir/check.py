@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.tracer.trace import trace_step
 from elixir.tracer.user_objects import user_objects_restored
-from elixir.tracer.values.unknown_number import is_user_code
+from elixir.tracer.values.unknown_number import raised_in
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.given_optimizers import check_given, families_of
@@ -123,7 +122,7 @@ class _Check:
             try:
                 self._steps(model, optimizers)
             except Exception as error:
-                place = _place(error)
+                place = raised_in(error)
                 raise InputError(
                     f"{place}{': ' if place else ''}the step fails in plain PyTorch on the CPU "
                     f"({type(error).__name__}: {shortened(str(error), 300)}); it has to run there to be checked"
@@ -199,7 +198,7 @@ class _Check:
             sentence = str(error)
             if not isinstance(error, ElixirError):
                 sentence = f"raises {type(error).__name__}, but not in plain PyTorch: {shortened(sentence, 300)}"
-            place = _place(error)
+            place = raised_in(error)
             self._refuse("step", sentence, "" if place in sentence else place)
             return None
 
@@ -321,9 +320,3 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
             if gradient is not None and value is not None:
                 gradient.copy_(value)
-
-
-def _place(error: BaseException) -> str:
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    places = [f"{file}:{line}" for file, line in frames if is_user_code(file)]
-    return places[-1] if places else ""

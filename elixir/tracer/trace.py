@@ -46,7 +46,7 @@ from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
 from elixir.tracer.values.shadows import Shadows
-from elixir.tracer.values.unknown_number import is_user_code, user_location
+from elixir.tracer.values.unknown_number import raised_in, user_location
 
 StepFn = Callable[[nn.Module, Any], Any]
 
@@ -331,12 +331,7 @@ def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: F
 def _explained(error: Exception) -> TraceError:
     refused = hooks_were_refused(error)
     text = str(refused or error).split("\n")[0]
-    frame = error.__traceback__
-    location = user_location()
-    while frame is not None:
-        if is_user_code(frame.tb_frame.f_code.co_filename):
-            location = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-        frame = frame.tb_next
+    location = raised_in(error) or user_location()
     hint = ""
     if any(said in text for said in ("not compiled with CUDA", "No CUDA GPUs", "NVIDIA driver", NAMES_CUDA)):
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
