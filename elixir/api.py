@@ -380,7 +380,6 @@ class _Replanning:
         self, module: ElixirModule, optimizer: ElixirOptimizer, trace: StepTrace | None, hardware: HardwareProfile
     ) -> None:
         self._module, self._optimizer, self._trace, self._hardware = module, optimizer, trace, hardware
-        self._seen: StepReport | None = None
         self._reports: list[StepReport] = []
         self._cuda = module.device.type == "cuda"
 
@@ -389,9 +388,8 @@ class _Replanning:
         if not torch.is_grad_enabled():
             return
         engine = engine_of(module)
-        report = module.last_report
-        if report is not None and report is not self._seen and report.span is not None:
-            self._seen = report
+        report, before = module.last_report, self._reports[-1] if self._reports else None
+        if report is not None and report is not before and report.span is not None:
             self._reports.append(report)
             if self._cuda and len(self._reports) == WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats(module.device)

@@ -31,8 +31,7 @@ from elixir.files import FILES, temporary_name
 
 T = TypeVar("T", bound="Artifact")
 
-_MIB = 2**20
-LARGEST_FILE_BYTES = 128 * _MIB
+LARGEST_FILE_BYTES = 128 * 2**20
 """Limit on the size of a plan, profile or trace. The trace of OPT-175B has 1 MB, and parsing takes many times the bytes
 of a file."""
 _LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
@@ -176,7 +175,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         text = FILES.read_stream(path, limit_bytes=LARGEST_FILE_BYTES).decode()
     except FileError as error:
         if error.errno == errno.EFBIG:
-            most = f"{LARGEST_FILE_BYTES // _MIB} MiB"
+            most = f"{LARGEST_FILE_BYTES // 2**20} MiB"
             raise ArtifactError(f"{path}: has more than {most}, so it is no file of Elixir's") from None
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:

@@ -19,10 +19,10 @@ from torch import nn
 
 from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
-from elixir.errors import ElixirError, InputError, InputTypeError, shortened
+from elixir.errors import ElixirError, InputError, shortened
 from elixir.hardware.profile import preset
 from elixir.models.samples import generators_untouched
-from elixir.models.step import check_batch, default_input, default_step, with_tensors
+from elixir.models.step import check_batch, check_step, default_input, default_step, with_tensors
 from elixir.optimizer_states import moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
@@ -87,10 +87,10 @@ def refusals(
     optimizers = check_given(model, optimizer)
     if inp is not None:
         check_batch(inp, step_fn)
-    if step_fn is not None and not callable(step_fn):
-        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+    step = default_step if step_fn is None else step_fn
+    check_step(step)
     batch = with_tensors(torch.Tensor.cpu, default_input(model) if inp is None else inp)
-    run = _Check(model, optimizers, batch, step_fn or default_step)
+    run = _Check(model, optimizers, batch, step)
     with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
         expected = run.plain()

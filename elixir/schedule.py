@@ -105,10 +105,6 @@ class EvictionPolicy:
                 found[len(chunks)] = len(last) - bisect_left(last, self.starts[position])
         return found
 
-    def start(self) -> CacheView:
-        """Returns an empty cache at the start of the order."""
-        return CacheView(self)
-
 
 class CacheView:
     """The chunks in blocks during a walk of the order; names a victim in constant time.

@@ -5,6 +5,7 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,10 +55,7 @@ class ParamInfo:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 OperatorKind = Literal[
@@ -465,15 +463,11 @@ class StepTrace(Artifact):
     @property
     def flops(self) -> int:
         """FLOPs of the step, recomputed ones included, the optimizer's not."""
-        return sum(self.access_flops(access) for access in self.accesses)
+        return sum(self.operations[index].flops for access in self.accesses for index in access.operations)
 
     def transferred_bytes(self, direction: Direction) -> int:
         """Bytes of activations that the step itself copies in one direction."""
         return sum(each.nbytes for each in self.transfers if each.direction == direction and not each.planned)
-
-    def access_flops(self, access: Access) -> int:
-        """FLOPs from this access up to the next one."""
-        return sum(self.operations[index].flops for index in access.operations)
 
     def state_bytes(self, states: StateSize, matrices: Collection[str] = ()) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.

@@ -49,9 +49,8 @@ TopDispatch: Any = torch._C._disabled_torch_dispatch_impl
 torch_function_is_enabled: Callable[[], bool] = getattr(torch._C, "_is_torch_function_enabled", lambda: True)
 """Whether a use of a tensor subclass would be announced now. Always, where PyTorch cannot say."""
 
-functorch_level: Callable[[], int | None] = getattr(
-    getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
-)
+_functorch: Any = getattr(torch._C, "_functorch", None)
+functorch_level: Callable[[], int | None] = getattr(_functorch, "maybe_current_level", lambda: None)
 """Level of the innermost `torch.func` transform that runs; None outside of all, and where PyTorch cannot say."""
 
 compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -59,16 +58,19 @@ compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_fr
 PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
 
 
+def _of_loaded(module: str, name: str, otherwise: Any) -> Any:
+    """What a module of PyTorch holds, which is not imported for it."""
+    return getattr(sys.modules.get(module), name, otherwise)
+
+
 def backward_is_compiled() -> bool:
     """Whether a backward that began now would run under compiled autograd. False where PyTorch cannot say."""
-    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(loaded, "compiled_autograd_enabled", False))
+    return bool(_of_loaded("torch._dynamo.compiled_autograd", "compiled_autograd_enabled", False))
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether a compiler records what is done with a tensor. False where PyTorch cannot say."""
-    loaded = sys.modules.get("torch._subclasses.functional_tensor")
-    return isinstance(tensor, getattr(loaded, "FunctionalTensor", ()))
+    return isinstance(tensor, _of_loaded("torch._subclasses.functional_tensor", "FunctionalTensor", ()))
 
 
 def while_nothing_compiles() -> Any:
@@ -77,11 +79,10 @@ def while_nothing_compiles() -> Any:
     While it is set, torch's optimizers take other code, with other bits. The compiler sets it under this lock, for
     graphs of forward. The context is empty if the compiler is not loaded, or PyTorch has no such lock.
     """
-    loaded = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(loaded, "compile_lock", None) or nullcontext()
+    return _of_loaded("torch._dynamo.convert_frame", "compile_lock", None) or nullcontext()
 
 
-_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
+_transforms: Callable[[], Any] = getattr(_functorch, "get_interpreter_stack", lambda: None)
 
 
 def forward_mode_runs() -> bool:
@@ -227,10 +228,8 @@ default_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 """Holds the device of `torch.set_default_device`; the public getter names that of a ``with`` around it instead."""
 
 
-def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor share memory, or may."""
-    return bool(torch._debug_has_internal_overlap(tensor) != 0)
-
+has_internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+"""Whether two elements of a tensor share memory, or may; 0 if not."""
 
 suggest_memory_format: Callable[[torch.Tensor], torch.memory_format] = torch._prims_common.suggest_memory_format
 """Whether kernels take a tensor for one with channels last, which its strides do not always say."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError
-from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
+from elixir.schedule import CacheView, EvictionPolicy, Schedule, ScheduleResult
 
 orders = st.lists(st.sets(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=9)
 
@@ -111,7 +111,7 @@ def test_too_few_blocks_say_how_many_are_needed() -> None:
 
 
 def test_ties_are_broken_by_the_highest_id_and_pins_hold() -> None:
-    view = EvictionPolicy([[0, 1, 2], [3], [1, 2]]).start()
+    view = CacheView(EvictionPolicy([[0, 1, 2], [3], [1, 2]]))
     for chunk in (0, 1, 2):
         view.admit(chunk)
     view.passed(0)
