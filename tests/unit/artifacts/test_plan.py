@@ -158,7 +158,7 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
             plan, STREAMED, matrices=tuple((1, slot.numel) for slot in plan.chunks[STREAMED].parameters)
         ),
     ),
-    ("'pass_size' above 1 takes checkpointed units", lambda plan: dataclasses.replace(plan, pass_size=2)),
+    ("'pass_size' above 1 takes units that are made again", lambda plan: dataclasses.replace(plan, pass_size=2)),
     (
         "'pass_size' above 1 takes units that are made again",
         lambda plan: dataclasses.replace(
