@@ -169,9 +169,9 @@ class HardwareProfile(Artifact):
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> HardwareProfile:
-        """As `Artifact.from_dict`; files of versions 7 and 8 are read, too.
+        """Builds a profile of this version's fields, or of those of versions 7 and 8.
 
-        Their measurements of causal attention counted the masked half of the scores as well.
+        These counted the masked half of the scores in measurements of causal attention as well.
         """
         version = data.get("schema_version") if isinstance(data, dict) else None
         if type(version) is int and version in _LACKED:
