@@ -59,7 +59,7 @@ PyTorch cannot say, compiled layers over streamed weights are not refused after 
 
 
 def _of_loaded(module: str, name: str, otherwise: Any) -> Any:
-    """What a module of PyTorch holds, which is not imported for it."""
+    """A name in a module of PyTorch, which is not imported for it."""
     return getattr(sys.modules.get(module), name, otherwise)
 
 
