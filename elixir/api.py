@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.group import GivenGroup, Group
-from elixir.errors import ElixirError, InputError, InputTypeError, RankError
+from elixir.errors import ElixirError, InputError, InputTypeError
 from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
@@ -292,10 +292,17 @@ class _Question:
             ) from error
 
     def answered(self, group: GivenGroup) -> tuple[Plan, StepTrace | None]:
-        """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
+        """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0, which alone may plan
+        again."""
+        text: str | None = None
+        trace: StepTrace | None = None
         with closing(Group(group)) as planning:
             views = self._views(planning)
-            made, trace = _planned(planning, lambda ranks: self._make_plan(ranks, views, planning.of_mesh))
+            with planning.together("plan"):
+                if planning.rank == 0:
+                    plan, trace = self._make_plan(planning.size, views, planning.of_mesh)
+                    text = plan.to_json()
+            made = Plan.from_json(planning.exchange("the plan", text)[0])
         if self.plan is not None:  # it may be for something else
             for each in self.optimizers:
                 check_optimizer(each, made.moments)
@@ -336,21 +343,16 @@ class _Question:
             )
         if self.plan is not None:
             return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
-        named = families_of(self.model, self.optimizers)
-        kinds = {moments_of(each, self.asked.get("moments")) for each in named.elementwise or self.optimizers}
-        if len(kinds) > 1:
-            raise InputError(
-                f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters"
-            )
+        named = families_of(self.model, self.optimizers, self.asked.get("moments"))
         said = unequal(views)
         if said:
             logger.warning("the machines are not alike, and the plan is for the least memory of all: %s", said)
         settled = {
             "world_size": world_size,
             "free": least_free(views) if views else None,
-            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, *kinds),
+            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, named.moments),
             "matrices": named.matrices,
-            "moments": kinds.pop(),
+            "moments": named.moments,
             "clipping": self.clipping,
         }
         if replicas is not None:
@@ -371,23 +373,6 @@ class _Question:
         return f" ({foreach if loop.param_groups[0].get('foreach') else for_loop})"
 
 
-def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | None]]) -> tuple[Plan, StepTrace | None]:
-    """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
-    trace: StepTrace | None = None
-    answer: tuple[str | None, str | None] = (None, None)
-    problem: Exception | None = None
-    if group.rank == 0:
-        try:
-            plan, trace = make_plan(group.size)
-            answer = (plan.to_json(), None)
-        except Exception as error:  # the others must learn of it, whatever it is
-            problem, answer = error, (None, str(error))
-    text, refused = group.exchange("plan", answer)[0]
-    if text is None:
-        raise problem or RankError(f"rank 0 could not plan: {refused}")
-    return Plan.from_json(text), trace
-
-
 class _Replanning:
     """Watches the first steps from the beginnings of forwards, and corrects the plan once."""
 
@@ -395,7 +380,6 @@ class _Replanning:
         self, module: ElixirModule, optimizer: ElixirOptimizer, trace: StepTrace | None, hardware: HardwareProfile
     ) -> None:
         self._module, self._optimizer, self._trace, self._hardware = module, optimizer, trace, hardware
-        self._seen: StepReport | None = None
         self._reports: list[StepReport] = []
         self._cuda = module.device.type == "cuda"
 
@@ -404,9 +388,8 @@ class _Replanning:
         if not torch.is_grad_enabled():
             return
         engine = engine_of(module)
-        report = module.last_report
-        if report is not None and report is not self._seen and report.span is not None:
-            self._seen = report
+        report, before = module.last_report, self._reports[-1] if self._reports else None
+        if report is not None and report is not before and report.span is not None:
             self._reports.append(report)
             if self._cuda and len(self._reports) == WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats(module.device)

@@ -31,8 +31,7 @@ from elixir.files import FILES, temporary_name
 
 T = TypeVar("T", bound="Artifact")
 
-_MIB = 2**20
-LARGEST_FILE_BYTES = 128 * _MIB
+LARGEST_FILE_BYTES = 128 * 2**20
 """Limit on the size of a plan, profile or trace. The trace of OPT-175B has 1 MB, and parsing takes many times the bytes
 of a file."""
 _LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
@@ -117,8 +116,6 @@ class Artifact:
     schema_version: ClassVar[int]
     anew: ClassVar[str] = "make the file anew"
     """How a user replaces a file of another schema version."""
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {}
-    """Earlier schema versions that are read -> the fields that their files lack, with what leaving them out means."""
     printed: ClassVar[tuple[str, ...]] = ()
     """Keys that a command prints next to the fields, and that follow from them."""
 
@@ -142,30 +139,20 @@ class Artifact:
         """Builds the artifact from what `to_dict` gave; `source` names the origin in errors."""
         if not isinstance(data, dict):
             raise ArtifactError(f"{source}: expected a JSON object, found {type(data).__name__}")
-        version = data.get("schema_version")
-        lacking = cls.earlier.get(version) if type(version) is int else None
-        if lacking is not None:
-            data = cls.renewed(lacking | data, source) | {"schema_version": cls.schema_version}
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)
-            if key == "artifact" and data[key] != expected:
-                wanted = cls.artifact.replace("_", " ")
-                found = shortened(repr(data[key]))
-                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {found}", field=key)
             # True == 1 and 1.0 == 1, but neither is what `save` writes.
-            if data[key] != expected or type(data[key]) is not type(expected):
-                found = shortened(repr(data[key]))
-                reads = f"this version of Elixir reads {expected!r}"
-                raise ArtifactError(f"{source}: field '{key}' is {found}, {reads}; {cls.anew}", field=key)
+            if data[key] == expected and type(data[key]) is type(expected):
+                continue
+            found = shortened(repr(data[key]))
+            problem = f"field '{key}' is {found}, this version of Elixir reads {expected!r}; {cls.anew}"
+            if key == "artifact":
+                problem = f"expected a {cls.artifact.replace('_', ' ')}, but field 'artifact' is {found}"
+            raise ArtifactError(f"{source}: {problem}", field=key)
         body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version", *cls.printed)}
         decoded: T = _decode(cls, body, "", source)
         return decoded
-
-    @classmethod
-    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Returns the fields of an earlier version's file as this version means them."""
-        return data
 
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "input") -> T:
@@ -188,7 +175,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         text = FILES.read_stream(path, limit_bytes=LARGEST_FILE_BYTES).decode()
     except FileError as error:
         if error.errno == errno.EFBIG:
-            most = f"{LARGEST_FILE_BYTES // _MIB} MiB"
+            most = f"{LARGEST_FILE_BYTES // 2**20} MiB"
             raise ArtifactError(f"{path}: has more than {most}, so it is no file of Elixir's") from None
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:
@@ -320,12 +307,11 @@ def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
 def _decode_tuple(args: tuple[Any, ...], value: Any, path: str, source: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _mistyped(source, path, "a list", value)
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_decode(args[0], item, f"{path}[{i}]", source) for i, item in enumerate(value))
-    if len(args) != len(value):
-        raise _mistyped(source, path, f"a list of {len(args)}", value)
-    pairs = zip(args, value, strict=True)
-    return tuple(_decode(arg, item, f"{path}[{i}]", source) for i, (arg, item) in enumerate(pairs))
+    kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+    if len(kinds) != len(value):
+        raise _mistyped(source, path, f"a list of {len(kinds)}", value)
+    pairs = zip(kinds, value, strict=True)
+    return tuple(_decode(kind, item, f"{path}[{i}]", source) for i, (kind, item) in enumerate(pairs))
 
 
 def _decode_plain(expected: Any, value: Any, path: str, source: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,16 +19,16 @@ from torch import nn
 
 from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
-from elixir.errors import ElixirError, InputError, InputTypeError, shortened
+from elixir.errors import ElixirError, InputError, shortened
 from elixir.hardware.profile import preset
 from elixir.models.samples import generators_untouched
-from elixir.models.step import check_batch, default_input, default_step, with_tensors
+from elixir.models.step import check_batch, check_step, default_input, default_step, with_tensors
 from elixir.optimizer_states import moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.tracer.trace import trace_step
 from elixir.tracer.user_objects import user_objects_restored
-from elixir.tracer.values.unknown_number import is_user_code
+from elixir.tracer.values.unknown_number import raised_in
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.given_optimizers import check_given, families_of
@@ -88,10 +87,10 @@ def refusals(
     optimizers = check_given(model, optimizer)
     if inp is not None:
         check_batch(inp, step_fn)
-    if step_fn is not None and not callable(step_fn):
-        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+    step = default_step if step_fn is None else step_fn
+    check_step(step)
     batch = with_tensors(torch.Tensor.cpu, default_input(model) if inp is None else inp)
-    run = _Check(model, optimizers, batch, step_fn or default_step)
+    run = _Check(model, optimizers, batch, step)
     with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
         expected = run.plain()
@@ -123,7 +122,7 @@ class _Check:
             try:
                 self._steps(model, optimizers)
             except Exception as error:
-                place = _place(error)
+                place = raised_in(error)
                 raise InputError(
                     f"{place}{': ' if place else ''}the step fails in plain PyTorch on the CPU "
                     f"({type(error).__name__}: {shortened(str(error), 300)}); it has to run there to be checked"
@@ -144,15 +143,11 @@ class _Check:
     def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
         """Makes a plan that streams everything; for a step that cannot be traced, as if it used each weight once."""
         try:
-            families = families_of(self.model, self.optimizers)
+            families = families_of(self.model, self.optimizers, moments)
         except ElixirError as error:
             self._refuse("optimizer", str(error))
             return None
-        kept = {moments_of(each, moments) for each in families.elementwise or self.optimizers}
-        if len(kept) > 1:
-            self._refuse("optimizer", "one plan keeps all moments alike")
-            return None
-        moments, share = kept.pop(), 1e-9  # as few blocks as the step can do with
+        share = 1e-9  # as few blocks as the step can do with
         for step in (self.step, _uses_all):
             try:
                 trace = trace_step(
@@ -172,7 +167,7 @@ class _Check:
                     shard_device="cpu",
                     optimizer_type=families.optimizer_type,
                     matrices=families.matrices,
-                    moments=moments,
+                    moments=families.moments,
                     hardware="cpu",
                 ).plan
             except ElixirError as error:
@@ -203,7 +198,7 @@ class _Check:
             sentence = str(error)
             if not isinstance(error, ElixirError):
                 sentence = f"raises {type(error).__name__}, but not in plain PyTorch: {shortened(sentence, 300)}"
-            place = _place(error)
+            place = raised_in(error)
             self._refuse("step", sentence, "" if place in sentence else place)
             return None
 
@@ -325,9 +320,3 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
             if gradient is not None and value is not None:
                 gradient.copy_(value)
-
-
-def _place(error: BaseException) -> str:
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    places = [f"{file}:{line}" for file, line in frames if is_user_code(file)]
-    return places[-1] if places else ""

@@ -123,7 +123,6 @@ class Files:
         return file
 
     def _opened(self, operation: str, path: PathLike, flags: int, direct: bool, flush: int | None) -> File:
-        flags |= getattr(os, "O_CLOEXEC", 0)
         no_cache: int = getattr(os, "O_DIRECT", 0)
         if direct and no_cache:
             try:

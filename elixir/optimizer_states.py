@@ -7,8 +7,9 @@ codes mean; `elixir.kernels` steps with them. Plans, the search, the runtime and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from elixir.artifact import NOT_NEGATIVE, POSITIVE, check_bounds
 from elixir.errors import InputError, InputTypeError, unknown_name
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ themselves."""
 
 SIGNED_MAX, UNSIGNED_MAX = 127.0, 255.0
 """Largest codes of the first and of the second moment."""
-
-_SCALE_BYTES = FP32_BYTES
-"""Bytes of a block's scale, which is float32."""
 
 LARGEST_PIECE_NUMEL = 2**23
 """A step that is not compiled works on so many elements at once, or fewer. 32 MiB of float32: fits the second-level
@@ -52,15 +50,12 @@ class StateSize:
         InputError: a negative size, or blocks without elements.
     """
 
-    block_bytes: int
+    block_bytes: Annotated[int, NOT_NEGATIVE]
     """States of one block, master weights not included."""
-    block_numel: int = 1
+    block_numel: Annotated[int, POSITIVE] = 1
 
     def __post_init__(self) -> None:
-        if self.block_bytes < 0:
-            raise InputError(f"field 'block_bytes' must be 0 or larger, found {self.block_bytes}")
-        if self.block_numel < 1:
-            raise InputError(f"field 'block_numel' must be 1 or larger, found {self.block_numel}")
+        check_bounds(self)
 
     def nbytes(self, numel: int, weight_bytes: int = FP32_BYTES) -> int:
         """Exact bytes of a flat tensor's states.
@@ -87,7 +82,7 @@ of this project has those bits."""
 _SIZES: dict[MomentKind, StateSize] = {
     "float32": StateSize(2 * FP32_BYTES),
     "bfloat16": StateSize(2 * 2),
-    "8bit": StateSize(2 * (BLOCK_NUMEL + _SCALE_BYTES), BLOCK_NUMEL),
+    "8bit": StateSize(2 * (BLOCK_NUMEL + FP32_BYTES), BLOCK_NUMEL),  # a byte per element, a float32 scale per block
 }
 
 
@@ -315,17 +310,14 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
         ) from error
     kept = sum(v.nbytes for v in made.state[trial].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
     per_numel = kept / trial.numel()
-    for name in names:
-        # Plain SGD keeps nothing, and is still SGD.
-        if _STATE_BYTES.get(name) == per_numel or (name == "SGD" and not kept):
-            return name
     fitting = [name for name, size in _STATE_BYTES.items() if size >= per_numel]
     if not fitting:
         raise InputError(
             f"{names[0]} keeps {per_numel:.0f} bytes of state per element, more than any family that plans are made "
             f"for ({', '.join(_STATE_BYTES)}); use one of these"
         )
-    return min(fitting, key=lambda name: _STATE_BYTES[name])
+    # Of families with as much, its own: plain SGD keeps nothing, and is still SGD.
+    return min(fitting, key=lambda name: (_STATE_BYTES[name], names.index(name) if name in names else len(names)))
 
 
 def decode_signed(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -19,25 +19,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-from elixir.errors import InputError, PlanError
-
-
-class TooFewBlocksError(PlanError):
-    """A position of the order requires more chunks at once than there are blocks.
-
-    `needed` and `available` count blocks; `position` is the first position that needs `needed`. The schedule knows no
-    sizes, so `needed_bytes` and `available_bytes` are 0; callers with a block size report bytes.
-    """
-
-    def __init__(self, *, needed: int, available: int, position: int, prefetch_depth: int) -> None:
-        self.needed, self.available, self.position = needed, available, position
-        self.needed_bytes, self.available_bytes, self.levers = 0, 0, ()
-        ahead = f", {prefetch_depth} to prefetch included" if prefetch_depth else ""
-        RuntimeError.__init__(
-            self,
-            f"position {position} of the order needs {needed} rCache blocks at once{ahead}, there are {available}; "
-            "give it more blocks, smaller chunks or a smaller prefetch depth",
-        )
+from elixir.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -59,11 +41,6 @@ class ScheduleResult:
     def loads(self) -> int:
         """The number of loads."""
         return len(self.chunks)
-
-    @property
-    def timeline(self) -> tuple[tuple[int, int], ...]:
-        """(position, chunk) of every load."""
-        return tuple(zip(self.positions, self.chunks, strict=True))
 
 
 @dataclass(frozen=True)
@@ -127,10 +104,6 @@ class EvictionPolicy:
             if len(chunks) not in found:
                 found[len(chunks)] = len(last) - bisect_left(last, self.starts[position])
         return found
-
-    def start(self) -> CacheView:
-        """Returns an empty cache at the start of the order."""
-        return CacheView(self)
 
 
 class CacheView:
@@ -238,12 +211,14 @@ class Schedule:
             held: the chunks in blocks when the walk begins.
 
         Raises:
-            TooFewBlocksError: some window does not fit.
+            InputError: some window does not fit.
         """
         if blocks < self.min_blocks:
             position = next(i for i, window in enumerate(self.windows) if len(window) == self.min_blocks)
-            raise TooFewBlocksError(
-                needed=self.min_blocks, available=blocks, position=position, prefetch_depth=self.prefetch_depth
+            ahead = f", {self.prefetch_depth} to prefetch included" if self.prefetch_depth else ""
+            raise InputError(
+                f"position {position} of the order needs {self.min_blocks} rCache blocks at once{ahead}, there are "
+                f"{blocks}; give it more blocks, smaller chunks or a smaller prefetch depth"
             )
         key = (blocks, held)
         if key not in self._results:
@@ -259,7 +234,7 @@ class Schedule:
             held: the chunks in blocks when the first walk begins; none after weights have changed.
 
         Raises:
-            TooFewBlocksError: some window does not fit.
+            InputError: some window does not fit.
         """
         walks: list[ScheduleResult] = []
         begun: dict[tuple[int, ...], int] = {}

@@ -5,10 +5,11 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, get_args
 
 from elixir.artifact import Artifact
 from elixir.errors import InputError
@@ -54,10 +55,7 @@ class ParamInfo:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 OperatorKind = Literal[
@@ -168,44 +166,24 @@ class UnitRun:
     """Index of its last access."""
 
 
-def _members(parameters: Sequence[ParamInfo], units: Collection[str]) -> dict[str, list[int]]:
-    """The parameters of each unit, by index."""
-    found: dict[str, list[int]] = {unit: [] for unit in units}
-    for index, param in enumerate(parameters):
-        for unit in dict.fromkeys(enclosing(name, units) for name in (param.name, *param.aliases)):
-            if unit is not None:
-                found[unit].append(index)
-    return found
-
-
-class _Use(Protocol):
-    """An access, or what becomes one."""
-
-    @property
-    def phase(self) -> Phase: ...
-
-    @property
-    def module(self) -> str: ...
-
-
-def unit_runs(accesses: Sequence[_Use], units: Sequence[str]) -> tuple[UnitRun, ...]:
+def unit_runs(accesses: Sequence[tuple[Phase, str]], units: Sequence[str]) -> tuple[UnitRun, ...]:
     """The runs of units, in order. An access belongs to the unit in which its module is.
 
     Args:
-        accesses: those of a step, in order.
+        accesses: phase and module of those of a step, in order.
         units: names of the units.
     """
     numbers = {unit: index for index, unit in enumerate(units)}
-    unit_of = {module: enclosing(module, numbers) for module in {access.module for access in accesses}}
+    unit_of = {module: enclosing(module, numbers) for module in {module for _, module in accesses}}
     runs: list[UnitRun] = []
-    for index, access in enumerate(accesses):
-        name = unit_of[access.module]
+    for index, (phase, module) in enumerate(accesses):
+        name = unit_of[module]
         if name is None:
             continue
         unit, first = numbers[name], index
-        if runs and (runs[-1].unit, runs[-1].phase, runs[-1].last) == (unit, access.phase, index - 1):
+        if runs and (runs[-1].unit, runs[-1].phase, runs[-1].last) == (unit, phase, index - 1):
             first = runs.pop().first
-        runs.append(UnitRun(unit, access.phase, first, index))
+        runs.append(UnitRun(unit, phase, first, index))
     return tuple(runs)
 
 
@@ -470,38 +448,7 @@ class StepTrace(Artifact):
     @cached_property
     def unit_runs(self) -> tuple[UnitRun, ...]:
         """The runs of all units: `unit_runs` of the accesses."""
-        return unit_runs(self.accesses, [unit.name for unit in self.units])
-
-    def fetching_as_one(self, names: Collection[str]) -> StepTrace:
-        """The same step, in which the units with these names are fetched as one (`Fetch`).
-
-        The first access of each of their runs has all their parameters, pinned until the run ends.
-
-        Raises:
-            InputError: one of them may not be, or is no unit.
-        """
-        wanted = [unit for unit in self.units if unit.name in names and unit.fetch != "one"]
-        refused = {*names} - {unit.name for unit in self.units if unit.fetch != "parameters"}
-        if refused:
-            raise InputError(f"{sorted(refused)[0]} is no unit of {self.model_name} that can be fetched as one")
-        members = _members(self.parameters, [unit.name for unit in wanted])
-        accesses = list(self.accesses)
-        for run in self.unit_runs:
-            name = self.units[run.unit].name
-            if name not in members:
-                continue
-            inside = self.accesses[run.first : run.last + 1]
-            read = [index for access in inside for index in access.parameters]
-            if not read:
-                continue
-            accesses[run.first : run.last + 1] = [replace(access, parameters=()) for access in inside]
-            accesses[run.first] = replace(
-                inside[0],
-                parameters=tuple(dict.fromkeys([*members[name], *read])),
-                pin_until=max(run.last, *(access.pin_until for access in inside)),
-            )
-        units = tuple(replace(unit, fetch="one") if unit in wanted else unit for unit in self.units)
-        return replace(self, accesses=tuple(accesses), step=replace(self.step, units=units))
+        return unit_runs([(each.phase, each.module) for each in self.accesses], [unit.name for unit in self.units])
 
     @property
     def numel(self) -> int:
@@ -516,15 +463,11 @@ class StepTrace(Artifact):
     @property
     def flops(self) -> int:
         """FLOPs of the step, recomputed ones included, the optimizer's not."""
-        return sum(self.access_flops(access) for access in self.accesses)
+        return sum(self.operations[index].flops for access in self.accesses for index in access.operations)
 
     def transferred_bytes(self, direction: Direction) -> int:
         """Bytes of activations that the step itself copies in one direction."""
         return sum(each.nbytes for each in self.transfers if each.direction == direction and not each.planned)
-
-    def access_flops(self, access: Access) -> int:
-        """FLOPs from this access up to the next one."""
-        return sum(self.operations[index].flops for index in access.operations)
 
     def state_bytes(self, states: StateSize, matrices: Collection[str] = ()) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.

@@ -1,8 +1,9 @@
 """Every private name of PyTorch that Elixir leans on: why, and what happens where a version lacks it.
 
-Names without a public counterpart are taken from here and nowhere else. `ATTRIBUTES` lists private attributes of
-tensors, modules and operators that are read where they are needed. `tests/unit/artifacts/test_torch_private.py` holds
-what each name is used for against the installed version, so that a version that drops or changes one is noticed there.
+Names without a public counterpart are taken from here and nowhere else, but for private attributes of tensors, modules
+and operators, which are read where they are needed: pyproject.toml lists them for the linter.
+`tests/unit/artifacts/test_torch_private.py` holds what each name is used for against the installed version, so that a
+version that drops or changes one is noticed there.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ TopDispatch: Any = torch._C._disabled_torch_dispatch_impl
 torch_function_is_enabled: Callable[[], bool] = getattr(torch._C, "_is_torch_function_enabled", lambda: True)
 """Whether a use of a tensor subclass would be announced now. Always, where PyTorch cannot say."""
 
-functorch_level: Callable[[], int | None] = getattr(
-    getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
-)
+_functorch: Any = getattr(torch._C, "_functorch", None)
+functorch_level: Callable[[], int | None] = getattr(_functorch, "maybe_current_level", lambda: None)
 """Level of the innermost `torch.func` transform that runs; None outside of all, and where PyTorch cannot say."""
 
 compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -58,16 +58,19 @@ compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_fr
 PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
 
 
+def _of_loaded(module: str, name: str, otherwise: Any) -> Any:
+    """A name in a module of PyTorch, which is not imported for it."""
+    return getattr(sys.modules.get(module), name, otherwise)
+
+
 def backward_is_compiled() -> bool:
     """Whether a backward that began now would run under compiled autograd. False where PyTorch cannot say."""
-    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(loaded, "compiled_autograd_enabled", False))
+    return bool(_of_loaded("torch._dynamo.compiled_autograd", "compiled_autograd_enabled", False))
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether a compiler records what is done with a tensor. False where PyTorch cannot say."""
-    loaded = sys.modules.get("torch._subclasses.functional_tensor")
-    return isinstance(tensor, getattr(loaded, "FunctionalTensor", ()))
+    return isinstance(tensor, _of_loaded("torch._subclasses.functional_tensor", "FunctionalTensor", ()))
 
 
 def while_nothing_compiles() -> Any:
@@ -76,11 +79,10 @@ def while_nothing_compiles() -> Any:
     While it is set, torch's optimizers take other code, with other bits. The compiler sets it under this lock, for
     graphs of forward. The context is empty if the compiler is not loaded, or PyTorch has no such lock.
     """
-    loaded = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(loaded, "compile_lock", None) or nullcontext()
+    return _of_loaded("torch._dynamo.convert_frame", "compile_lock", None) or nullcontext()
 
 
-_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
+_transforms: Callable[[], Any] = getattr(_functorch, "get_interpreter_stack", lambda: None)
 
 
 def forward_mode_runs() -> bool:
@@ -226,21 +228,11 @@ default_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 """Holds the device of `torch.set_default_device`; the public getter names that of a ``with`` around it instead."""
 
 
-def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor share memory, or may."""
-    return bool(torch._debug_has_internal_overlap(tensor) != 0)
+has_internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+"""Whether two elements of a tensor share memory, or may; 0 if not."""
 
-
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
-    return last if tensor.is_contiguous(memory_format=last) else torch.contiguous_format
-
-
-suggest_memory_format: Callable[[torch.Tensor], torch.memory_format] = getattr(
-    torch._prims_common, "suggest_memory_format", _memory_format
-)
-"""Whether kernels take a tensor for one with channels last, which its strides do not always say. Without it, batches of
-images with one channel or one pixel are taken for such."""
+suggest_memory_format: Callable[[torch.Tensor], torch.memory_format] = torch._prims_common.suggest_memory_format
+"""Whether kernels take a tensor for one with channels last, which its strides do not always say."""
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:
@@ -258,29 +250,18 @@ fused_adamw: Callable[..., Any] = torch._fused_adamw_
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _as_it_is(function: _F) -> _F:
-    return function
-
-
-not_compiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", _as_it_is)
+not_compiled: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[attr-defined, assignment]
 """Makes `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
-
-OPTIMIZER_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""Attributes in which an optimizer keeps its hooks. An optimizer that replaces another one shares its dicts."""
 
 
 def share_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Makes two optimizers run the same hooks, also those that are registered or removed later."""
-    for name in OPTIMIZER_HOOKS:
-        if name in vars(source):
-            setattr(target, name, getattr(source, name))
+    """Makes two optimizers run the same hooks, also those that are registered or removed later.
+
+    An optimizer keeps each kind of hooks in a dict, which the two then share.
+    """
+    for name, hooks in vars(source).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(target, name, hooks)
 
 
 def hooks_of(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., Any]]:
@@ -300,33 +281,3 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
 exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
 """Torch functions by which `torch.autocast` tells a mode that it begins and ends."""
-
-ATTRIBUTES: dict[str, str] = {
-    "_version": "of a tensor: how often it was written; what autograd itself compares",
-    "_cdata": "of a storage: its identity while it lives",
-    "_base": "of a view: the tensor that it looks at",
-    "_is_view": "of a tensor: whether it has a base",
-    "_use_count": "of a tensor: C++ owners",
-    "_backward_hooks": "of a tensor or module: hooks that a replacement has to carry or must not skip",
-    "_post_accumulate_grad_hooks": "of a parameter: the same",
-    "_backward_pre_hooks": "of a module: the same",
-    "_forward_hooks": "of a module: the same",
-    "_forward_pre_hooks": "of a module: the same",
-    "_parameters": "of a module: parameters under their own names, None included",
-    "_buffers": "of a module: the same for buffers, to put another tensor in place of one",
-    "_modules": "of a module: children under their own names",
-    "_non_persistent_buffers_set": "of a module: buffers that a state dict leaves out",
-    "_compiled_call_impl": "of a module: what runs it instead after compile()",
-    "_call_impl": "of a module: what compile() compiles, its forward with hooks",
-    "_apply": "of a module: what to(), half() and cuda() go through",
-    "_schema": "of an operator: its arguments, which of them alias and which are written",
-    "_overloadpacket": "of an operator: the overloads that share its name",
-    "_sequence_nr": "of an autograd node: when forward made it",
-    "_get_backend": "of a process group: the backend of a device",
-    "_timeout": "of a backend's options: how long a collective may take",
-    "_destroy": "of a library: takes its kernels away again",
-    "_c": "of a TorchScript module: the object in C++ that holds its weights",
-    "_opt_called": "of an optimizer: what a scheduler looks at to warn of a wrong order",
-    "_init_weights": "of a model of transformers: initial values of a module",
-}
-"""Private attributes that are read or set where they are needed -> what for."""

@@ -30,7 +30,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
 from elixir.chunk.lanes import Lanes, MemoryUses, Ticket, closed, failure, settled
 from elixir.errors import InputError, StateError
-from elixir.schedule import Schedule
+from elixir.schedule import CacheView, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RCache:
         self._backward_from = backward_from
         self._together = group.size > 1
         self._position = -1
-        self._view = schedule.policy.start()
+        self._view = CacheView(schedule.policy)
         self._fresh: set[int] = set()  # loaded, and not required since
         self._in_backward = False  # of several ranks
         self._in_forward = False
@@ -393,7 +393,7 @@ class RCache:
     def _jump(self, position: int) -> None:
         """Moves to `position` without a walk, with whatever is in the blocks."""
         self._position = position
-        self._view = self._schedule.policy.start()
+        self._view = CacheView(self._schedule.policy)
         for passed in range(position):
             self._view.passed(passed)
         for index in self._in_block.values():

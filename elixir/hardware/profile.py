@@ -59,6 +59,13 @@ class Learned:
     """Digests of the reports, so that none counts twice."""
 
 
+_LACKED = {
+    7: ("host_adam_least", "link_least", "early_kept", "early_steps", "sustained_attention_share"),
+    8: ("sustained_attention_share",),
+}
+"""Earlier schema versions that are read -> the fields that they lack, which are unknown."""
+
+
 @dataclass(frozen=True)
 class HardwareProfile(Artifact):
     """One machine: its devices, its host, the links between them.
@@ -75,10 +82,6 @@ class HardwareProfile(Artifact):
 
     artifact: ClassVar[str] = "hardware_profile"
     schema_version: ClassVar[int] = 9
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {
-        7: dict.fromkeys(("host_adam_least", "link_least", "early_kept", "early_steps", "sustained_attention_share")),
-        8: {"sustained_attention_share": None},
-    }
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -165,12 +168,17 @@ class HardwareProfile(Artifact):
     """Steps of runs from which that share is known."""
 
     @classmethod
-    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Measurements of causal attention up to version 8 counted the masked half of the scores as well."""
-        fits = data.get("fits")
-        if not isinstance(fits, dict):
-            return data
-        return data | {"fits": {key: _unmasked(fit) if _is_attention(key, fit) else fit for key, fit in fits.items()}}
+    def from_dict(cls, data: Any, *, source: str = "input") -> HardwareProfile:
+        """Builds a profile of this version's fields, or of those of versions 7 and 8.
+
+        These counted the masked half of the scores in measurements of causal attention as well.
+        """
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if type(version) is int and version in _LACKED:
+            data = dict.fromkeys(_LACKED[version]) | data | {"schema_version": cls.schema_version}
+            if isinstance(fits := data.get("fits"), dict):
+                data["fits"] = {key: _unmasked(fit) if _is_attention(key, fit) else fit for key, fit in fits.items()}
+        return super().from_dict(data, source=source)
 
     def ranks_per_host(self, world_size: int) -> int:
         """How many of `world_size` ranks share a machine: one per device; all of them on a ``cpu`` machine without a

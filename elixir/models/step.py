@@ -142,6 +142,12 @@ def check_batch(inp: Any, step_fn: object) -> None:
         )
 
 
+def check_step(step_fn: object) -> None:
+    """Refuses a step that is no function, with an `InputTypeError`."""
+    if not callable(step_fn):
+        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+
+
 def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:
     """One forward on ``model(**inp)``, and backward from the output's ``loss``; a model without anything to train, or
     under `torch.no_grad`, stops there.

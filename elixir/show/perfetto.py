@@ -12,6 +12,7 @@ from elixir.artifact import write_atomically
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import packed_step_of, trace_under
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation
 from elixir.show.style import RESOURCE_LABELS
@@ -158,7 +159,7 @@ def _is(plan: Plan, entry: int, span: WorkSpan) -> bool:
 def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
     """Highest live bytes of the accesses of each entry of the plan's order."""
     entries, live, entry, use = packed_step_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
-    for access in trace_under(plan, trace).fetching_as_one(plan.step.joined).accesses:
+    for access in joined_trace(trace_under(plan, trace), plan.step.joined).accesses:
         if access.parameters:
             entry, use = entries[use], use + 1
         live[entry] = max(live[entry], access.live_bytes)

@@ -20,7 +20,7 @@ from elixir.access.compiled_units import compiled_in_place, compiled_units, indu
 from elixir.access.interception import Interception
 from elixir.access.recomputation import recomputing
 from elixir.access.swapping import Swapping
-from elixir.errors import ElixirError, InputTypeError, TraceError
+from elixir.errors import ElixirError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
@@ -28,6 +28,7 @@ from elixir.models.inner_tensors import taken_apart
 from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
+from elixir.models.step import check_step
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
@@ -46,7 +47,7 @@ from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
 from elixir.tracer.values.shadows import Shadows
-from elixir.tracer.values.unknown_number import is_user_code, user_location
+from elixir.tracer.values.unknown_number import raised_in, user_location
 
 StepFn = Callable[[nn.Module, Any], Any]
 
@@ -123,8 +124,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         TraceError: the step raised, never called backward, or decided by a value that a trace does not have.
     """
     asked = dict(locals())
-    if not callable(step_fn):
-        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+    check_step(step_fn)
     started = time.perf_counter()
     target = target_for(hardware)
     with compiled_in_place(model), taken_apart(model), on_meta(model, dtype) as traced:
@@ -331,12 +331,7 @@ def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: F
 def _explained(error: Exception) -> TraceError:
     refused = hooks_were_refused(error)
     text = str(refused or error).split("\n")[0]
-    frame = error.__traceback__
-    location = user_location()
-    while frame is not None:
-        if is_user_code(frame.tb_frame.f_code.co_filename):
-            location = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-        frame = frame.tb_next
+    location = raised_in(error) or user_location()
     hint = ""
     if any(said in text for said in ("not compiled with CUDA", "No CUDA GPUs", "NVIDIA driver", NAMES_CUDA)):
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"

@@ -151,7 +151,8 @@ class UnitResults:
         several = any(len(calls) > 1 for calls in self._runs.values())
         runs = Counter[tuple[str, Phase]]()
         if several:
-            runs.update((names[run.unit], run.phase) for run in unit_runs(accesses, names))
+            uses = [(access.phase, access.module) for access in accesses]
+            runs.update((names[run.unit], run.phase) for run in unit_runs(uses, names))
         alike: dict[tuple[Any, ...], list[str]] = {}
         for unit, calls in self._runs.items():
             # Under `torch.no_grad` nothing is kept.

@@ -390,7 +390,7 @@ class UseOrder:
             unit: [i for i, names in enumerate(self._parameter_names) if any(is_inside(name, unit) for name in names)]
             for unit in units
         }
-        for run in unit_runs(self.uses, units):
+        for run in unit_runs([(use.phase, use.module) for use in self.uses], units):
             unit, first, last = units[run.unit], run.first, run.last
             positions = range(first, last + 1)
             read = {index: None for position in positions for index in self.uses[position].parameters}

@@ -10,7 +10,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels.muon import matrix_rule
-from elixir.optimizer_states import family_of
+from elixir.optimizer_states import family_of, moments_of
 from elixir.wrapper.module import ElixirModule, refuse_wrapped
 
 
@@ -43,15 +43,22 @@ class Families(NamedTuple):
     optimizer_type: str
     matrices: tuple[str, ...] | None
     """Names of the parameters that are stepped as whole matrices; None if there are none."""
+    moments: str
+    """Kind of the moments."""
     elementwise: list[torch.optim.Optimizer]
     """The optimizers that step the others."""
 
 
-def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Families:
+def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], moments: str | None = None) -> Families:
     """The families of optimizers: one of whole matrices, such as Muon, and one of single elements, at most.
 
+    Args:
+        model: whose parameters they step.
+        optimizers: one or several.
+        moments: their kind, as it was asked for (`elixir.optimizer_states.moments_of`).
+
     Raises:
-        InputError: there are others.
+        InputError: there are others, or several kinds of moments.
     """
     whole = [each for each in optimizers if matrix_rule(each) is not None]
     others = [each for each in optimizers if matrix_rule(each) is None]
@@ -61,11 +68,15 @@ def families_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
             f"one plan counts the states of one family of optimizers, and of matrices, found {sorted(families)}; use "
             "one class for all parameters, or torch.optim.Muon for matrices"
         )
+    kinds = {moments_of(each, moments) for each in others or whole}
+    if len(kinds) > 1:
+        raise InputError(f"one plan keeps all moments alike, found {sorted(kinds)}; use one kind for all parameters")
+    kind = kinds.pop()
     if not whole:
-        return Families(families.pop(), None, others)
+        return Families(families.pop(), None, kind, others)
     taken = {parameter for each in whole for group in each.param_groups for parameter in group["params"]}
     names = tuple(
         name for name, parameter in model.named_parameters() if parameter in taken and parameter.requires_grad
     )
     first = next(rule.family for each in whole if (rule := matrix_rule(each)) is not None)
-    return Families(f"{first} + {families.pop()}" if families else first, names, others)
+    return Families(f"{first} + {families.pop()}" if families else first, names, kind, others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elixir.errors import InputError
 from elixir.optimizer_states import is_copied
 from elixir.plan.plan import Plan
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import PackedChunk, Packing
 from elixir.search.problem.pass_trace import pass_trace
@@ -33,7 +34,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
-    trace = trace_under(plan, trace).fetching_as_one(plan.step.joined)
+    trace = joined_trace(trace_under(plan, trace), plan.step.joined)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.propose.best import Outcome
@@ -65,7 +66,7 @@ def _joined(
     best = outcome.best
     if best is None or not names:
         return None
-    trace = space.trace.fetching_as_one(names)
+    trace = joined_trace(space.trace, names)
     there = SearchSpace(trace, space.hardware, space.setting, space.compute_scale)
     model = there.cost.known(PackedStep(there.facts, best.work.packing)).model
     depth, blocks = best.schedule.prefetch_depth, best.schedule.blocks

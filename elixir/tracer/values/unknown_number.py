@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -152,6 +153,13 @@ def user_location() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown location"
+
+
+def raised_in(error: BaseException) -> str:
+    """``file:line`` of the innermost such frame through which an error came; empty if there is none."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [f"{file}:{line}" for file, line in frames if is_user_code(file)]
+    return places[-1] if places else ""
 
 
 def is_user_code(filename: str) -> bool:

@@ -54,8 +54,8 @@ def hybrids(*moments: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("raises", "says"),
     [
-        (lambda: StateSize(-1), "'block_bytes' must be 0 or larger"),
-        (lambda: StateSize(4, 0), "'block_numel' must be 1 or larger"),
+        (lambda: StateSize(-1), "'block_bytes' must be finite and at least 0"),
+        (lambda: StateSize(4, 0), "'block_numel' must be a positive finite number"),
         (lambda: check_kind("4bit"), "unknown kind of moments '4bit'; .*8bit"),
         (lambda: check_adam("SGD", "8bit"), "found the optimizer SGD; leave moments"),
         (lambda: optimizer_name("Lamb"), "unknown optimizer type 'Lamb'"),

@@ -39,7 +39,7 @@ def ours() -> set[str]:
     torchs = re.findall(r'"(_\w+)"', (ROOT / "pyproject.toml").read_text())  # names that ruff is to let pass
     libraries = set[str]().union(*PRIVATE_NAMES.values())
     of_tuples = set(vars(NamedTuple("Nothing", [])))  # `_replace` and the like, which every NamedTuple has
-    torchs += ["_engine_run_backward", "_memory_format", "_should_skip_dynamo", "_ddp_params_and_buffers_to_ignore"]
+    torchs += ["_engine_run_backward", "_should_skip_dynamo", "_ddp_params_and_buffers_to_ignore"]
     return names - libraries - of_tuples - {*torchs}
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
 from elixir.models.layer_units import layer_units
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.step_trace import Result, StepTrace, Unit, UnitActivations, UnitRun
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper import test_units_as_one
@@ -196,4 +197,4 @@ def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
     assert trace.checkpointed_modules == ("layers.0.up", "layers.1.up", "layers.2.up")
     assert {unit.fetch for unit in trace.units} == {"parameters"}
     with pytest.raises(InputError, match=r"layers.0 is no unit of Stack that can be fetched as one"):
-        trace.fetching_as_one(["layers.0"])
+        joined_trace(trace, ["layers.0"])

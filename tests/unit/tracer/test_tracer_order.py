@@ -257,7 +257,7 @@ def test_one_function_that_reads_two_parameters_is_one_access() -> None:
 
 def test_costs_belong_to_the_access_before_them() -> None:
     trace = cpu_trace(Mlp(), {"x": torch.ones(32, 8)}, sum_step)
-    flops = [trace.access_flops(event) for event in trace.accesses]
+    flops = [sum(trace.operations[index].flops for index in event.operations) for event in trace.accesses]
     assert flops[0] == 2 * 32 * 8 * 16
     assert flops[1] == 2 * 32 * 16 * 4 + 0
     # In backward the last layer's weight, its input, and the first layer's weight.

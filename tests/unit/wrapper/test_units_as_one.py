@@ -21,6 +21,7 @@ from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace, replan, simple_search
 from elixir.search.planner import plan_in
 from elixir.search.problem.from_plan import packed_step_of
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
@@ -241,7 +242,7 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(monkeypatch: pyt
 
 def test_the_joined_step_has_the_same_costs() -> None:
     trace: StepTrace = cpu_trace(Stack(), INP, sum_step)
-    joined = trace.fetching_as_one(["layers.0", "layers.2"])
+    joined = joined_trace(trace, ["layers.0", "layers.2"])
     assert joined.flops == trace.flops
     assert joined.step.joined == ("layers.0", "layers.2")
     run = next(run for run in trace.unit_runs if (run.unit, run.phase) == (0, "forward"))
@@ -252,7 +253,7 @@ def test_the_joined_step_has_the_same_costs() -> None:
     assert access.pin_until == run.last
     assert joined.accesses[run.last].parameters == ()
     assert joined.unit_runs == trace.unit_runs
-    assert joined.fetching_as_one(["layers.0"]) == joined
+    assert joined_trace(joined, ["layers.0"]) == joined
 
 
 def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
