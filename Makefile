@@ -124,6 +124,7 @@ COMMIT ?= HEAD
 golden: $(VENV)/.installed-test
 	$(PYTEST) -m 'not slow' $$(git ls-files 'tests/**/test_recorded_*.py')
 	$(BIN)/python tools/golden_plans.py
+	$(BIN)/python tools/golden_seconds.py
 	$(BIN)/python tools/golden_runs.py $(COMMIT)
 
 test-on-cuda: $(VENV)/.installed-test

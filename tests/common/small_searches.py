@@ -86,7 +86,8 @@ def small_trace(draw: random.Random, count: int) -> StepTrace:
     trained = [draw.random() < 0.9 for _ in range(count)]
     trained[0] = trained[0] or not any(trained)
     layers = [
-        build.parameter(f"layers.{i}.p", draw.choice((8, 12, 16, 24)) * MIB, trainable=trained[i]) for i in range(count)
+        build.parameter(f"layers.{i}.p", 1024, draw.choice((8, 12, 16, 24)) * MIB // 1024, trainable=trained[i])
+        for i in range(count)
     ]
     live = draw.randint(1, 64) * MIB
     work = lambda: draw.randint(1, 100) * 10**9  # noqa: E731

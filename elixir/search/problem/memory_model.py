@@ -303,6 +303,33 @@ class MemoryModel:
         }
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
+    def host_bytes(self, codes: Codes) -> Ints:
+        """The sum of `host`, of many placements at once."""
+        at = self._ids * len(HOMES) + codes
+        found = self._summed[at].sum(axis=1)
+        for number in self._buffers:
+            amounts = self._host_table[number][at]
+            largest = amounts.max(axis=1, initial=0)
+            place = number - _SUMMED
+            if place < len(_BUFFERS):
+                found = found + largest * np.minimum(np.count_nonzero(amounts, axis=1), _BUFFERS[place, 0])
+            else:
+                found = found + largest * stages(self.setting.shards)
+        trace = self.work.facts.trace
+        whole: Ints = (found + trace.host_peak_bytes + trace.step.swap_bytes) * self.setting.ranks_per_host
+        return whole
+
+    @cached_property
+    def _summed(self) -> Ints:
+        """Host bytes in which every chunk counts, by number of the chunk and of the home."""
+        found: Ints = self._host_table[:_SUMMED].sum(axis=0)
+        return found
+
+    @cached_property
+    def _buffers(self) -> list[int]:
+        """Numbers of the other tables, if any chunk needs such a buffer at any home."""
+        return [number for number in range(_SUMMED, len(self._host_table)) if self._host_table[number].any()]
+
     def host_parts(self, placement: Placement) -> dict[str, int]:
         """Host bytes of one machine under one placement; buffers that it does not need are left out."""
         parts = {name: int(amounts[0]) for name, amounts in self.host(placement.codes[None]).items()}

@@ -11,9 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.placement import Placement, Setting
+from elixir.search.simulator.work_times import WorkTimes
 
 _LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
@@ -44,6 +47,30 @@ def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
         for chunk, on_device in enumerate(placement.state_on_device)
         if not on_device and work.can_update_early(chunk)
     )
+
+
+def gradients_home_s(times: WorkTimes, placement: Placement) -> tuple[dict[int, float], float]:
+    """Tells when gradients of chunks that the host can update early are home, without a simulation, and when the last
+    has gone.
+
+    Compute comes to the last gradient of each chunk, which then goes through the network's lane and that to the host.
+    """
+    place, after_s = times.sent
+    several, on_device = times.shards > 1, placement.state_on_device
+    able = can_step(times.work, placement) - placement.state_on_disk
+    copied_s = network_s = gone_s = 0.0
+    home_s: dict[int, float] = {}
+    for c in np.argsort(place, kind="stable")[int(np.sum(place < 0)) :].tolist():
+        if not several and on_device[c] and placement.resident[c]:
+            continue  # it stays where autograd has made it
+        copied_s += times.device_copy_s[c]
+        at_s = times.total_s - float(after_s[c]) + copied_s
+        if several:
+            network_s = at_s = max(network_s, at_s) + times.reduce_s[c]
+        gone_s = max(gone_s, at_s) + (times.deliver_on_device_s[c] if on_device[c] else times.offload_s[c])
+        if c in able:
+            home_s[c] = gone_s
+    return home_s, max(times.total_s + copied_s, gone_s)
 
 
 def within(

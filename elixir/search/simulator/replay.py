@@ -90,6 +90,8 @@ class Replay:
         self._moved_s = [0.0] * len(times.moves.seconds)  # when activations are where they go
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
+        self._returned_s: dict[int, float] = {}  # seconds of the link for new weights, by chunk that is not used yet
+        self._owed_s = 0.0  # seconds that these took from the link, and that no fetch has lost yet
         self.now_s = 0.0
         self.spans: list[WorkSpan] = []
         self._forget()
@@ -113,6 +115,7 @@ class Replay:
         self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
         self._added_s = max(0.0, self._added_s - passed)
         self._early_runs = [(start - passed, end - passed) for start, end in self._early_runs]
+        self._returned_s, self._owed_s = {}, 0.0
         self.now_s = 0.0
         self._forget()
         self.spans = before
@@ -212,8 +215,7 @@ class Replay:
         for link in (FETCH, OFFLOAD):
             self.moved_bytes[link] += times.turned_bytes[c]
         if returns:  # new weights return during the update of the next chunk
-            self.moved_bytes[FETCH] += times.shard_bytes[c]
-            done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), times.fetch_s[c])
+            done_s = self._return_weights(c, max(behind_s, done_s))
         if staged:
             self._staged.append(done_s)
         self._updated_s[c] = done_s
@@ -239,10 +241,23 @@ class Replay:
         """New states become those of the chunk; when its new weights are where they live."""
         done_s = self._updated_s[c]
         if self._weight_on_device[c]:
-            self.moved_bytes[FETCH] += self._times.shard_bytes[c]
-            done_s = self._run(REFRESH, "refresh", c, max(submitted_s, done_s), self._times.fetch_s[c])
-            self._updated_s[c] = done_s
+            done_s = self._updated_s[c] = self._return_weights(c, max(submitted_s, done_s))
         return done_s
+
+    def _return_weights(self, c: int, submitted_s: float) -> float:
+        """New weights of one shard go to the device, by a lane next to that of the fetches and over the same link."""
+        self.moved_bytes[FETCH] += self._times.shard_bytes[c]
+        if self._ahead:  # on a CPU both are copies by other cores
+            self._returned_s[c] = self._times.fetch_s[c]
+        return self._run(REFRESH, "refresh", c, submitted_s, self._times.fetch_s[c])
+
+    def _used(self, c: int) -> None:
+        """The link has carried the new weights of a chunk, if there are any, by the time at which compute uses it.
+
+        Fetches lose that, if the link had no time without: in this order, since then what happens first decides
+        nothing, and nothing that gets faster makes a step slower.
+        """
+        self._owed_s += self._returned_s.pop(c, 0.0)
 
     def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
         """Adam of one shard; with states on the disk after their reading, and before they are written back.
@@ -326,6 +341,7 @@ class Replay:
         elif not self._together:
             start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
         if self._together:
+            self._used(c)
             self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
             start_s = self._run(NETWORK, "gather", c, start_s, times.gather_s[c])
         self._ready_s[c] = start_s
@@ -333,6 +349,8 @@ class Replay:
 
     def _use(self, c: int, now_s: float) -> float:
         """Waits until a chunk is where it is used: in its block, or resident and updated."""
+        if c in self._returned_s:
+            self._used(c)
         if self._ready_s[c] <= now_s:
             return now_s
         resident = self._resident[c]
@@ -453,6 +471,11 @@ class Replay:
         start_s = self._free_s[lane]
         if submitted_s > start_s:
             start_s = submitted_s
+        if lane == FETCH and self._owed_s:
+            lost_s = self._free_s[FETCH] + self._owed_s - start_s
+            if lost_s > 0:
+                seconds += lost_s
+            self._owed_s = 0.0
         if lane in self._slowdown:
             # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
             other, factor, lost_share = self._slowdown[lane]

@@ -23,11 +23,13 @@ from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import (
     can_step,
+    gradients_home_s,
     out_of_place_share,
     within,
     worth_stepping,
     worth_stepping_within,
 )
+from elixir.search.simulator.floors import Floors
 from elixir.search.simulator.lower_bound import LowerBound
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.replay import COMPUTE, Replay
@@ -112,6 +114,31 @@ class SimulatedCost:
         machine, later = self._begun(case)
         machine.restart()
         return self._seconds(case, machine, later)
+
+    def early_chunks(
+        self, work: PackedStep, placement: Placement, *, speed: float, left_bytes: int, rule: int
+    ) -> frozenset[int]:
+        """Chunks of `placement` that a host of this speed, idle until gradients come home, takes in backward; as many
+        as memory has second sets for.
+
+        Args:
+            work, placement: a candidate, all of whose chunks are updated after the norm.
+            speed: of the host, over that of the machine.
+            left_bytes: host memory of one machine for second sets.
+            rule: see `elixir.search.propose.family.Shape`.
+        """
+        known = self.known(work)
+        times, needed = known.times, (known.model.second_set_bytes * self._setting.ranks_per_host).tolist()
+        home_s, until_s = gradients_home_s(times, placement)
+        home_s = {chunk: at_s for chunk, at_s in home_s.items() if needed[chunk] <= left_bytes}
+        if not home_s or left_bytes <= 0:
+            return frozenset()
+        update_s = [seconds * self._early_share / speed for seconds in times.host_adam_early_s]
+        if not rule:
+            return worth_stepping_within(home_s, until_s, update_s, times.update_order, needed, left_bytes)
+        order = (times.update_order, sorted(home_s, key=lambda chunk: home_s[chunk]))[rule - 1]
+        chosen = worth_stepping(home_s, until_s, update_s, times.update_order)
+        return next(iter(within(chosen, [order], needed, left_bytes)), frozenset())
 
     def early_choices(
         self,
@@ -303,6 +330,11 @@ class Known:
     def early_bound(self) -> LowerBound:
         """The bound of steps some of whose chunks are updated early."""
         return self._floor(True)
+
+    @cached_property
+    def floors(self) -> Floors:
+        """Floors of all placements."""
+        return Floors(self.times, self.model, ahead=self._ahead)
 
     def _floor(self, early: bool) -> LowerBound:
         setting = self.model.setting

@@ -193,6 +193,27 @@ def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
     assert both.busy_s["device_to_host"] == pytest.approx(3 * offload)
 
 
+@pytest.mark.parametrize(("kind", "lost"), [("cuda", 1), ("cpu", 0)])
+def test_fetches_lose_what_returning_weights_take_of_the_link(kind: str, lost: int) -> None:
+    """The link is busy from the first fetch on, and carries the second chunk's new weights meanwhile: the fetch after
+    that chunk's use comes so much later. On a CPU there is no link."""
+    fetch = 4.0
+    returning, staying = (
+        simulated(chain_plan(blocks=2, depth=1, homes=homes), Speeds(1.0, fetch), kind=kind)
+        for homes in ("shss", "sdss")
+    )
+    assert returning.busy_s["refresh"] == pytest.approx(fetch)
+    assert returning.step_s == pytest.approx(staying.step_s + lost * fetch)
+
+
+def test_a_link_that_had_time_for_returning_weights_takes_none_from_fetches() -> None:
+    """The first fetch begins after the weights have returned."""
+    returning, staying = (
+        simulated(chain_plan(blocks=1, depth=0, homes=homes), Speeds(5.0, 4.0), kind="cuda") for homes in ("hss", "dss")
+    )
+    assert returning.step_s == pytest.approx(staying.step_s + 4.0)  # which its own first use waits for
+
+
 def test_calibration_scales_compute_alone() -> None:
     plan, speeds = chain_plan(blocks=1, depth=0), Speeds(1.0, 0.5, 0.25)
     result = simulated(plan, speeds, compute_scale=2.0)

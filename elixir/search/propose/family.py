@@ -1,0 +1,206 @@
+"""Shapes of one packing: a plan as a few counts, and the bytes of thousands of them at once.
+
+Of placements that give as many states away, that which keeps a prefix in order of first use on the device has the
+least floor: the host steps what forward asks for last, and these gradients arrive first. The weights that the device
+has room for next to the states are those that a plan loads most often per byte, in order of use or spread over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from elixir.plan.chunk_plan import Home
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import RESIDENT, Bools, Codes, Placement
+from elixir.search.propose.sizes import Budgets
+from elixir.search.simulator.floors import MOST_AHEAD
+from elixir.search.simulator.work_times import WorkTimes
+
+IN_ORDER, SPREAD = range(2)
+"""The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
+
+
+class Rows(NamedTuple):
+    """Placements, with as many blocks as fit."""
+
+    codes: Codes
+    blocks: Ints
+    fits: Bools
+    """Whether device and host have the memory, early updates and states on the disk left out."""
+    host_bytes: Ints
+    """Need of the host of one machine."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A plan as numbers."""
+
+    family: Family
+    away: int
+    """Trained chunks whose states the device has not."""
+    blocks: int
+    """The rCache has so many at least."""
+    depth: int
+    """Chunks fetched ahead."""
+    order: int = IN_ORDER
+    share: float = 1.0
+    """The part of the room for weights that they get; if none, blocks do."""
+    speed: float = 0.0
+    """The speed of the host by which chunks are chosen to be updated early; 0: none is."""
+    rule: int = 0
+    """The choice, if host memory has no second set for all: spread over the order, those that forward asks for
+    first, or those whose gradients arrive first."""
+
+
+class Family:
+    """Shapes of one packing.
+
+    Args:
+        model: its bytes.
+        times: its orders of use.
+        budgets: memory that shapes may take.
+        gathered: several ranks: all chunks are gathered for the whole step; otherwise none, but for outsized ones.
+    """
+
+    def __init__(self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool) -> None:
+        self.model, self.budgets, self.gathered = model, budgets, gathered
+        self.work, self.several = model.work, model.setting.world_size > 1
+        self.count = len(self.work.chunks)
+        self.block_bytes = self.work.packing.block_bytes
+        self._before_s = times.before_first_use_s
+        self._rows: dict[tuple[bytes, int, int, float], Rows] = {}
+        levels = [self._homes(c) for c in range(self.count)]
+        self.levels: Codes = np.array([[home.number for home in three] for three in levels], dtype=np.int8)
+        """[chunk, 3]: numbers of the homes with nothing on the device, with weights, with weights and states."""
+        chunks = self.work.chunks
+        unused = [c for c, facts in enumerate(chunks) if facts.trainable and not facts.grad_bytes]
+        # The gather of a resident chunk that the host steps holds up the network's lane, in which all gathers of
+        # forward come after it. So those are the first whose states the device keeps.
+        outsized = [c for c in times.update_order if self.several and not gathered and chunks[c].outsized]
+        others = [c for c in times.update_order if c not in outsized]
+        self.steps: Ints = np.array([*outsized, *others, *unused], dtype=np.int64)
+        """Trained chunks; the device gives up their states from the last on."""
+        self.most_away = len(self.steps)
+        ids = np.arange(self.count)
+        self.weight_bytes: Ints = (
+            model.device_weights[ids, self.levels[:, 1]] - model.device_weights[ids, self.levels[:, 0]]
+        )
+        """Device bytes of weights at their second level, by chunk."""
+
+    def _homes(self, c: int) -> tuple[Home, Home, Home]:
+        facts, setting = self.work.chunks[c], self.model.setting
+        stays = self.gathered or facts.outsized
+        whole, hosted = Home.DEVICE, Home.DEVICE_HOST
+        if stays or not self.several:
+            whole, hosted = Home.RESIDENT, Home.RESIDENT_HOST
+        away = setting.away(facts.trainable)
+        if facts.trainable:
+            return hosted if stays else away, hosted, whole
+        return whole if stays else away, whole, whole
+
+    @cached_property
+    def fewest(self) -> tuple[int, ...]:
+        """The fewest blocks by depth, with all chunks streamed that may be."""
+        depths = range(MOST_AHEAD + 1) if self.model.setting.overlap else range(1)
+        stays = frozenset(np.flatnonzero(RESIDENT[self.levels[:, 0]]).tolist())
+        return tuple(self.work.schedule(stays, depth).min_blocks for depth in depths)
+
+    def depth(self, blocks: int) -> int:
+        """The most chunks that so many blocks can fetch ahead."""
+        return max((depth for depth, fewest in enumerate(self.fewest) if fewest <= blocks), default=0)
+
+    @cached_property
+    def _orders(self) -> tuple[Ints, Ints]:
+        """Chunks in the order in which their weights get the device: most loads a byte first."""
+        uses = np.zeros(self.count)
+        for _, chunks, _ in self.work.entries:
+            uses[list(chunks)] += 1
+        worth = -np.round(uses * self.model.shard_bytes / np.maximum(self.weight_bytes, 1), 2)
+        place = np.argsort(np.lexsort((np.arange(self.count), self._before_s)), kind="stable")
+        bits = max(int(self.count - 1).bit_length(), 1)
+        spread = np.array([int(f"{position:0{bits}b}"[::-1], 2) for position in place.tolist()])
+        return np.lexsort((place, worth)), np.lexsort((spread, worth))
+
+    def _base(self, away: Ints) -> tuple[Codes, Bools]:
+        """Homes with the states of so many chunks, and all other weights, away; and which of `steps` the device has."""
+        codes = np.tile(self.levels[:, 0], (len(away), 1))
+        held: Bools = np.arange(self.most_away) < self.most_away - away[:, None]
+        codes[:, self.steps] = np.where(held, self.levels[self.steps, 2], self.levels[self.steps, 0])
+        return codes, held
+
+    @cached_property
+    def _rest_bytes(self) -> Ints:
+        """Device bytes by `away`, without blocks, and with all other weights away."""
+        return self.model.device(self._base(np.arange(self.most_away + 1))[0]).rest_bytes
+
+    @cached_property
+    def least_away(self) -> int:
+        """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits."""
+        fits = np.flatnonzero(self._room(np.arange(self.most_away + 1), self.fewest[0])[1])
+        return int(fits[0]) if len(fits) else self.most_away + 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that fit with all states and weights away."""
+        spare = int(self.budgets.device_bytes - self._rest_bytes[-1])
+        return min(spare // self.block_bytes, self.count) if self.block_bytes else 0
+
+    def _room(self, away: Ints, blocks: int) -> tuple[Ints, Bools, Bools, Ints]:
+        """Spare bytes without blocks, whether so many blocks fit, whether all weights do instead, and bytes of each
+        weight that is not there yet."""
+        spare = self.budgets.device_bytes - self._rest_bytes[away]
+        needs = np.tile(self.weight_bytes, (len(away), 1))
+        needs[:, self.steps] = np.where(self._base(away)[1], 0, self.weight_bytes[self.steps])
+        everything = (needs.sum(axis=1) <= spare) & bool(RESIDENT[self.levels[:, 1]].all())
+        return spare, (spare >= blocks * self.block_bytes) | everything, everything, needs
+
+    def rows(self, away: Ints, blocks: int, order: int = IN_ORDER, share: float = 1.0) -> Rows:
+        """The placements with so many states away and at least so many blocks."""
+        key = away.tobytes(), blocks, order, share
+        if key not in self._rows:
+            self._rows[key] = self._made(away, blocks, order, share)
+        return self._rows[key]
+
+    def _made(self, away: Ints, blocks: int, order: int, share: float) -> Rows:
+        spare, fits, everything, needs = self._room(away, blocks)
+        chosen = self._orders[order]
+        room = np.where(everything, spare, share * (spare - blocks * self.block_bytes))
+        takes: Bools = np.zeros(needs.shape, dtype=bool)
+        takes[:, chosen] = np.cumsum(needs[:, chosen], axis=1) <= room[:, None]
+        codes = np.where(takes & (needs > 0), self.levels[:, 1], self._base(away)[0]).astype(np.int8)
+        streamed = (~RESIDENT[codes]).sum(axis=1)
+        left = spare - (takes * needs).sum(axis=1)
+        most = left // self.block_bytes if self.block_bytes else np.zeros_like(left)
+        if 0 < share < 1:
+            most = np.minimum(most, blocks)
+        host = self.host_bytes(codes)
+        found = np.where(streamed > 0, np.minimum(most, streamed), 0)
+        return Rows(codes, found, fits & (host <= self.budgets.host_bytes), host)
+
+    def host_bytes(self, codes: Codes) -> Ints:
+        """Host bytes of one machine; without states if what the host cannot hold goes to the disk."""
+        found = self.model.host_bytes(codes)
+        if self.model.setting.spill:
+            states = self.model.host_states[np.arange(self.count), codes].sum(axis=1)
+            found = found - states * self.model.setting.ranks_per_host
+        return found
+
+    def room_for(self, codes: Codes) -> tuple[Ints, Bools]:
+        """Blocks that fit next to placements of this packing, no more than they stream; and whether these fit at
+        all."""
+        spare = self.budgets.device_bytes - self.model.device(codes).rest_bytes
+        streamed = (~RESIDENT[codes]).sum(axis=1)
+        blocks = np.minimum(spare // self.block_bytes, streamed) if self.block_bytes else np.zeros_like(spare)
+        return np.maximum(blocks, 0), (spare >= 0) & (self.host_bytes(codes) <= self.budgets.host_bytes)
+
+    def placed(self, shape: Shape) -> tuple[Placement, int] | None:
+        """Homes of a shape but for early updates, and its blocks; None if it does not fit."""
+        if not self.least_away <= shape.away <= self.most_away:
+            return None
+        rows = self.rows(np.array([shape.away]), shape.blocks, shape.order, shape.share)
+        return (Placement.numbered(rows.codes[0].tolist()), int(rows.blocks[0])) if rows.fits[0] else None

@@ -1,0 +1,180 @@
+"""Seconds of candidates in all scenarios: floors first, simulations of those that may win, and the pool of all of
+them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from elixir.hardware.scenario import Scenario
+from elixir.plan.prediction import Judgement
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import Codes, Floats, Placement
+from elixir.search.propose.candidate import Candidate, early_host_bytes
+from elixir.search.propose.sizes import Budgets, SearchSpace
+
+TIE = 0.01
+"""Regrets this little apart are as good: the plan that needs least of the host is taken."""
+
+Key = tuple[int, Placement, int, int]
+"""The packing, the homes, the blocks and the depth of a candidate."""
+
+
+def key_of(candidate: Candidate) -> Key:
+    """Identifies a candidate."""
+    schedule = candidate.schedule
+    return id(candidate.model), candidate.placement, schedule.blocks, schedule.prefetch_depth
+
+
+class Judge:
+    """The pool of candidates.
+
+    Args:
+        space: of the question.
+        scenarios: that are possible, the nominal one first.
+        budgets: memory for second sets.
+    """
+
+    def __init__(self, space: SearchSpace, scenarios: Sequence[Scenario], budgets: Budgets) -> None:
+        self.scenarios, self.budgets, self.setting = tuple(scenarios), budgets, space.setting
+        self.nominal = self.scenarios[0]
+        self.spaces = {scenario: space.on(scenario) for scenario in scenarios}
+        self.pool: dict[Key, Candidate] = {}
+        """All that were simulated in any scenario."""
+        self.simulations = 0
+        self._seconds: dict[Key, dict[Scenario, float]] = {}
+        self._best_s = dict.fromkeys(self.scenarios, math.inf)
+        self._best: dict[Scenario, Candidate] = {}
+        self._bounds: dict[Key, Floats] = {}
+
+    def _as_seen(self, scenario: Scenario, *, early: bool) -> Scenario:
+        """The scenario that stands for this one: clipping discards nothing but states made early."""
+        kept = replace(scenario, clipped=False)
+        return kept if not early and kept in self.spaces else scenario
+
+    def seconds(self, candidate: Candidate, scenario: Scenario) -> float:
+        """Simulated seconds of a step."""
+        early = bool(candidate.placement.early)
+        scenario, key = self._as_seen(scenario, early=early), key_of(candidate)
+        known = self._seconds.setdefault(key, {})
+        if scenario not in known:
+            self.pool.setdefault(key, candidate)
+            self.simulations += 1
+            found = known[scenario] = candidate.seconds_by(self.spaces[scenario].cost)["total"]
+            for each in self.scenarios:
+                if self._as_seen(each, early=early) == scenario and found < self._best_s[each]:
+                    self._best_s[each], self._best[each] = found, candidate
+        return known[scenario]
+
+    def best_s(self, scenario: Scenario) -> float:
+        """The least seconds that are known."""
+        return self._best_s[scenario]
+
+    def best(self, scenario: Scenario) -> Candidate:
+        """The fastest that is known."""
+        return self._best[scenario]
+
+    def floors(
+        self,
+        model: MemoryModel,
+        scenario: Scenario,
+        codes: Codes,
+        blocks: Ints,
+        *,
+        early: bool,
+        prefetch: bool,
+        host_bytes: Ints | None = None,
+    ) -> Floats:
+        """Floors of placements of one packing; `host_bytes` are those without second sets, which bound what is
+        early."""
+        known = self.spaces[scenario].cost.known(model.work)
+        room = None
+        if early and host_bytes is not None and not self.setting.spill:
+            room = early_host_bytes(model, self.budgets) - host_bytes
+        return known.floors.seconds(
+            codes, np.maximum(blocks, 0), early=early, prefetch=prefetch and self.setting.overlap, room_bytes=room
+        )
+
+    def bounds(self, some: Sequence[Candidate]) -> Floats:
+        """Floors of candidates: [candidate, scenario]."""
+        groups: dict[tuple[int, bool, bool], list[int]] = {}
+        for row, candidate in enumerate(some):
+            if key_of(candidate) not in self._bounds:
+                prefetch = candidate.schedule.prefetch_depth > 0 or not candidate.schedule.blocks
+                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(row)
+        for (_, early, prefetch), rows in groups.items():
+            codes = np.stack([some[row].placement.codes for row in rows])
+            blocks = np.array([some[row].schedule.blocks for row in rows])
+            seen: dict[Scenario, Floats] = {}
+            for scenario in (self._as_seen(each, early=early) for each in self.scenarios):
+                if scenario not in seen:
+                    kept = early and not scenario.clipped
+                    model = some[rows[0]].model
+                    seen[scenario] = self.floors(model, scenario, codes, blocks, early=kept, prefetch=prefetch)
+            found = np.stack([seen[self._as_seen(each, early=early)] for each in self.scenarios], axis=1)
+            for row, bound in zip(rows, found, strict=True):
+                self._bounds[key_of(some[row])] = bound
+        return np.stack([self._bounds[key_of(candidate)] for candidate in some])
+
+    def bound(self, candidate: Candidate, scenario: Scenario) -> float:
+        """The floor of one candidate."""
+        return float(self.bounds([candidate])[0, self.scenarios.index(scenario)])
+
+    def regret(self, candidate: Candidate, most: float = math.inf) -> float:
+        """The worst regret over all scenarios; infinite as soon as it is above `most`."""
+        best = np.array([self._best_s[each] for each in self.scenarios])
+        bounds = self.bounds([candidate])[0]
+        if (bounds > best * (1 + most)).any():
+            return math.inf
+        worst = 0.0
+        for column in np.argsort(-bounds / best, kind="stable").tolist():  # first where it is likely to lose most
+            scenario = self.scenarios[column]
+            step_s = self.seconds(candidate, scenario)
+            worst = max(worst, step_s / self._best_s[scenario] - 1)
+            if worst > most:
+                return math.inf
+        return worst
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """Candidates of the pool that the host holds."""
+        return [it for it in self.pool.values() if it.need.host_bytes <= self.budgets.host_bytes]
+
+    def fastest(self) -> Candidate:
+        """The candidate with the least nominal seconds, then with the most thrift."""
+        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), 9), *it.thrift))
+
+    def surest(self) -> Candidate:
+        """The candidate with the least worst regret; of those that are as good, the one that needs least of the
+        host."""
+        pool = self.fitting
+        best = np.array([self._best_s[each] for each in self.scenarios])
+        regrets = (self.bounds(pool) / best).max(axis=1) - 1
+        most = math.inf
+        judged: list[Candidate] = []
+        for row in np.argsort(np.round(regrets, 9), kind="stable").tolist():
+            if regrets[row] > most + TIE:
+                break
+            worst = self.regret(pool[row], most + TIE)
+            if worst < math.inf:
+                most = min(most, worst)
+                judged.append(pool[row])
+        final = [(self.regret(it), it) for it in judged]  # the first were compared with less than is known now
+        most = min(worst for worst, _ in final)
+        near = [
+            (it.hosted_numel, it.need.host_bytes, round(worst, 9), number)
+            for number, (worst, it) in enumerate(final)
+            if worst < most + TIE
+        ]
+        return final[min(near)[-1]][1]
+
+    def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
+        """Seconds of a candidate in each scenario, with the least that are known there; none for one scenario."""
+        if len(self.scenarios) == 1:
+            return ()
+        seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
+        return tuple(Judgement(each, step_s, self._best_s[each]) for each, step_s in seconds)

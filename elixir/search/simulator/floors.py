@@ -1,0 +1,257 @@
+"""Seconds that a step cannot beat, for thousands of placements at once.
+
+A search ranks by them, and simulates the best few. A floor forgets which event waits for which. It keeps that each
+resource does one thing at a time, and what has to come before forward, before the first use of a chunk, and before the
+step is over. A property test holds floors below simulations.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
+from elixir.search.simulator.work_times import WorkTimes
+
+MOST_AHEAD = 4
+"""Chunks fetched ahead at most: each takes a block, and what is fetched earlier than that waits there."""
+
+
+class _Homes(NamedTuple):
+    """Flags by placement and chunk."""
+
+    resident: Bools
+    weights: Bools
+    """Weights on the device."""
+    on_device: Bools
+    """Stepped by the device."""
+    on_host: Bools
+    """Stepped by the host."""
+    early: Bools
+    """Part of `on_host` that may be stepped early."""
+
+
+class Floors:
+    """Floors of all placements of one packing on one machine.
+
+    Args:
+        times: seconds of every piece of work.
+        model: bytes of the same packing.
+        ahead: as in `Case`.
+    """
+
+    def __init__(self, times: WorkTimes, model: MemoryModel, *, ahead: bool) -> None:
+        self._times, self._setting = times, model.setting
+        work, count = times.work, len(times.bytes)
+        self._shares_link = ahead  # on a CPU other cores copy
+        self._several, self._replicated = times.shards > 1, times.rates.replicas > 1
+        self._trained: Bools = np.array([chunk.grad_bytes > 0 for chunk in work.chunks], dtype=bool)
+        self._able: Bools = np.array([work.can_update_early(c) for c in range(count)], dtype=bool)
+        self._in_forward, self._in_backward = (
+            np.isin(np.arange(count), list(chain.from_iterable(chunks)))
+            for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
+        )
+        self._forward_s, self._backward_s = times.before_backward_s, times.total_s - times.before_backward_s
+        self._before_s = times.before_first_use_s
+        self._index_seconds(ahead)
+        self._index_orders(model)
+
+    def _index_seconds(self, ahead: bool) -> None:
+        times, setting = self._times, self._setting
+        self._fetch_s, self._host_adam_s = np.array(times.fetch_s), np.array(times.host_adam_s)
+        self._device_adam_s, self._turned_s = np.array(times.device_adam_s), np.array(times.turned_s)
+        self._copy_s, self._gather_s = np.array(times.device_copy_s), np.array(times.gather_s)
+        self._norm_s = np.array(times.norm_s) * setting.clipping
+        self._number_s = times.rates.number_s * setting.clipping
+        # The last to write what leaves for the host sums it: compute, the network's lane, or on a CPU the next.
+        summed_s = self._norm_s * (setting.accumulation == 1)
+        self._summed_s = summed_s * (ahead and not self._several)
+        self._reduce_s = np.array(times.reduce_s) + np.array(times.sum_replicas_s) * self._replicated
+        self._reduce_to_host_s = self._reduce_s + summed_s * self._several
+        self._deliver_s = np.array(times.deliver_on_device_s)
+        self._offload_s = np.array(times.offload_s) + summed_s * (not ahead and not self._several)
+
+    def _index_orders(self, model: MemoryModel) -> None:
+        times, setting = self._times, self._setting
+        count = len(times.bytes)
+        place: Ints = np.full(count, count, dtype=np.int64)
+        place[times.update_order] = np.arange(len(times.update_order))
+        self._updates: Ints = np.argsort(place, kind="stable")
+        """Chunks in the order of their updates, which is that of first uses."""
+        self._uses: Ints = np.argsort(self._before_s, kind="stable")
+        sent_place, self._after_sent_s = times.sent
+        sends = np.argsort(-sent_place, kind="stable")
+        self._sends: Ints = sends[sent_place[sends] >= 0]
+        """Chunks with a gradient, that which is sent last first."""
+        # Forward's compute from a chunk's first use on.
+        left_s = np.where(self._in_forward, np.maximum(self._forward_s - self._before_s, 0.0), -np.inf)
+        self._left_s: Floats = left_s[self._updates]
+        # The earliest that a chunk's gradient is on the host, from the beginning of forward on.
+        home_s = times.total_s - self._after_sent_s + self._copy_s + self._offload_s
+        self._home_s: Floats = np.where(self._trained, home_s + self._several * self._reduce_to_host_s, np.inf)
+        second = np.maximum(model.second_set_bytes * setting.ranks_per_host, 1)
+        self._per_byte_s = float(np.where(self._able, self._host_adam_s / second, 0.0).max(initial=0.0))
+        """The most seconds of Adam that a byte of a second set saves."""
+
+    def seconds(
+        self, codes: Codes, blocks: Ints, *, early: bool = False, prefetch: bool = True, room_bytes: Ints | None = None
+    ) -> Floats:
+        """The least that a step with these homes, and no more than so many blocks, can take.
+
+        Args:
+            codes: [placement, chunk], numbers of homes.
+            blocks: by placement.
+            early: the host may make new states in backward, of whichever chunks.
+            prefetch: chunks may be fetched ahead of their use; otherwise compute waits for each load.
+            room_bytes: by placement, host memory of one machine for second sets; None: enough for all.
+        """
+        on_host = self._trained & ~STATES[codes]
+        able = on_host & self._able & ~DISK[codes] & early
+        homes = _Homes(RESIDENT[codes], WEIGHTS[codes], self._trained & STATES[codes], on_host, able)
+        forward_s = np.maximum(self._walked_s(homes, prefetch=prefetch), self._updated_s(homes, room_bytes))
+        backward_s = self._sending_s(homes)
+        loaded = ~homes.weights & self._in_backward
+        backward_s = np.maximum(backward_s, _without_most(loaded, self._fetch_s, blocks))
+        if not prefetch:
+            waits_s = self._one_by_one_s(homes, self._in_backward & ~homes.resident, blocks)
+            backward_s = np.maximum(backward_s, self._backward_s + waits_s)
+        if self._several:
+            gathered_s = (self._trained | ~homes.resident) @ np.where(self._in_forward, self._gather_s, 0.0)
+            forward_s = np.maximum(forward_s, gathered_s)
+            backward_s = np.maximum(backward_s, self._network_s(homes, blocks))
+        norm_s = homes.on_device @ self._norm_s + on_host.any(axis=1) * self._number_s
+        found: Floats = norm_s + forward_s + backward_s
+        if early:
+            found = np.maximum(found, self._between_updates_s(homes))
+        more_s = (self._setting.accumulation - 1) * self._times.total_s  # batches after the first compute as long
+        return np.maximum(found + more_s, self._disk_s(codes))
+
+    def _walked_s(self, homes: _Homes, *, prefetch: bool) -> Floats:
+        """Updates on the device, forward's compute, and how long that waits for loads."""
+        loaded = self._in_forward & ~homes.resident
+        if prefetch:
+            loading_s = self._loading_s(homes, loaded)
+        else:
+            loading_s = self._one_by_one_s(homes, loaded, np.zeros(len(loaded), dtype=np.int64))
+        stepped_s = homes.on_device @ self._device_adam_s + homes.on_host @ self._turned_s
+        found: Floats = stepped_s + self._forward_s + loading_s
+        return found
+
+    def _loading_s(self, homes: _Homes, loaded: Bools) -> Floats:
+        """How long forward waits for loads, one after the other: none begins before the device has made its updates, or
+        before compute has come to the first chunk that needs one."""
+        order = self._uses
+        loaded, weights, before_s = loaded[:, order], homes.weights[:, order], self._before_s[order]
+        copied_s = 0.0 if self._several else self._copy_s[order]
+        here_s = np.cumsum(np.where(loaded, np.where(weights, copied_s, self._fetch_s[order]), 0.0), axis=1)
+        if self._shares_link:
+            here_s = here_s + self._returned_before_s(homes, loaded)
+        if self._several:  # fetches and gathers, each in a lane
+            gathered_s = np.cumsum(loaded * self._gather_s[order], axis=1)
+            here_s = np.maximum(here_s + self._gather_s[order], gathered_s)
+        here_s = here_s + np.where(loaded, before_s, np.inf).min(axis=1, initial=np.inf)[:, None]
+        waits_s: Floats = np.where(loaded, here_s - before_s, 0.0).max(axis=1, initial=0.0)
+        return waits_s
+
+    def _returned_before_s(self, homes: _Homes, loaded: Bools) -> Floats:
+        """Seconds of the link for new weights, which the fetch of each chunk comes after: those of chunks used before
+        the one in whose time it may at the earliest begin."""
+        order = self._uses
+        returns = homes.on_host[:, order] & homes.weights[:, order] & self._in_forward[order]
+        if not (returns.any() and loaded.any()):
+            return np.zeros(loaded.shape)
+        used_s = np.cumsum(returns * self._fetch_s[order], axis=1) - returns * self._fetch_s[order]
+        columns = np.argsort(~loaded, axis=1, kind="stable")  # those that are loaded, in order
+        behind = np.cumsum(loaded, axis=1) - 1 - MOST_AHEAD
+        from_s = np.take_along_axis(used_s, np.take_along_axis(columns, np.maximum(behind, 0), axis=1), axis=1)
+        # The link had time for those of chunks used before the first fetch.
+        first_s = np.take_along_axis(used_s, columns[:, :1], axis=1)
+        found: Floats = np.where(loaded & (behind >= 0), np.maximum(from_s - first_s, 0.0), 0.0)
+        return found
+
+    def _one_by_one_s(self, homes: _Homes, loaded: Bools, blocks: Ints) -> Floats:
+        """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
+        copied_s = np.zeros(len(self._copy_s)) if self._several else self._copy_s
+        waits_s = _without_most(loaded, np.where(homes.weights, copied_s, self._fetch_s), blocks)
+        return np.maximum(waits_s, _without_most(loaded, self._gather_s, blocks)) if self._several else waits_s
+
+    def _updated_s(self, homes: _Homes, room_bytes: Ints | None) -> Floats:
+        """The end of forward, if updates of the host alone hold it up: each comes before the first use of its chunk.
+
+        New weights return after the norm, one after the other, whenever they were made.
+        """
+        order = self._updates
+        hosted, late = homes.on_host[:, order], (homes.on_host & ~homes.early)[:, order]
+        returns_s = (hosted & homes.weights[:, order]) * self._fetch_s[order]
+        returned_s = np.where(returns_s > 0, np.cumsum(returns_s, axis=1), 0.0)
+        stepped_s = np.cumsum(late * self._host_adam_s[order], axis=1)
+        done_s = np.maximum(returned_s, np.where(late, stepped_s + returns_s, 0.0))
+        found: Floats = np.where(hosted, done_s + self._left_s, 0.0).max(axis=1, initial=0.0)
+        if room_bytes is not None and homes.early.any():  # what memory has no second set for is updated after the norm
+            all_s = np.where(hosted, np.cumsum(hosted * self._host_adam_s[order], axis=1) + self._left_s, 0.0)
+            most_s = all_s.max(axis=1, initial=0.0) - np.maximum(room_bytes, 0) * self._per_byte_s
+            found = np.maximum(found, most_s)
+        return found
+
+    def _between_updates_s(self, homes: _Homes) -> Floats:
+        """Seconds of updates, up to any chunk that forward uses, and from that use to the first of their gradients.
+
+        The host begins none of these updates before that gradient is there, and ends the last before that use. So a
+        step has both, one after the other.
+        """
+        order = self._updates
+        hosted = homes.on_host[:, order]
+        busy_s = np.cumsum(hosted * self._host_adam_s[order], axis=1)
+        first_s = np.minimum.accumulate(np.where(hosted, self._home_s[order], np.inf), axis=1)
+        due = hosted & self._in_forward[order]
+        between_s = np.where(due, busy_s + first_s - self._before_s[order], 0.0)
+        found: Floats = between_s.max(axis=1, initial=0.0)
+        return found
+
+    def _sending_s(self, homes: _Homes) -> Floats:
+        """Backward's compute, copies of gradients into blocks, and how long after it the last are where they belong."""
+        order = self._sends
+        on_device = homes.on_device[:, order]
+        through = np.ones_like(on_device) if self._several else ~(homes.resident[:, order] & on_device)
+        copied_s = np.where(through, self._copy_s[order] + ~on_device * self._summed_s[order], 0.0)
+        still_s = np.cumsum(copied_s, axis=1)
+        gone_s = np.where(through, np.where(on_device, self._deliver_s[order], self._offload_s[order]), 0.0)
+        since_s = still_s - copied_s + self._after_sent_s[order]
+        late_s = np.cumsum(gone_s, axis=1) - since_s
+        if self._several:
+            reduced_s = np.where(on_device, self._reduce_s[order], self._reduce_to_host_s[order])
+            late_s = np.maximum(late_s + reduced_s, np.cumsum(reduced_s, axis=1) + gone_s[:, :1] - since_s)
+        waits_s = np.where(through, late_s, 0.0).max(axis=1, initial=0.0)
+        found: Floats = self._backward_s + copied_s.sum(axis=1) + waits_s
+        return found
+
+    def _network_s(self, homes: _Homes, blocks: Ints) -> Floats:
+        """Gathers of backward, but for as many chunks as blocks may have kept, and reductions, in one lane."""
+        reduced_s = homes.on_device @ self._reduce_s + homes.on_host @ self._reduce_to_host_s
+        if len(self._sends):  # the last reduction is the last of the lane; then its gradient leaves
+            last = self._sends[0]
+            reduced_s = reduced_s + np.where(homes.on_device[:, last], self._deliver_s[last], self._offload_s[last])
+        found: Floats = _without_most(~homes.resident & self._in_backward, self._gather_s, blocks) + reduced_s
+        return found
+
+    def _disk_s(self, codes: Codes) -> Floats:
+        """Reads and writes of the disk, which is idle when a step begins."""
+        found: Floats = np.zeros(len(codes))
+        if DISK[codes].any():
+            found = found + DISK[codes] @ (np.array(self._times.disk_read_s) + np.array(self._times.disk_write_s))
+        if IN_FILES[codes].any():
+            found = found + (IN_FILES[codes] & self._in_forward) @ np.array(self._times.file_read_s)
+        return found
+
+
+def _without_most(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
+    """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
+    needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
+    left = needed.shape[1] - np.minimum(blocks, needed.shape[1])
+    sums = np.cumsum(needed, axis=1)
+    found: Floats = np.where(left > 0, sums[np.arange(len(sums)), left - 1], 0.0) if sums.shape[1] else 0.0 * left
+    return found
