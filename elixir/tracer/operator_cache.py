@@ -146,6 +146,7 @@ class Traits:
         self.lengths_in_tensors = func in LENGTHS_IN_TENSORS
         self.formula_may_write = func in WRITES_IN_PLACE
         self.constant_like = func in CONSTANTS_LIKE
+        self.exchanges = func.namespace == "c10d"
         self.may_choose = func in CHOOSES
         self.checks_finite = func in CHECKS_FINITE
         self.detours = self.lengths_in_tensors or self.formula_may_write or self.needs_values or func in _DETOURS

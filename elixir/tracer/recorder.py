@@ -171,22 +171,23 @@ class Recorder(TorchDispatchMode):
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         operation = cost.operation
         if operation is not None:
-            if self.fused_costs.units:
-                operation = self._cost_fused(operation, arguments.storages, tensors)
-            else:
-                self._order.cost(operation)
+            operation = self._cost(operation, arguments.storages, tensors)
         self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
         if real:
             return result
-        self._shadows.exchange(func, args)
+        if op.exchanges:
+            self._shadows.exchange(args)
         if self._may_be_known(op, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
         if op.may_choose or op.checks_finite:
             self._suppose(op, args, kwargs, tensors)
         return result
 
-    def _cost_fused(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
-        """The operation, if it costs what it does uncompiled."""
+    def _cost(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
+        """Books what an operation costs, and gives the operation, if it costs what it does uncompiled."""
+        if not self.fused_costs.units:
+            self._order.cost(operation)
+            return operation
         phase, module, _ = self._order.place()
         reads, makes = map(self._ledger.at, storages), map(self._ledger.find, results)
         whole = None

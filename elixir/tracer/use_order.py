@@ -210,7 +210,7 @@ class UseOrder:
         TorchScript, `torch.vmap` and compiled extensions call operators so; the runtime sees them through
         `elixir.access.placeholders`.
         """
-        if self._finished:
+        if self._finished or self._storages.keys().isdisjoint(storages):
             return
         unseen: dict[int, None] = {}
         for storage in storages:

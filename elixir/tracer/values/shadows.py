@@ -263,11 +263,9 @@ class Shadows:
             func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
         )
 
-    def exchange(self, func: Any, args: Any) -> None:
+    def exchange(self, args: Any) -> None:
         """Follows a collective, whose schema does not say that it writes to its first argument: other ranks have what
         this one has. One without tensors in its second changes the first in place, which stays as it is here."""
-        if func.namespace != "c10d":
-            return
         written, given, *_ = args
         sources = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
         for tensor in tree_leaves(written) if sources else ():
