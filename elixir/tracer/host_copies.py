@@ -127,7 +127,7 @@ class HostCopies:
         swap_tensors(target, unknown)
         del unknown  # the memory that nobody has written to
         if self._target.kind == "cpu":
-            self._ledger.add(target, "activations", self._order.module(self._order.phase()), _COPY)
+            self._ledger.add(target, "activations", self._order.module(), _COPY)
         else:
             self._add(target, pinned=_would_pin())
             self._crosses(source, target)
@@ -181,7 +181,7 @@ class HostCopies:
         nbytes = tensor.untyped_storage().nbytes()
         if pinned and nbytes:  # as `CachingHostAllocator.h` rounds
             nbytes = 1 << (nbytes - 1).bit_length()
-        module = self._order.module(self._order.phase())
+        module = self._order.module()
         self._ledger.add_on_host(tensor, nbytes, "pinned" if pinned else "plain", module)
         self.any = True
 
@@ -192,9 +192,7 @@ class HostCopies:
         wide = [dim for dim, size in enumerate(made.shape) if size > 1]
         same = source.dtype == made.dtype and source.shape == made.shape
         if not same or [made.stride(dim) for dim in wide] != [source.stride(dim) for dim in wide]:
-            self._ledger.touch(
-                made.numel() * made.itemsize, self._order.module(self._order.phase()), "copy to the host"
-            )
+            self._ledger.touch(made.numel() * made.itemsize, self._order.module(), "copy to the host")
 
 
 class TracedMove:
@@ -205,7 +203,7 @@ class TracedMove:
         self._host = self._made(tensor)
         self._here: torch.Tensor | None = None
         self._comes = False
-        ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module(order.phase()))
+        ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module())
         self._begun = order.moment
 
     def arrived(self) -> None:
@@ -217,7 +215,7 @@ class TracedMove:
         if self._here is None:
             self._begun = self._order.moment
             self._here = self._made(self._host)
-            self._ledger.add(self._here, "activations", self._order.module(self._order.phase()), _COPY)
+            self._ledger.add(self._here, "activations", self._order.module(), _COPY)
             self._comes = True
 
     def tensor(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -251,27 +251,19 @@ class Arguments:
         return cacheable
 
 
-class Remembered:
-    """The outcome of one operator signature, and how to have it again.
-
-    Args:
-        container: `torch.Tensor` for one tensor; the kind of sequence that several come in.
-        outputs: lengths and absent results as they are, otherwise a `Spec`.
-        cost: of one call.
-    """
-
-    __slots__ = ("alone", "container", "cost", "outputs")
-
-    def __init__(self, container: type, outputs: list[Any], cost: Cost) -> None:
-        self.container = container
-        self.outputs = outputs
-        self.cost = cost
-        self.alone: Spec | None = outputs[0] if container is torch.Tensor else None
-        """The only output, if it comes in no container."""
-
-
 Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 """Size, strides and dtype of a remembered tensor, and bytes that the target's allocator takes for its storage."""
+
+
+class Remembered(NamedTuple):
+    """The outcome of one operator signature, and how to have it again."""
+
+    container: type
+    """`torch.Tensor` for one tensor; the kind of sequence that several come in."""
+    outputs: list[Any]
+    """Lengths and absent results as they are, otherwise a `Spec`."""
+    cost: Cost
+    """Of one call."""
 
 
 class OperatorCache:

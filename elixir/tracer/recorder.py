@@ -218,8 +218,8 @@ class Recorder(TorchDispatchMode):
         func, cost = op.func, remembered.cost
         follow = self._ledger.follow
         _, module, node = self._order.place()
-        spec = remembered.alone
-        if spec is not None:
+        if remembered.container is torch.Tensor:
+            spec = remembered.outputs[0]
             result: Any = remade(spec)
             tensors = [result]
             follow(result, spec[3], module, func, node)
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
             self._order.moved(args[0])
         copies = op.func is aten.copy_.default and args[0].is_meta
         if copies and (nbytes := self._target.transient_bytes(op.func, args, kwargs, [args[0]])):
-            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
+            self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
         if not flops:
             return None
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
-            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
+            self._ledger.touch(nbytes, self._order.module(), op.func)
         factors = [item for item in args if isinstance(item, torch.Tensor)]
         row_bytes = self._target.product_row_bytes
         return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes, row_bytes=row_bytes)
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._ledger.find(tensor) is None:
-                self._ledger.add(tensor, "activations", self._order.module(self._order.phase()), func)
+                self._ledger.add(tensor, "activations", self._order.module(), func)
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
@@ -292,14 +292,13 @@ class Recorder(TorchDispatchMode):
             counts_first = func is aten.masked_select.default and self._target.kind == "cpu"
             args, taken = picked(self._shadows, func, args)
             if counts_first:  # the CPU sums the mask, cast to int64 (`IndexingUtils.cpp`), and makes no positions
-                self._ledger.touch(args[0].numel() * 8, self._order.module(self._order.phase()), func)
+                self._ledger.touch(args[0].numel() * 8, self._order.module(), func)
                 taken = 0
             result = self._compute(traits(aten.index.Tensor), args, {}, Arguments(args, {}))
-            self._ledger.touch(taken, self._order.module(self._order.phase()), func)
+            self._ledger.touch(taken, self._order.module(), func)
             return result
         result = self._shadows.evaluate(func, args, kwargs)
-        phase = self._order.phase()
-        module = self._order.module(phase)
+        module = self._order.module()
 
         def on_meta(item: Any) -> Any:
             if not isinstance(item, torch.Tensor):
@@ -376,7 +375,7 @@ class Recorder(TorchDispatchMode):
 def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
     """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
     if target.counts_host_tensors:
-        ledger.add(state, "activations", order.module(order.phase()), "generator state")
+        ledger.add(state, "activations", order.module(), "generator state")
 
 
 def _indexes_by_mask(args: Any) -> bool:

@@ -54,6 +54,12 @@ class Target(ABC):
     """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
     matrix_libraries = 0
     """How many libraries keep a workspace for matrix products."""
+    cuda_capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device."""
+    optimizer_kernel: OptimizerKernel
+    """How `torch.optim` runs by default."""
+    product_row_bytes = 1
+    """Matrix products whose rows start at multiples of so many bytes are as fast as any of their shape."""
     counts_host_tensors = False
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
@@ -66,18 +72,9 @@ class Target(ABC):
         """Bytes that the allocator takes for a request of `nbytes`."""
         return nbytes
 
-    @property
-    def cuda_capability(self) -> tuple[int, int] | None:
-        """Compute capability of a CUDA device; None of others."""
-        return None
-
     @abstractmethod
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """The kernel `scaled_dot_product_attention` chooses."""
-
-    @abstractmethod
-    def optimizer_kernel(self) -> OptimizerKernel:
-        """How `torch.optim` runs by default."""
 
     def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
         """Bytes that matrix libraries take from PyTorch's allocator at a product, if it is the first on a thread.
@@ -85,11 +82,6 @@ class Target(ABC):
         One number for each library that the product asks, of the `matrix_libraries` that there are.
         """
         return ()
-
-    @property
-    def product_row_bytes(self) -> int:
-        """Matrix products whose rows start at multiples of so many bytes are as fast as any of their shape."""
-        return 1
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Bytes that a kernel allocates and frees again while it runs, apart from its results.

@@ -8,7 +8,7 @@ import torch
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.tracer.device.common.attention import Attention, AttentionKernel
-from elixir.tracer.device.common.target import OptimizerKernel, Target
+from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.cuda.attention_buffers import held_in_backward
 from elixir.tracer.device.cuda.attention_choice import chosen_on_cuda
 from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
@@ -35,39 +35,28 @@ class CudaTarget(Target):
     fused_rms_norm = True
     softmax_reads_half = True
     matrix_libraries = 2
+    optimizer_kernel = "foreach"
+    product_row_bytes = 16
+    """The bytes that tensor cores load at a time: cuBLAS takes an older and much slower kernel for other rows, such as
+    those of logits over 50,257 classes."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)
-        self.capability = hardware.compute_capability or (8, 0)
+        self.capability = self.cuda_capability = hardware.compute_capability or (8, 0)
 
     def round_bytes(self, nbytes: int) -> int:
         """Multiples of 512 bytes."""
         return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
 
-    @property
-    def cuda_capability(self) -> tuple[int, int]:
-        """The profile's; 8.0 if it says none."""
-        return self.capability
-
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """Chooses by the rules of CUDA."""
         return chosen_on_cuda(call, self.capability)
-
-    def optimizer_kernel(self) -> OptimizerKernel:
-        """`torch.optim` takes foreach for CUDA parameters by default."""
-        return "foreach"
 
     def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
         """The workspace of cuBLAS, and that of cuBLASLt, which adds a bias in the same kernel."""
         cublas = CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
         biased = func is aten.addmm.default and args[0].dim() == 1
         return (cublas, CUBLASLT_WORKSPACE_BYTES) if biased else (cublas,)
-
-    @property
-    def product_row_bytes(self) -> int:
-        """The bytes that tensor cores load at a time: cuBLAS takes an older and much slower kernel for other rows, such
-        as those of logits over 50,257 classes."""
-        return 16
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), parts of sums, accumulators of
