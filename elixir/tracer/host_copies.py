@@ -7,8 +7,6 @@ that it is there. Each copy takes the link, and the compute stream stands still 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -155,8 +153,11 @@ class HostCopies:
         if device is not None and device.type != "cpu":
             self._comes_back(tensor)
             known = self._shadows.known(tensor)
-            with self._returning():
+            self._returns = True
+            try:
                 tensor = tensor.clone()
+            finally:
+                self._returns = False
             if known is not None:
                 self._shadows.attach(tensor, known.value())
         return tensor if dtype is None else tensor.to(dtype)
@@ -169,20 +170,11 @@ class HostCopies:
         """Begins to copy a flat tensor to the host, as a plan does (`elixir.access.swapping.Mover`)."""
         return TracedMove(self._ledger, self._order, tensor)
 
-    @contextmanager
-    def _returning(self) -> Iterator[None]:
-        self._returns = True
-        try:
-            yield
-        finally:
-            self._returns = False
-
     def _add(self, tensor: torch.Tensor, *, pinned: bool) -> None:
         nbytes = tensor.untyped_storage().nbytes()
         if pinned and nbytes:  # as `CachingHostAllocator.h` rounds
             nbytes = 1 << (nbytes - 1).bit_length()
-        module = self._order.module()
-        self._ledger.add_on_host(tensor, nbytes, "pinned" if pinned else "plain", module)
+        self._ledger.add_on_host(tensor, nbytes, "pinned" if pinned else "plain", self._order.module())
         self.any = True
 
     def _crosses(self, source: torch.Tensor, made: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
-from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
+from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
@@ -37,8 +37,7 @@ from elixir.tracer.step_functions import StepFunctions
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
-from elixir.tracer.values.indexing import SELECTIONS, picked
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, assume_finite, snapshot
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -290,7 +289,7 @@ class Recorder(TorchDispatchMode):
         """An operator whose result's shape follows from values: worked out on the known ones."""
         if func in SELECTIONS and self._shadows.real(args[0]) is None:
             counts_first = func is aten.masked_select.default and self._target.kind == "cpu"
-            args, taken = picked(self._shadows, func, args)
+            args, taken = self._shadows.picked(func, args)
             if counts_first:  # the CPU sums the mask, cast to int64 (`IndexingUtils.cpp`), and makes no positions
                 self._ledger.touch(args[0].numel() * 8, self._order.module(), func)
                 taken = 0

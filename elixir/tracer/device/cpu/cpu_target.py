@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.tracer.device.common.attention import HALF, Attention, AttentionKernel
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.common.target import HALF, Attention, AttentionKernel, Target
 from elixir.tracer.device.cpu.kernel_memory import KERNELS_HERE, is_plain
 
 aten = torch.ops.aten
