@@ -7,10 +7,10 @@ have to be known by name.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,13 @@ class _Extent(NamedTuple):
     last: int
     name: str
     tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Extent:
+        """The extent of a tensor that has a storage."""
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(first, first + (steps + 1) * tensor.itemsize, name, tensor)
 
     @property
     def trained(self) -> bool:
@@ -86,11 +93,13 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
         for key, value in vars(module).items():
-            if key in ("_parameters", "_buffers"):  # another module may have them by now
-                continue
-            pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, value)]
-            if isinstance(value, (list, tuple)):
-                pairs = enumerate(value)
+            pairs: Iterable[tuple[Any, Any]]
+            if isinstance(value, torch.Tensor):
+                pairs = [(None, value)]
+            elif not isinstance(value, (dict, list, tuple)) or not value or key in ("_parameters", "_buffers"):
+                continue  # another module may have those of the last two by now
+            else:
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for place, tensor in pairs:
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in registered and not tensor.is_meta:
                     yield f"{start}{key}" + ("" if place is None else f"[{place!r}]"), tensor
@@ -98,16 +107,16 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
     """Pairs that share elements: a trained weight, and the other."""
-    by_storage: dict[int, list[_Extent]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
         if tensor.layout == torch.strided and tensor.numel() and not is_absent(tensor) and (at := storage_of(tensor)):
-            first = int(tensor.storage_offset()) * tensor.itemsize
-            steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            by_storage[at].append(_Extent(first, first + (steps + 1) * tensor.itemsize, name, tensor))
-    for extents in by_storage.values():
-        extents.sort(key=lambda each: (each.first, -each.last))
+            by_storage[at].append((name, tensor))
+    for tensors in by_storage.values():
+        if len(tensors) == 1:  # nearly all
+            continue
+        extents = sorted(itertools.starmap(_Extent.of, tensors), key=lambda each: (each.first, -each.last))
         for place, one in enumerate(extents):
-            for two in islice(extents, place + 1, None):
+            for two in itertools.islice(extents, place + 1, None):
                 if two.first >= one.last:
                     break
                 is_same = one.tensor is two.tensor  # an attribute in several places

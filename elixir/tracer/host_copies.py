@@ -7,8 +7,6 @@ that it is there. Each copy takes the link, and the compute stream stands still 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -127,7 +125,7 @@ class HostCopies:
         swap_tensors(target, unknown)
         del unknown  # the memory that nobody has written to
         if self._target.kind == "cpu":
-            self._ledger.add(target, "activations", self._order.module(self._order.phase()), _COPY)
+            self._ledger.add(target, "activations", self._order.module(), _COPY)
         else:
             self._add(target, pinned=_would_pin())
             self._crosses(source, target)
@@ -155,8 +153,11 @@ class HostCopies:
         if device is not None and device.type != "cpu":
             self._comes_back(tensor)
             known = self._shadows.known(tensor)
-            with self._returning():
+            self._returns = True
+            try:
                 tensor = tensor.clone()
+            finally:
+                self._returns = False
             if known is not None:
                 self._shadows.attach(tensor, known.value())
         return tensor if dtype is None else tensor.to(dtype)
@@ -169,20 +170,11 @@ class HostCopies:
         """Begins to copy a flat tensor to the host, as a plan does (`elixir.access.swapping.Mover`)."""
         return TracedMove(self._ledger, self._order, tensor)
 
-    @contextmanager
-    def _returning(self) -> Iterator[None]:
-        self._returns = True
-        try:
-            yield
-        finally:
-            self._returns = False
-
     def _add(self, tensor: torch.Tensor, *, pinned: bool) -> None:
         nbytes = tensor.untyped_storage().nbytes()
         if pinned and nbytes:  # as `CachingHostAllocator.h` rounds
             nbytes = 1 << (nbytes - 1).bit_length()
-        module = self._order.module(self._order.phase())
-        self._ledger.add_on_host(tensor, nbytes, "pinned" if pinned else "plain", module)
+        self._ledger.add_on_host(tensor, nbytes, "pinned" if pinned else "plain", self._order.module())
         self.any = True
 
     def _crosses(self, source: torch.Tensor, made: torch.Tensor) -> None:
@@ -192,9 +184,7 @@ class HostCopies:
         wide = [dim for dim, size in enumerate(made.shape) if size > 1]
         same = source.dtype == made.dtype and source.shape == made.shape
         if not same or [made.stride(dim) for dim in wide] != [source.stride(dim) for dim in wide]:
-            self._ledger.touch(
-                made.numel() * made.itemsize, self._order.module(self._order.phase()), "copy to the host"
-            )
+            self._ledger.touch(made.numel() * made.itemsize, self._order.module(), "copy to the host")
 
 
 class TracedMove:
@@ -205,7 +195,7 @@ class TracedMove:
         self._host = self._made(tensor)
         self._here: torch.Tensor | None = None
         self._comes = False
-        ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module(order.phase()))
+        ledger.add_on_host(self._host, tensor.nbytes, "planned", order.module())
         self._begun = order.moment
 
     def arrived(self) -> None:
@@ -217,7 +207,7 @@ class TracedMove:
         if self._here is None:
             self._begun = self._order.moment
             self._here = self._made(self._host)
-            self._ledger.add(self._here, "activations", self._order.module(self._order.phase()), _COPY)
+            self._ledger.add(self._here, "activations", self._order.module(), _COPY)
             self._comes = True
 
     def tensor(self) -> torch.Tensor:

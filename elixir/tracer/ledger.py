@@ -32,19 +32,18 @@ Int64Array = npt.NDArray[np.int64]
 class StorageRecord:
     """One allocation."""
 
-    __slots__ = (
-        "arrived_at",
-        "complete_at",
-        "cpu_twin",
-        "index",
-        "kind",
-        "module",
-        "nbytes",
-        "node",
-        "on_host",
-        "operator",
-        "shadow",
-    )  # fmt: skip
+    shadow: Any = None
+    """Its values where they are known; see `elixir.tracer.values.shadows`."""
+    node = -1
+    """Sequence number of the autograd node that made it; -1 outside of backward."""
+    on_host: HostMemory | None = None
+    """The host memory in which it is; None on the device."""
+    cpu_twin: torch.Tensor | None = None
+    """A tensor on the CPU that it is on the real device, and so lives as long."""
+    complete_at = 0
+    """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
+    arrived_at = 0
+    """Length of the log when a gradient is taken from autograd; 0 for all else."""
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
         self.index = index
@@ -52,18 +51,6 @@ class StorageRecord:
         self.kind = kind
         self.module = module
         self.operator = operator
-        self.shadow: Any = None
-        """Its values where they are known; see `elixir.tracer.values.shadows`."""
-        self.node = -1
-        """Sequence number of the autograd node that made it; -1 outside of backward."""
-        self.on_host: HostMemory | None = None
-        """The host memory in which it is; None on the device."""
-        self.cpu_twin: torch.Tensor | None = None
-        """A tensor on the CPU that it is on the real device, and so lives as long."""
-        self.complete_at = 0
-        """Length of the log at the beginning of the use in which the last part of a gradient arrived."""
-        self.arrived_at = 0
-        """Length of the log when a gradient is taken from autograd; 0 for all else."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -257,4 +244,5 @@ class Ledger:
         if self._live.get(key) is ref:
             del self._live[key]
             self.log.append(~record.index)
-            record.shadow = record.cpu_twin = None
+            if record.shadow is not None or record.cpu_twin is not None:
+                record.shadow = record.cpu_twin = None

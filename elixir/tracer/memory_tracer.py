@@ -6,6 +6,7 @@ The four first keys are those of the original Elixir's function of this name; th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -85,8 +86,5 @@ def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
         "step_peak_occ": trace.step_peak_bytes,
         "peak_module": trace.peak_module,
         "peak_operator": trace.peak_operator,
-        "peak_breakdown": [
-            {"kind": c.kind, "module": c.module, "operator": c.operator, "count": c.count, "bytes": c.bytes}
-            for c in trace.peak_contributors
-        ],
+        "peak_breakdown": list(map(asdict, trace.peak_contributors)),
     }

@@ -8,6 +8,7 @@ parametrization) traces the same tensors, and no weight is copied.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ class TracedModel:
     """The name of each module."""
     buffers: Pairs
 
-    @property
+    @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Each parameter once, in order; positions in this list are the indices of a `StepTrace`."""
         return list(self.names)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -29,8 +29,8 @@ from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
 from elixir.tracer.device.common.autograd_in_place import WRITES_IN_PLACE
-from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.operation_kinds import PRODUCTS, operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
@@ -146,6 +146,7 @@ class Traits:
         self.lengths_in_tensors = func in LENGTHS_IN_TENSORS
         self.formula_may_write = func in WRITES_IN_PLACE
         self.constant_like = func in CONSTANTS_LIKE
+        self.exchanges = func.namespace == "c10d"
         self.may_choose = func in CHOOSES
         self.checks_finite = func in CHECKS_FINITE
         self.detours = self.lengths_in_tensors or self.formula_may_write or self.needs_values or func in _DETOURS
@@ -250,27 +251,19 @@ class Arguments:
         return cacheable
 
 
-class Remembered:
-    """The outcome of one operator signature, and how to have it again.
-
-    Args:
-        container: `torch.Tensor` for one tensor; the kind of sequence that several come in.
-        outputs: lengths and absent results as they are, otherwise a `Spec`.
-        cost: of one call.
-    """
-
-    __slots__ = ("alone", "container", "cost", "outputs")
-
-    def __init__(self, container: type, outputs: list[Any], cost: Cost) -> None:
-        self.container = container
-        self.outputs = outputs
-        self.cost = cost
-        self.alone: Spec | None = outputs[0] if container is torch.Tensor else None
-        """The only output, if it comes in no container."""
-
-
 Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 """Size, strides and dtype of a remembered tensor, and bytes that the target's allocator takes for its storage."""
+
+
+class Remembered(NamedTuple):
+    """The outcome of one operator signature, and how to have it again."""
+
+    container: type
+    """`torch.Tensor` for one tensor; the kind of sequence that several come in."""
+    outputs: list[Any]
+    """Lengths and absent results as they are, otherwise a `Spec`."""
+    cost: Cost
+    """Of one call."""
 
 
 class OperatorCache:

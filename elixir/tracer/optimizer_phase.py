@@ -110,7 +110,7 @@ def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | N
     """The kernel of the optimizer: the argument, or the default of `torch.optim` on the target."""
     options = inspect.signature(cls).parameters
     if kernel is None:
-        return target.optimizer_kernel() if target.optimizer_kernel() in (*options, "for-loop") else "for-loop"
+        return target.optimizer_kernel if target.optimizer_kernel in (*options, "for-loop") else "for-loop"
     if kernel != "for-loop" and kernel not in options:
         raise InputError(f"torch.optim.{cls.__name__} has no {kernel} kernel; leave the kernel to torch")
     return kernel

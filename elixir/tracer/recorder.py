@@ -15,9 +15,9 @@ from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
-from elixir.tracer.device.common.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.common.target import Target
 from elixir.tracer.device.common.value_branches import asks_for_nan
+from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
@@ -37,8 +37,7 @@ from elixir.tracer.step_functions import StepFunctions
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
-from elixir.tracer.values.indexing import SELECTIONS, picked
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows, assume_finite, snapshot
+from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -171,22 +170,23 @@ class Recorder(TorchDispatchMode):
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         operation = cost.operation
         if operation is not None:
-            if self.fused_costs.units:
-                operation = self._cost_fused(operation, arguments.storages, tensors)
-            else:
-                self._order.cost(operation)
+            operation = self._cost(operation, arguments.storages, tensors)
         self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
         if real:
             return result
-        self._shadows.exchange(func, args)
+        if op.exchanges:
+            self._shadows.exchange(args)
         if self._may_be_known(op, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
         if op.may_choose or op.checks_finite:
             self._suppose(op, args, kwargs, tensors)
         return result
 
-    def _cost_fused(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
-        """The operation, if it costs what it does uncompiled."""
+    def _cost(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
+        """Books what an operation costs, and gives the operation, if it costs what it does uncompiled."""
+        if not self.fused_costs.units:
+            self._order.cost(operation)
+            return operation
         phase, module, _ = self._order.place()
         reads, makes = map(self._ledger.at, storages), map(self._ledger.find, results)
         whole = None
@@ -217,8 +217,8 @@ class Recorder(TorchDispatchMode):
         func, cost = op.func, remembered.cost
         follow = self._ledger.follow
         _, module, node = self._order.place()
-        spec = remembered.alone
-        if spec is not None:
+        if remembered.container is torch.Tensor:
+            spec = remembered.outputs[0]
             result: Any = remade(spec)
             tensors = [result]
             follow(result, spec[3], module, func, node)
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
             self._order.moved(args[0])
         copies = op.func is aten.copy_.default and args[0].is_meta
         if copies and (nbytes := self._target.transient_bytes(op.func, args, kwargs, [args[0]])):
-            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
+            self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         if not flops:
             return None
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
-            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
+            self._ledger.touch(nbytes, self._order.module(), op.func)
         factors = [item for item in args if isinstance(item, torch.Tensor)]
         row_bytes = self._target.product_row_bytes
         return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes, row_bytes=row_bytes)
@@ -283,22 +283,21 @@ class Recorder(TorchDispatchMode):
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._ledger.find(tensor) is None:
-                self._ledger.add(tensor, "activations", self._order.module(self._order.phase()), func)
+                self._ledger.add(tensor, "activations", self._order.module(), func)
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
         if func in SELECTIONS and self._shadows.real(args[0]) is None:
             counts_first = func is aten.masked_select.default and self._target.kind == "cpu"
-            args, taken = picked(self._shadows, func, args)
+            args, taken = self._shadows.picked(func, args)
             if counts_first:  # the CPU sums the mask, cast to int64 (`IndexingUtils.cpp`), and makes no positions
-                self._ledger.touch(args[0].numel() * 8, self._order.module(self._order.phase()), func)
+                self._ledger.touch(args[0].numel() * 8, self._order.module(), func)
                 taken = 0
             result = self._compute(traits(aten.index.Tensor), args, {}, Arguments(args, {}))
-            self._ledger.touch(taken, self._order.module(self._order.phase()), func)
+            self._ledger.touch(taken, self._order.module(), func)
             return result
         result = self._shadows.evaluate(func, args, kwargs)
-        phase = self._order.phase()
-        module = self._order.module(phase)
+        module = self._order.module()
 
         def on_meta(item: Any) -> Any:
             if not isinstance(item, torch.Tensor):
@@ -375,7 +374,7 @@ class Recorder(TorchDispatchMode):
 def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
     """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
     if target.counts_host_tensors:
-        ledger.add(state, "activations", order.module(order.phase()), "generator state")
+        ledger.add(state, "activations", order.module(), "generator state")
 
 
 def _indexes_by_mask(args: Any) -> bool:

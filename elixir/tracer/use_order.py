@@ -152,15 +152,9 @@ class UseOrder:
         # A checkpointed function that is no module: gradients are on inside, though this backward builds no graph.
         return "recompute" if torch.is_grad_enabled() and not self._backward_grad_mode else "backward"
 
-    def module(self, phase: Phase) -> str:
+    def module(self) -> str:
         """Qualified name of the module that runs now, or whose forward made the autograd node that runs now."""
-        if phase != "backward":
-            return self._scopes[-1].module if self._scopes else ""
-        node = current_autograd_node()
-        if node is None:
-            return ""
-        marks, modules = self._marks
-        return modules[bisect.bisect_right(marks, node._sequence_nr()) - 1]
+        return self.place()[1]
 
     def place(self) -> tuple[Phase, str, int]:
         """Phase, module, and number of the autograd node that runs now: -1 where it runs a module again or none does.
@@ -170,14 +164,18 @@ class UseOrder:
         phase = self.phase()
         if phase != "backward":
             return phase, self._scopes[-1].module if self._scopes else "", -1
+        return phase, *self._place_of_node()
+
+    def _place_of_node(self) -> tuple[str, int]:
+        """The module whose forward made the autograd node that runs now, and the node's number."""
         node = current_autograd_node()
         if node is None:
-            return phase, "", -1
+            return "", -1
         number: int = node._sequence_nr()
         if number != self._last_place[1]:
             marks, modules = self._marks
             self._last_place = modules[bisect.bisect_right(marks, number) - 1], number
-        return phase, *self._last_place
+        return self._last_place
 
     def innermost(self) -> object:
         """An object that stays the same while one call of the innermost module lasts."""
@@ -189,10 +187,10 @@ class UseOrder:
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """A function is about to read parameters."""
-        phase = self.phase()
+        phase, module, _ = self.place()
         found = [self._index.get(parameter) for parameter in parameters]
         indices = [index for index in found if index is not None]
-        position = self._record(phase, indices, self.module(phase), function)
+        position = self._record(phase, indices, module, function)
         if self._in_module(phase):
             self._scopes[-1].uses.append(position)
             self._scopes[-1].parameters.update(indices)
@@ -210,7 +208,7 @@ class UseOrder:
         TorchScript, `torch.vmap` and compiled extensions call operators so; the runtime sees them through
         `elixir.access.placeholders`.
         """
-        if self._finished:
+        if self._finished or self._storages.keys().isdisjoint(storages):
             return
         unseen: dict[int, None] = {}
         for storage in storages:
@@ -336,7 +334,7 @@ class UseOrder:
         else:
             node = current_autograd_node()
             name = "" if node is None else node.name()
-            self._node_uses.append(self._record("backward", [index], self.module("backward"), name))
+            self._node_uses.append(self._record("backward", [index], self._place_of_node()[0], name))
         result: torch.Tensor = tensor
         return result
 
@@ -414,7 +412,7 @@ class UseOrder:
 
     def chooses(self) -> None:
         """An operator has chosen by scores, such as experts: the running module may read other weights in a run."""
-        self._choosing.add(self.module(self.phase()))
+        self._choosing.add(self.module())
 
     def units_read_piecewise(self, units: Collection[str]) -> set[str]:
         """Units whose weights have to be fetched when they are read, for the reasons of `Unit.fetch`.

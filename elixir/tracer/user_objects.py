@@ -270,8 +270,8 @@ def _has(item: Any, weight: torch.Tensor) -> bool:
 
 def _same(kind: Any, held: Any, before: Any) -> bool:
     """Whether a container of this kind holds the very same objects, in the same order."""
-    if len(held) != len(before):
-        return False
+    if len(held) != len(before) or not before:  # most are empty
+        return len(held) == len(before)
     if kind is set:
         return {id(item) for item in held} == {id(item) for item in before}
     if isinstance(before, dict):

@@ -5,7 +5,6 @@ missing, or the compiler raises, the trace is made anew with the layers as writt
 compiled ones, and `StepTrace.assumptions` says so.
 """
 
-from elixir.tracer.compiled.compiled_layers import CompiledLayers, Kinds
-from elixir.tracer.compiled.fused_costs import FusedCosts
+from elixir.tracer.compiled.compiled_layers import CompiledLayers, FusedCosts, Kinds
 
 __all__ = ["CompiledLayers", "FusedCosts", "Kinds"]

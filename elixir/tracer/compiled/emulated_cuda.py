@@ -133,10 +133,6 @@ def _copied(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return aten.copy_.default(self, source, non_blocking)
 
 
-def _inverted(self: torch.Tensor) -> Any:
-    return aten.bitwise_not.default(self)
-
-
 def _picked(self: torch.Tensor, index: Any) -> Any:
     return aten.select.int(self, 0, index) if type(index) is int else torch.Tensor.__getitem__(self, index)
 

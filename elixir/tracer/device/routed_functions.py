@@ -4,27 +4,35 @@ Attention and dropout are composed of other operators before any dispatch mode s
 forms no GPU would run. An implementation under the `AutogradMeta` key comes earlier, and is in force on the engine's
 threads and inside checkpoint's recompute as well, where a function mode would not be. If a compiler records them for a
 graph, all are composed of operators that it knows.
+
+Products with packed weights are composed of what their kernels do, and operators for which PyTorch has no meta kernel
+get one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from elixir.torch_private import is_recorded
-from elixir.tracer.device.common import quantised_products, value_branches
-from elixir.tracer.device.common.attention import Attention
-from elixir.tracer.device.common.meta_kernels import KERNELS
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.common import value_branches
+from elixir.tracer.device.common.target import Attention, Target
 
 aten = torch.ops.aten
 
 _PAD = {"flash": 8, "efficient": 1, "cudnn": 1, "cpu_flash": 1}
 _EFFICIENT_BIAS_ALIGNMENT = 8
+_BLOCK_OF_SCALES = 256
+
+LENGTHS_IN_TENSORS: dict[Any, tuple[Any, tuple[int, ...]]] = {
+    aten._ctc_loss.Tensor: (aten._ctc_loss.default, (2, 3)),
+    aten._ctc_loss_backward.Tensor: (aten._ctc_loss_backward.default, (3, 4)),
+}
+"""Operator -> the same with lengths as numbers, and which arguments the lengths are."""
 
 
 @contextlib.contextmanager
@@ -36,7 +44,7 @@ def routed(target: Target) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     quantised = torch.library.Library("bitsandbytes", "IMPL")
     try:
-        for name, kernel in quantised_products.kernels().items():
+        for name, kernel in quantised_kernels().items():
             _implement(quantised, name, kernel)
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
@@ -214,3 +222,66 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
     length = bias.shape[-1]
     padding = _EFFICIENT_BIAS_ALIGNMENT - length % _EFFICIENT_BIAS_ALIGNMENT
     return F.pad(bias, (0, padding))[..., :length]
+
+
+def quantised_kernels() -> dict[str, Callable[..., Any]]:
+    """Name in the namespace `bitsandbytes` -> what runs it in a trace; empty where the library is not loaded."""
+    return {"gemm_4bit": _gemm_4bit} if hasattr(torch.ops.bitsandbytes, "gemm_4bit") else {}
+
+
+def _gemm_4bit(  # noqa: PLR0913 - the operator's own arguments
+    inp: torch.Tensor,
+    packed: torch.Tensor,
+    shape: Sequence[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Unpacks the weight and multiplies by it.
+
+    So does the CPU always, and a GPU from some hundred rows on, at the latest from 1,537; with fewer rows its kernel
+    may unpack in registers, and then takes less memory than is counted here (bitsandbytes 0.50,
+    ``backends/cuda/ops.py``).
+    """
+    library = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        scales = library.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, _BLOCK_OF_SCALES, torch.float32)
+        absmax = scales + absmax_offset
+    weight = library.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inp.dtype)
+    return F.linear(inp, weight, bias)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates a loss per sample and a row of alphas per moment (`ctc_loss_allocate_outputs` in `LossCTC.cpp`)."""
+    moments, samples = log_probs.shape[0], log_probs.shape[1]
+    alphas = 2 * max(target_lengths, default=0) + 1
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, moments, alphas)
+
+
+def _ctc_loss_backward(  # noqa: PLR0913 - the operator's own arguments
+    gradient: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    loss: torch.Tensor,
+    log_alpha: torch.Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {"_ctc_loss": _ctc_loss, "_ctc_loss_backward": _ctc_loss_backward}
+"""Name in `aten` -> meta kernel."""

@@ -54,7 +54,8 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
     """
     if func not in CHOOSES or not results or not args[0].is_floating_point() or not args[0].dim():
         return None
-    scores, given = args[0], {**dict(zip(_names(func), args, strict=False)), **kwargs}
+    names = [argument.name for argument in func._schema.arguments]
+    scores, given = args[0], {**dict(zip(names, args, strict=False)), **kwargs}
     axis = given.get("dim", -1)
     if axis is None:  # the largest of all entries is no choice for each token
         return None
@@ -74,10 +75,6 @@ CHOOSES = frozenset(
         aten.sort.stable, aten.multinomial.default,
     }
 )  # fmt: skip
-
-
-def _names(func: Any) -> list[str]:
-    return [argument.name for argument in func._schema.arguments]
 
 
 class Routing(Protocol):

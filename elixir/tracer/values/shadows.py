@@ -26,6 +26,9 @@ MAX_EAGER_SHADOW_NUMEL = 2**22
 
 aten = torch.ops.aten
 
+SELECTIONS = frozenset({aten.index.Tensor, aten.masked_select.default})
+"""Operators that pick elements out of their first argument by a mask."""
+
 CONSTANTS_LIKE = frozenset(
     {
         aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
@@ -263,11 +266,9 @@ class Shadows:
             func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
         )
 
-    def exchange(self, func: Any, args: Any) -> None:
+    def exchange(self, args: Any) -> None:
         """Follows a collective, whose schema does not say that it writes to its first argument: other ranks have what
         this one has. One without tensors in its second changes the first in place, which stays as it is here."""
-        if func.namespace != "c10d":
-            return
         written, given, *_ = args
         sources = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
         for tensor in tree_leaves(written) if sources else ():
@@ -293,6 +294,31 @@ class Shadows:
             return value
 
         return self._evaluate(func, tree_map(real, args), tree_map(real, kwargs))
+
+    def picked(self, func: Any, args: Any) -> tuple[Any, int]:
+        """A selection by masks, rewritten as one by positions, and the bytes the positions take while it runs.
+
+        Args:
+            func: one of `SELECTIONS`, whose first argument is not known; the masks are, or this raises `TraceError`.
+
+        Returns:
+            Arguments for ``aten.index.Tensor``.
+        """
+        tensor = args[0]
+        masks = [args[1]] if func is aten.masked_select.default else args[1]
+        if func is aten.masked_select.default and tensor.shape != masks[0].shape:
+            shape = torch.broadcast_shapes(tensor.shape, masks[0].shape)
+            tensor, masks = tensor.expand(shape), [masks[0].expand(shape)]
+        positions: list[torch.Tensor | None] = []
+        taken = 0
+        for mask in masks:
+            if mask is None or mask.dtype not in (torch.bool, torch.uint8):
+                positions.append(mask)
+                continue
+            count = len(self.evaluate(aten.nonzero.default, (mask,), {}))
+            positions.extend(torch.empty(count, dtype=torch.int64, device="meta") for _ in range(mask.dim()))
+            taken += count * mask.dim() * torch.int64.itemsize
+        return (tensor, positions), taken
 
     @staticmethod
     def _evaluate(func: Any, args: Any, kwargs: Any) -> Any:

@@ -26,7 +26,8 @@ _ARITHMETIC = frozenset(
     "add sub mul pow mod sym_max sym_min float_pow int_floordiv floordiv pow_by_natural neg abs truediv float_truediv "
     "int_truediv".split()
 )
-_NEVER = frozenset(("has_hint", "is_constant", "is_nested_int"))
+_ANSWERS = {"has_hint": False, "is_constant": False, "is_nested_int": False, "is_symbolic": True, "maybe_as_int": None}
+_KINDS = {"is_int": int, "is_float": float, "is_bool": bool}
 
 
 class UnknownNumber:
@@ -35,25 +36,6 @@ class UnknownNumber:
     def __init__(self, kind: type, text: str = "unknown") -> None:
         self.kind = kind
         self._text = text
-
-    def is_int(self) -> bool:
-        """Whether it stands for an integer."""
-        return self.kind is int
-
-    def is_float(self) -> bool:
-        """Whether it stands for a floating-point number."""
-        return self.kind is float
-
-    def is_bool(self) -> bool:
-        """Whether it stands for a truth value."""
-        return self.kind is bool
-
-    def is_symbolic(self) -> bool:
-        """Always: there is no value."""
-        return True
-
-    def maybe_as_int(self) -> None:
-        """No integer is known."""
 
     def _graph_repr(self) -> str:
         return self._text
@@ -81,8 +63,10 @@ class UnknownNumber:
             raise AttributeError(name)
 
         def answer(*others: Any) -> Any:
-            if name in _NEVER:
-                return False
+            if name in _KINDS:
+                return self.kind is _KINDS[name]
+            if name in _ANSWERS:
+                return _ANSWERS[name]
             if name in _ARITHMETIC:
                 floats = "truediv" in name or any(each.kind is float for each in (self, *others))
                 return UnknownNumber(float if floats else self.kind)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.tracer.device.common.meta_kernels import KERNELS
 from elixir.tracer.device.cpu import cpu_target, kernel_memory
 from elixir.tracer.device.cpu.kernel_memory import KernelMemory
+from elixir.tracer.device.routed_functions import KERNELS
 from tests.common.tracing import cpu_trace, predicted_bytes
 
 SCALARS_BYTES = 64

@@ -8,7 +8,7 @@ from torch import nn
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import Operation, StepTrace
-from elixir.tracer.compiled.fused_costs import FusedCosts
+from elixir.tracer.compiled.compiled_layers import FusedCosts
 from elixir.tracer.ledger import StorageRecord
 from elixir.tracer.operation_kinds import product_class
 from elixir.tracer.trace import trace_step

@@ -13,8 +13,7 @@ from torch._functorch.aot_autograd import aot_function
 from elixir.hardware.profile import preset
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common import value_branches
-from elixir.tracer.device.common.quantised_products import kernels
-from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.routed_functions import quantised_kernels, routed
 
 ROWS, WIDTH = 6, 8
 
@@ -60,12 +59,12 @@ def test_composed_functions_and_their_gradients_are_those_of_pytorch(name: str) 
 @pytest.mark.parametrize("nested", [False, True])
 def test_products_with_packed_weights_are_those_with_the_unpacked(nested: bool) -> None:
     functional = pytest.importorskip("bitsandbytes").functional
-    if not kernels():
+    if not quantised_kernels():
         pytest.skip("this bitsandbytes has no such operator")
     weight, x, bias = torch.randn(64, 64), torch.randn(3, 64), torch.randn(64)
     packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
     inner = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if nested else (state.absmax,)
-    found = kernels()["gemm_4bit"](x, packed, state.shape, inner[0], 64, "nf4", bias, *inner[1:])
+    found = quantised_kernels()["gemm_4bit"](x, packed, state.shape, inner[0], 64, "nf4", bias, *inner[1:])
     torch.testing.assert_close(found, F.linear(x, functional.dequantize_4bit(packed, state), bias))
 
 

@@ -17,7 +17,7 @@ from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
 from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.attention import Attention
+from elixir.tracer.device.common.target import Attention
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB

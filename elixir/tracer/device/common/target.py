@@ -9,16 +9,17 @@ rule names its source; `docs/design/tracer.md` says which ones a measurement has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.torch_private import suggest_memory_format
-from elixir.tracer.device.common.attention import Attention, AttentionKernel
 
 aten = torch.ops.aten
 
+AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
 OptimizerKernel = Literal["for-loop", "foreach", "fused"]
 
 _MATRIX_OPERANDS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
@@ -38,6 +39,38 @@ _CONTIGUOUS_FIRST = frozenset(
 """Kernels that write a contiguous first result on every device, where the meta kernels keep the argument's strides."""
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The facts on which the choice of an attention kernel depends."""
+
+    dtype: torch.dtype
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    mask_shape: tuple[int, ...] | None
+    mask_needs_grad: bool
+    dropout: float
+    is_causal: bool
+    enable_gqa: bool
+    last_dim_contiguous: bool = True
+    mask_last_dim_contiguous: bool = True
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether there is a mask or an additive bias."""
+        return self.mask_shape is not None
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether batches or heads differ where they are not said to be grouped: only the math form takes that."""
+        (batch, heads), key, value = self.query_shape[:2], self.key_shape[:2], self.value_shape[:2]
+        grouped = self.enable_gqa and heads % key[1] == heads % value[1] == 0
+        return key[0] != batch or value[0] != batch or not (grouped or heads == key[1] == value[1])
+
+
 class Target(ABC):
     """The device that a trace pretends to run on; this base has the rules of every device.
 
@@ -54,6 +87,12 @@ class Target(ABC):
     """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
     matrix_libraries = 0
     """How many libraries keep a workspace for matrix products."""
+    cuda_capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device."""
+    optimizer_kernel: OptimizerKernel
+    """How `torch.optim` runs by default."""
+    product_row_bytes = 1
+    """Matrix products whose rows start at multiples of so many bytes are as fast as any of their shape."""
     counts_host_tensors = False
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
@@ -66,18 +105,9 @@ class Target(ABC):
         """Bytes that the allocator takes for a request of `nbytes`."""
         return nbytes
 
-    @property
-    def cuda_capability(self) -> tuple[int, int] | None:
-        """Compute capability of a CUDA device; None of others."""
-        return None
-
     @abstractmethod
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """The kernel `scaled_dot_product_attention` chooses."""
-
-    @abstractmethod
-    def optimizer_kernel(self) -> OptimizerKernel:
-        """How `torch.optim` runs by default."""
 
     def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
         """Bytes that matrix libraries take from PyTorch's allocator at a product, if it is the first on a thread.
@@ -85,11 +115,6 @@ class Target(ABC):
         One number for each library that the product asks, of the `matrix_libraries` that there are.
         """
         return ()
-
-    @property
-    def product_row_bytes(self) -> int:
-        """Matrix products whose rows start at multiples of so many bytes are as fast as any of their shape."""
-        return 1
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Bytes that a kernel allocates and frees again while it runs, apart from its results.

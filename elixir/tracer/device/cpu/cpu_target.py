@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.tracer.device.common.attention import HALF, Attention, AttentionKernel
-from elixir.tracer.device.common.target import OptimizerKernel, Target
+from elixir.tracer.device.common.target import HALF, Attention, AttentionKernel, Target
 from elixir.tracer.device.cpu.kernel_memory import KERNELS_HERE, is_plain
 
 aten = torch.ops.aten
@@ -23,6 +22,7 @@ class CpuTarget(Target):
 
     kind = "cpu"
     counts_host_tensors = True
+    optimizer_kernel = "for-loop"
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)
@@ -31,10 +31,6 @@ class CpuTarget(Target):
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """Chooses by the rules of the CPU."""
         return chosen_on_cpu(call)
-
-    def optimizer_kernel(self) -> OptimizerKernel:
-        """`torch.optim` loops over the parameters on the CPU."""
-        return "for-loop"
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Buffers of each thread, and copies that kernels make; as many threads as PyTorch has here.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.tracer.device.common.attention import Attention, AttentionKernel
-from elixir.tracer.device.common.target import OptimizerKernel, Target
-from elixir.tracer.device.cuda.attention_buffers import held_in_backward
-from elixir.tracer.device.cuda.attention_choice import chosen_on_cuda
+from elixir.tracer.device.common.target import HALF, Attention, AttentionKernel, Target
 from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
 from elixir.units import KIB, MIB
 
@@ -26,6 +25,25 @@ CUBLAS_HOPPER_WORKSPACE_BYTES = 32 * MIB
 CUBLASLT_WORKSPACE_BYTES = MIB
 """PyTorch's default for cuBLASLt, which multiplies where a bias is added; seen on an H200 with torch 2.11."""
 
+_MAX_FLASH_HEAD_DIM = 256
+_MAX_CUDNN_HEAD_DIM = 128
+_CUDNN_WIDE_HEADS = (192, 128)
+"""Widths of queries and values beyond that which cuDNN takes as well."""
+_CUDNN_DROPOUT_STEPS = 16
+"""cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
+
+_CUDNN = aten._scaled_dot_product_cudnn_attention_backward.default
+_EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
+_TILED = {
+    aten._scaled_dot_product_flash_attention_backward.default: ((0, 4), 128, 32),
+    _EFFICIENT: ((0,), 64, 64),
+}
+"""Kernel -> the arguments, gradient and result, that it copies if heads are not next to each other in a row, and of
+what rows and width of its accumulator are multiples."""
+_REGISTERS = 128
+"""Width of heads up to which the memory-efficient kernel keeps gradients of keys and values in registers."""
+_FLOAT_BYTES = 4
+
 
 class CudaTarget(Target):
     """A CUDA device of a given compute capability, with PyTorch's default settings."""
@@ -35,39 +53,28 @@ class CudaTarget(Target):
     fused_rms_norm = True
     softmax_reads_half = True
     matrix_libraries = 2
+    optimizer_kernel = "foreach"
+    product_row_bytes = 16
+    """The bytes that tensor cores load at a time: cuBLAS takes an older and much slower kernel for other rows, such as
+    those of logits over 50,257 classes."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)
-        self.capability = hardware.compute_capability or (8, 0)
+        self.capability = self.cuda_capability = hardware.compute_capability or (8, 0)
 
     def round_bytes(self, nbytes: int) -> int:
         """Multiples of 512 bytes."""
         return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
 
-    @property
-    def cuda_capability(self) -> tuple[int, int]:
-        """The profile's; 8.0 if it says none."""
-        return self.capability
-
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """Chooses by the rules of CUDA."""
         return chosen_on_cuda(call, self.capability)
-
-    def optimizer_kernel(self) -> OptimizerKernel:
-        """`torch.optim` takes foreach for CUDA parameters by default."""
-        return "foreach"
 
     def matmul_workspace_bytes(self, func: Any, args: Any) -> tuple[int, ...]:
         """The workspace of cuBLAS, and that of cuBLASLt, which adds a bias in the same kernel."""
         cublas = CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
         biased = func is aten.addmm.default and args[0].dim() == 1
         return (cublas, CUBLASLT_WORKSPACE_BYTES) if biased else (cublas,)
-
-    @property
-    def product_row_bytes(self) -> int:
-        """The bytes that tensor cores load at a time: cuBLAS takes an older and much slower kernel for other rows, such
-        as those of logits over 50,257 classes."""
-        return 16
 
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), parts of sums, accumulators of
@@ -89,3 +96,107 @@ class CudaTarget(Target):
             output, log_sum, *seeds = result
             return (output, log_sum, *(torch.empty(0, dtype=seed.dtype, device=seed.device) for seed in seeds))
         return super().results(func, args, result)
+
+
+def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKernel:
+    """cuDNN first on data-centre Hopper and Blackwell, then flash, memory-efficient, math.
+
+    Source: `sdp_utils.cpp` (CUDA) of PyTorch 2.11 to 2.14, with the cuDNN (> 9.15) its wheels bring.
+    """
+    if len(call.query_shape) != 4 or call.dtype is torch.float64 or not call.last_dim_contiguous:
+        return "math"
+    if call.broadcasts or not call.mask_last_dim_contiguous:
+        return "math"
+    half = call.dtype in HALF
+    if half and _prefers_cudnn(capability) and _cudnn_takes(call):
+        return "cudnn"
+    if call.key_shape[1] != call.value_shape[1]:
+        return "math"
+    head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
+    head_dim = call.query_shape[-1]
+    square = call.query_shape[-2] == call.key_shape[-2]
+    flash = half and capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
+    if (
+        flash
+        and head_dim <= _MAX_FLASH_HEAD_DIM
+        and (square or not call.is_causal)
+        and not _no_wide_heads(call, capability)
+    ):
+        return "flash"
+    alignment = 8 if half else 4
+    aligned = all(dim % alignment == 0 for dim in (call.query_shape[-1], call.value_shape[-1]))
+    known_dtype = half or call.dtype is torch.float32
+    if call.dtype is torch.bfloat16 and capability < (8, 0):
+        known_dtype = False
+    # From 2.14 on it takes keys and values that heads share (pull request 191085).
+    takes_heads = _torch_release() >= (2, 14) or call.key_shape[1] == call.query_shape[1]
+    return "efficient" if aligned and known_dtype and takes_heads else "math"
+
+
+def _prefers_cudnn(capability: tuple[int, int]) -> bool:
+    datacenter = capability in ((9, 0), (10, 0), (10, 3))
+    return datacenter and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "1"
+
+
+def _no_wide_heads(call: Attention, capability: tuple[int, int]) -> bool:
+    """Consumer Ampere to Blackwell lack the shared memory for flash's backward with wide heads."""
+    if capability not in ((8, 6), (8, 9), (12, 0), (12, 1)):
+        return False
+    head_dim = call.query_shape[-1]
+    return head_dim > 192 and (head_dim <= 224 or call.dropout > 0)
+
+
+def _cudnn_takes(call: Attention) -> bool:
+    """Whether cuDNN takes a call in half precision (`can_use_cudnn_attention`)."""
+    *_, queries, width = call.query_shape
+    keys, value_width = call.key_shape[-2], call.value_shape[-1]
+    narrow = width <= _MAX_CUDNN_HEAD_DIM and value_width <= _MAX_CUDNN_HEAD_DIM
+    if width % 8 or value_width % 8 or not (narrow or (width, value_width) == _CUDNN_WIDE_HEADS):
+        return False
+    if keys == 1 or (call.dropout and queries == 1):
+        return False
+    if call.dropout * _CUDNN_DROPOUT_STEPS % 1 and _torch_release() >= (2, 12):
+        return False
+    mask = call.mask_shape
+    if mask is None:
+        return True
+    full = (*call.query_shape[:2], queries, keys)[-len(mask) :]
+    fits = len(mask) in (2, 4) and all(size in (1, whole) for size, whole in zip(mask, full, strict=True))
+    return fits and not call.mask_needs_grad
+
+
+def _torch_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def held_in_backward(func: Any, args: Any, round_bytes: Callable[[int], int]) -> int:
+    """Bytes that attention allocates for the time of its backward, apart from the gradients; 0 for any other operator.
+
+    Its kernels need an accumulator in float32 as large as the queries, twice what a gradient in half precision takes.
+    One rule serves flash and the memory-efficient kernel: sequences and heads are rounded up to each kernel's tiles.
+    Sources: `flash_attn/flash_api.cpp` (`mha_bwd`), `attention_backward.cu` and `mem_eff_attention/kernel_backward.h`
+    of PyTorch, `scaled_dot_product_flash_attention.h` of cuDNN's frontend, which asks for the buffers of cuDNN's. What
+    the engines inside cuDNN ask for themselves is not known, and not in it.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        round_bytes: rounds an allocation as the allocator does.
+    """
+    if func is _CUDNN:
+        gradient, query, output = args[0], args[1], args[4]
+        sums = -(-query.numel() // query.shape[3] * _FLOAT_BYTES // 16) * 16
+        copy = gradient.nbytes if gradient.stride() != output.stride() else 0
+        return round_bytes(copy) + round_bytes(sums + query.numel() * _FLOAT_BYTES)
+    if func not in _TILED:
+        return 0
+    (copied, tall, wide), (query, key, value) = _TILED[func], args[1:4]
+    batch, heads, rows, width = query.shape
+    sums = batch * heads * -(-rows // tall) * tall * _FLOAT_BYTES
+    held = [sums, sums * -(-width // wide) * wide]
+    held += [args[at].nbytes for at in copied if not args[at].transpose(1, 2).is_contiguous()]
+    if key.shape[1] != heads:  # gradients of keys and values that heads share come per head, and are summed afterwards
+        held += [batch * heads * each.shape[2] * each.shape[3] * each.itemsize for each in (key, value)]
+    if func is _EFFICIENT and max(width, value.shape[3]) > _REGISTERS:
+        held += [batch * heads * each.shape[2] * each.shape[3] * _FLOAT_BYTES for each in (key, value)]
+    return sum(map(round_bytes, held))
