@@ -94,7 +94,7 @@ MORE_ON_CUDA := $(patsubst %,tests/unit/wrapper/step/test_%.py,\
                 $(patsubst %,tests/unit/checkpoint/test_%.py,resume folder killed_saves snapshot optimizer_state_dict)
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
-TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
+TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 # Runs pytest once for each list of arguments, the later ones also after an earlier one has failed.
 all_of = failed=0; for arguments in $(1); do \

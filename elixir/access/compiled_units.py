@@ -147,7 +147,7 @@ class RecomputedCall:
         return self._run(self.call, *args, **kwargs)
 
     def get_compiler_config(self) -> Any:
-        """As what `torch.compile` returns has it."""
+        """Answers as the result of `torch.compile` does."""
         return getattr(self.call, "get_compiler_config", lambda: None)()
 
 

@@ -85,7 +85,7 @@ class GeneratedCode:
         self._run, self._order, self._form = _compiler().submit(contextvars.copy_context().run, work).result()
 
     def __call__(self, cost: Cost, tensors: Sequence[torch.Tensor]) -> Any:
-        """What a layer does with its weights, buffers and tensor arguments.
+        """Runs the layer over its weights, buffers and tensor arguments.
 
         Args:
             cost: gets what each kernel costs, until the next call.
@@ -139,7 +139,7 @@ def _check(leaves: Sequence[Any], settings: Mapping[str, Any]) -> None:
 def _uncompiled(
     layer: nn.Module, names: Sequence[str], leaves: Sequence[Any], spec: Any, tensors: Sequence[torch.Tensor]
 ) -> Any:
-    """The layer without its compiled call, as a function of its own tensors and those of its arguments."""
+    """Runs the layer without its compiled call, over its own tensors and those of its arguments."""
     given = iter(tensors[len(names) :])
     args, kwargs = tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in leaves], spec)
     own = {f"layer.{name}": tensor for name, tensor in zip(names, tensors, strict=False)}

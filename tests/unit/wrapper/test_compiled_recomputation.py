@@ -64,7 +64,7 @@ def stack() -> Case:
 
 
 def whole(*again: bool, layers: str = "layers") -> tuple[UnitActivations, ...]:
-    """Of each layer, whether it runs again."""
+    """Activations by layer: `again` says which of them run again."""
     return tuple(UnitActivations(f"{layers}.{number}", () if each else None) for number, each in enumerate(again))
 
 
