@@ -82,8 +82,12 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
     held = [(module, [*module._parameters.items(), *module._buffers.items()]) for module in scripts]
     hooks = _without_hooks_of_plans(modules)
-    computed = [(vars(module), name, value) for module in modules for name, value in vars(module).items()]
-    computed = [(at, name, value) for at, name, value in computed if getattr(value, "grad_fn", None) is not None]
+    computed = [
+        (vars(module), name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
     try:
         for swap in swaps.values():
             swap.to_meta()
