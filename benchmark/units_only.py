@@ -34,6 +34,7 @@ from benchmark.common import Row, append_rows, conditions, print_table
 from elixir.errors import PlanError
 from elixir.plan.chunk_plan import Home
 from elixir.search.planner import plan_or_shortage, setting_for
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.problem.packing import Packing, ParamTable, round_up
 from elixir.search.problem.placement import Placement
 from elixir.search.propose import sizes as search_sizes
@@ -103,7 +104,7 @@ def joined(trace: StepTrace) -> StepTrace:
     """The step with all units fetched as one, those that may not be today included."""
     units = tuple(replace(unit, fetch="either") for unit in trace.units)
     able = replace(trace, step=replace(trace.step, units=units))
-    return able.fetching_as_one([unit.name for unit in units])
+    return joined_trace(able, [unit.name for unit in units])
 
 
 def least_device_bytes(asked: Question) -> int:

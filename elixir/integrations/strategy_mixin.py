@@ -207,7 +207,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         self.optimizers = optimizers
 
     def _elixir_traced(self, twin: Any, batch: Any) -> None:
-        """`training_step` on the copy that is traced, which logs nowhere and measures nothing."""
+        """`training_step` in a trace: it logs nowhere and measures nothing."""
         with contextlib.ExitStack() as changed:
             quiet = {"log": _nowhere, "log_dict": _nowhere, "_device": torch.device("meta")}
             changed.enter_context(patch.dict(vars(twin), quiet))

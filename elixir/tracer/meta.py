@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from elixir.models.casting import cast_dtype, casts_buffers
 from elixir.models.plannable import refuse_unplannable
 from elixir.models.step import with_tensors
 from elixir.torch_private import swap_tensors
+from elixir.tracer.user_objects import uninterrupted
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(meta tensor, the tensor it stands for)"""
@@ -52,7 +54,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
 
     Floating parameters take `dtype`, and buffers with them where the model is cast as a whole (`casts_buffers`).
     Gradients, hooks and attributes of the parameters are not seen meanwhile and are the same afterwards. A model that
-    is all on meta in `dtype` already stays as it is: it holds nothing that a step could change.
+    is all on meta in `dtype` already stays as it is, hooks included.
 
     Raises:
         InputTypeError: `model` is no `nn.Module`.
@@ -76,28 +78,68 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     if all(_fits(*pair) for pair in dtypes.items()) and all(buffer.is_meta for buffer in places):
         yield TracedModel(model, names, modules, [(buffer, buffer) for buffer in places])
         return
+    _refuse_profiled()
     follow = casts_buffers(model, dtype)
     dtypes |= {buffer: place.cast(dtype if follow else None) for buffer, place in places.items()}
     swaps = {tensor: _Swap.planned(tensor, kept) for tensor, kept in dtypes.items()}
     scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
     held = [(module, [*module._parameters.items(), *module._buffers.items()]) for module in scripts]
-    hooks = _without_hooks_of_plans(modules)
     computed = [
         (vars(module), name, value)
         for module in modules
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     ]
+    restoring: list[Callable[[], object]] = [partial(_back, swap, modules) for swap in swaps.values()]
+    restoring += [partial(_replace_in_scripts, held)]
+    restoring += [partial(at.__setitem__, name, value) for at, name, value in computed]
+    restoring += [_without_hooks_of_plans(modules)]
     try:
         for swap in swaps.values():
             swap.to_meta()
-        for at, name, value in computed:  # from weights, as by `torch.nn.utils.weight_norm`; the graph keeps real ones
+        for (
+            at,
+            name,
+            value,
+        ) in computed:  # from weights, as by `torch.nn.utils.weight_norm`; the graph keeps real ones
             at[name] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         _replace_in_scripts(held)
         yield TracedModel(model, names, modules, [(buffer, swaps[buffer].other) for buffer in places])
     finally:
-        attributes = [partial(at.__setitem__, name, value) for at, name, value in computed]
-        _uninterrupted([*[swap.back for swap in swaps.values()], lambda: _replace_in_scripts(held), *attributes, hooks])
+        uninterrupted(restoring)
+
+
+def _refuse_profiled() -> None:
+    """Refuses a trace under a profiler that refers to each tensor it sees: no memory could be exchanged back."""
+    tensor, other = (torch.empty(1, device="meta") for _ in range(2))
+    tensor.add(1)
+    try:
+        swap_tensors(tensor, other)
+    except RuntimeError as error:
+        raise TraceError(
+            f"a profiler refers to the tensors that it sees ({error}); trace outside of torch.profiler, or without "
+            "record_shapes"
+        ) from error
+
+
+def _back(swap: _Swap, modules: Iterable[nn.Module]) -> None:
+    """Gives a tensor its memory again; if a profiler that the step has opened refers to it for good, modules get the
+    real tensor in its place."""
+    try:
+        swap.back()
+    except RuntimeError:
+        gc.collect()
+        try:
+            swap.back()
+        except RuntimeError as error:
+            real: Any = swap.real()
+            for module in modules:
+                for held in (module._parameters, module._buffers):
+                    held.update({name: real for name, tensor in held.items() if tensor is swap.tensor})
+            raise TraceError(
+                f"something that the step leaves behind refers to the memory of a weight ({error}), so the model has "
+                "other parameter objects now; keep profilers out of step_fn and make the optimizer anew"
+            ) from error
 
 
 class _Swap(NamedTuple):
@@ -108,6 +150,7 @@ class _Swap(NamedTuple):
     """Holds the memory on meta before and after, the real memory meanwhile."""
     memory: int
     """Identity of the real memory, by which it is known who has it."""
+    kind: type
     attributes: dict[str, Any]
     hooks: tuple[Any, Any]
 
@@ -115,10 +158,10 @@ class _Swap(NamedTuple):
     def planned(cls, tensor: torch.Tensor, dtype: torch.dtype) -> _Swap:
         """Exchanges nothing yet."""
         other = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
+        if tensor.is_leaf:  # weights of models from `torch.jit.load` are no `nn.Parameter`s
             other.requires_grad_(tensor.requires_grad)
         hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-        return cls(tensor, other, tensor._cdata, dict(vars(tensor)), hooks)
+        return cls(tensor, other, tensor._cdata, type(tensor), dict(vars(tensor)), hooks)
 
     def to_meta(self) -> None:
         """The tensor is on meta. Its gradient goes with the real memory; hooks of others are not called meanwhile."""
@@ -127,7 +170,7 @@ class _Swap(NamedTuple):
         except RuntimeError as error:
             raise TraceError(
                 f"a tensor of shape {tuple(self.tensor.shape)} cannot be put on meta ({error}); trace outside of "
-                "torch.autocast, whose cache refers to weights"
+                "torch.autocast, whose cache refers to weights, and delete results of a profiler that recorded shapes"
             ) from error
         self._set_hooks((None, None))
 
@@ -137,29 +180,24 @@ class _Swap(NamedTuple):
             self._set_hooks((None, None))  # otherwise PyTorch would take those of a step for the real tensor's
             swap_tensors(self.tensor, self.other)
             self._set_hooks(self.hooks)
+        if type(self.tensor) is not self.kind:  # an interrupt has left a class that announces uses
+            self.tensor.__class__ = self.kind
         held = vars(self.tensor)
         if held or self.attributes:
             held.clear()
             held.update(self.attributes)
+
+    def real(self) -> torch.Tensor:
+        """The object with the real memory, as a part of the model."""
+        self.other.__class__ = self.kind
+        vars(self.other).update(self.attributes)
+        return self.other
 
     def _set_hooks(self, hooks: tuple[Any, Any]) -> None:
         if self.tensor._backward_hooks is not hooks[0]:
             self.tensor._backward_hooks = hooks[0]
         if self.tensor._post_accumulate_grad_hooks is not hooks[1]:
             self.tensor._post_accumulate_grad_hooks = hooks[1]
-
-
-def _uninterrupted(calls: list[Callable[[], object]]) -> None:
-    """Makes all calls, each of which may be made twice; an interrupt (Ctrl-C) is raised afterwards."""
-    interrupt: KeyboardInterrupt | None = None
-    while calls:
-        try:
-            calls[0]()
-            del calls[0]
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def _replace_in_scripts(held: list[tuple[torch.jit.ScriptModule, list[tuple[str, Any]]]]) -> None:

@@ -263,7 +263,7 @@ class Remembered(NamedTuple):
     outputs: list[Any]
     """Lengths and absent results as they are, otherwise a `Spec`."""
     cost: Cost
-    """Of one call."""
+    """The cost of one call."""
 
 
 class OperatorCache:

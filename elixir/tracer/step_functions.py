@@ -24,7 +24,7 @@ import torch
 # `torch.autocast` reports to modes of this kind, and to no other, that it is entered and left.
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-from elixir.torch_private import enter_autocast, exit_autocast
+from elixir.torch_private import enter_autocast, exit_autocast, pop_function_mode, push_function_mode
 from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.host_copies import HostCopies
@@ -144,9 +144,13 @@ class _Entering:
         return iter(self._gradients)
 
     def leave(self) -> None:
-        """The mode is off again if it was on."""
-        if self._entered:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """The mode is off again if it was on. A ``with torch.device(...)`` around the step has come on top of it, since
+        PyTorch puts that back after the call."""
+        above: list[Any] = []
+        while self._entered and (innermost := pop_function_mode()) is not self._mode:
+            above.append(innermost)
+        while above:
+            push_function_mode(above.pop())
 
 
 def _index(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:

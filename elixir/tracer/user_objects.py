@@ -3,9 +3,9 @@
 A step appends losses to lists, counts tokens and keeps tensors in attributes of its model. In a trace it does so with
 numbers that nobody has and with a batch that nobody trains. So what it can reach is afterwards as it was before: from
 the model, the step function and the batch, through containers, attributes of objects, closures and defaults of
-functions. Tensors are copied once something writes to them.
+functions, and containers that the step function itself names. Tensors are copied once something writes to them.
 
-Not looked at are names of modules and attributes of classes, slots, caches of functions and arrays of NumPy, nor
+Not looked at are other names of modules and attributes of classes, slots, caches of functions and arrays of NumPy, nor
 most objects of Python's own library (locks, queues, threads) and of PyTorch, nor data sets and loaders.
 """
 
@@ -52,6 +52,9 @@ _LEFT_ALONE = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.Tens
 _OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Condition, threading.Event)
 _PLAIN_MODULES = ("argparse", "collections", "types", "torch.optim")
 """Modules of `_LIBRARIES` whose objects hold what the user gives them, and counts, such as schedulers."""
+_TRIES = 3
+"""A call of `uninterrupted` that fails as often is given up, so that the others are still made."""
+
 _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.OrderedDict: collections.OrderedDict.update,
     dict: dict.update,
@@ -81,11 +84,37 @@ def user_objects_restored(*roots: Any, writes_unseen: bool = False) -> Iterator[
         What was found; it has to know of each tensor with values before something writes to it.
     """
     found = UserObjects(writes_unseen)
-    found.remember(roots)
+    found.remember((*roots, *(_named_in(root) for root in roots if isinstance(root, types.FunctionType))))
     try:
         yield found
     finally:
         found.restore()
+
+
+def _named_in(function: types.FunctionType) -> list[Any]:
+    """Containers that a function reaches by a global name."""
+    found = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return [value for value in found if isinstance(value, tuple(_CONTAINERS))]
+
+
+def uninterrupted(calls: list[Callable[[], object]]) -> None:
+    """Makes all calls; one that raises, as handlers of signals do at any line (Ctrl-C), is made again, and the first
+    exception is raised afterwards."""
+    raised: BaseException | None = None
+    tries = 0
+    while calls:
+        try:
+            calls[0]()
+            del calls[0]
+            tries = 0
+        except BaseException as error:
+            raised = error if raised is None else raised
+            tries += 1
+            if tries == _TRIES:
+                del calls[0]
+                tries = 0
+    if raised is not None:
+        raise raised
 
 
 class _WrittenTensors:
@@ -152,15 +181,15 @@ class UserObjects:
 
     def restore(self) -> None:
         """Puts changed values back."""
-        self._written.restore()
-        for kind, held, before in self._containers:
-            if not _same(kind, held, before):
-                kind.clear(held)
-                _CONTAINERS[kind](held, before)
-        for cell, content in self._cells:
-            cell.cell_contents = content
-        for restore in self._generators:
-            restore()
+        changed = [each for each in self._containers if not _same(*each)]
+        uninterrupted(
+            [
+                self._written.restore,
+                *(functools.partial(_put_back, *each) for each in changed),
+                *(functools.partial(setattr, cell, "cell_contents", content) for cell, content in self._cells),
+                *self._generators,
+            ]
+        )
 
     def refusal_of(self, weight: torch.Tensor) -> str:
         """The reason why a tensor that needs a gradient cannot take part in a trace, and what to do."""
@@ -266,6 +295,12 @@ class UserObjects:
 
 def _has(item: Any, weight: torch.Tensor) -> bool:
     return isinstance(item, nn.Module) and any(parameter is weight for parameter in item.parameters())
+
+
+def _put_back(kind: Any, held: Any, before: Any) -> None:
+    """Gives a container of this kind its contents again."""
+    kind.clear(held)
+    _CONTAINERS[kind](held, before)
 
 
 def _same(kind: Any, held: Any, before: Any) -> bool:

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -82,7 +82,11 @@ class GeneratedCode:
         # Code is kept for as long as the step is asked about: it must hold no tensor of the step.
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         work = partial(self._compiled, others, spec, torch.is_grad_enabled())
-        self._run, self._order, self._form = _compiler().submit(contextvars.copy_context().run, work).result()
+        compiling = _compiler().submit(contextvars.copy_context().run, work)
+        try:
+            self._run, self._order, self._form = compiling.result()
+        finally:
+            wait([compiling])  # after an interrupt too: it works with the layer's own tensors
 
     def __call__(self, cost: Cost, tensors: Sequence[torch.Tensor]) -> Any:
         """Runs the layer over its weights, buffers and tensor arguments.

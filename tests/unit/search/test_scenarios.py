@@ -147,7 +147,7 @@ def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace
 def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     data["predicted"]["judgements"][0]["best_s"] = 0
-    with pytest.raises(ArtifactError, match="best_s' must be positive and finite, found 0"):
+    with pytest.raises(ArtifactError, match="best_s' must be above 0, found 0"):
         Plan.from_json(json.dumps(data))
     data = json.loads(plan.to_json())
     data["predicted"]["regret_if_known"] = {"weather": 0.1}

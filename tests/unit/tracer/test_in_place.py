@@ -6,14 +6,18 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from elixir.access.interception import Interception
 from elixir.errors import InputError, TraceError
+from elixir.tracer import meta
 from elixir.tracer.meta import on_meta
 from elixir.tracer.trace import trace_step
 from tests.common.tracing import H200, Seen, cpu_trace, sum_step
@@ -263,3 +267,102 @@ def test_a_second_model_is_refused_by_its_name() -> None:
 def test_nothing_but_a_module_is_put_on_meta() -> None:
     with pytest.raises(TypeError, match="expected an nn.Module"), on_meta(3, None):  # type: ignore[arg-type]
         pass
+
+
+# What others do meanwhile ----------------------------------------------------------------------------------------------
+
+
+def assert_back(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    assert all(type(each) is nn.Parameter and each.device.type == "cpu" for each in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_profiler_that_records_shapes_is_refused() -> None:
+    """It refers to memory of tensors that it has seen, and such memory cannot be exchanged."""
+    model = Tail()
+    before = kept(model)
+    with torch.profiler.profile(record_shapes=True), pytest.raises(TraceError, match="outside of torch.profiler"):
+        cpu_trace(model, INP, sum_step)
+    assert_back(model, before)
+    with torch.profiler.profile():
+        found = cpu_trace(model, INP, sum_step)
+    assert found.accesses == cpu_trace(model, INP, sum_step).accesses
+
+
+def test_no_weight_is_lost_to_a_profiler_in_the_step() -> None:
+    model = Tail()
+    before = kept(model)
+
+    def step(model: Any, inp: Any) -> None:
+        with torch.profiler.profile(record_shapes=True):
+            sum_step(model, inp)
+
+    cpu_trace(model, INP, step)
+    assert_back(model, before)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, TimeoutError])
+def test_weights_are_back_if_a_signal_raises_meanwhile(raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler does that ends the process, or one of a time limit."""
+    model, calls = Tail(), 0
+    before = kept(model)
+    real = meta.swap_tensors
+
+    def swap(*tensors: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:  # there are five tensors, so this is on the way back
+            raise raised
+        real(*tensors)
+
+    monkeypatch.setattr(meta, "swap_tensors", swap)
+    with pytest.raises(raised):
+        cpu_trace(model, INP, sum_step)
+    assert_back(model, before)
+
+
+def test_an_interrupt_leaves_no_class_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tail()
+    before = kept(model)
+
+    def interrupted(self: Interception) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Interception, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cpu_trace(model, INP, sum_step)
+    assert_back(model, before)
+
+
+def test_a_model_from_a_torchscript_file_is_trained(tmp_path: Path) -> None:
+    """Its weights are no `nn.Parameter`s."""
+    torch.jit.save(torch.jit.script(nn.Linear(8, 4)), str(tmp_path / "model.pt"))
+    model = torch.jit.load(str(tmp_path / "model.pt"))
+    found = cpu_trace(model, INP, lambda model, inp: model(inp["x"]).sum().backward())
+    assert all(parameter.trainable for parameter in found.parameters)
+
+
+LOSSES: list[torch.Tensor] = []
+
+
+def test_a_list_that_the_step_names_is_as_before() -> None:
+    def step(model: Any, inp: Any) -> None:
+        loss = model(**inp).sum()
+        LOSSES.append(loss.detach())
+        loss.backward()
+
+    cpu_trace(Tail(), INP, step)
+    assert LOSSES == []
+
+
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
+def test_a_default_device_of_the_user_stays_and_nothing_of_the_trace(backward: Callable[[torch.Tensor], None]) -> None:
+    """`torch.device` as a context is a mode next to the trace's own."""
+    with torch.device("cpu"):
+        before = [type(mode) for mode in _get_current_function_mode_stack()]
+        cpu_trace(Tail(), INP, lambda model, inp: backward(model(**inp).sum()))
+        assert [type(mode) for mode in _get_current_function_mode_stack()] == before
