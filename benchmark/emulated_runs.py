@@ -303,7 +303,8 @@ class Calibration:
 def lane_work_s(plan: Plan, machine: HardwareProfile) -> tuple[float, float]:
     """Seconds of real work of the lanes during forward and during backward, whatever link they emulate."""
     copied = [0, 0]
-    for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
+    walk = plan.schedule().simulate(plan.block_count)
+    for position, chunk in zip(walk.positions, walk.chunks, strict=True):
         copied[plan.order[position].phase != "forward"] += plan.chunks[chunk].weight_bytes
     hosted = [chunk for chunk in plan.chunks if chunk.trainable and chunk.update_home == "host"]
     forward_s, backward_s = (amount / machine.host_to_device_bytes_per_s for amount in copied)

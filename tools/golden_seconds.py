@@ -60,8 +60,8 @@ def question(case: str) -> Question:
         raise _Asked
 
     # What kernels allocate differs between processors.
-    unasked = patch.object(kernel_memory, "MAX_RUN_FLOPS", 0.0), patch.object(kernel_memory, "MAX_SLOW_RUN_FLOPS", 0.0)
-    with unasked[0], unasked[1], patch.object(searches, "plan_or_shortage", ask):
+    unasked = patch.object(kernel_memory, "MAX_RUN_FLOPS", 0.0)
+    with unasked, patch.object(searches, "plan_or_shortage", ask):
         quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
         with quiet[0], quiet[1], contextlib.suppress(_Asked, SystemExit):  # the command ends with any error
             elixir(case.split())
