@@ -218,7 +218,7 @@ def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]] | None:
 
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
-"""Take the innermost `TorchFunctionMode` off the stack, or put one on; `with` takes off whichever is innermost."""
+"""Takes off the innermost `TorchFunctionMode` of the stack, or puts one on; `with` takes off whichever is innermost."""
 
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = getattr(
     torch._C, "_swap_tensor_impl", torch.utils.swap_tensors

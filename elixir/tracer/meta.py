@@ -137,7 +137,7 @@ def _back(swap: _Swap, modules: Iterable[nn.Module]) -> None:
                 for held in (module._parameters, module._buffers):
                     held.update({name: real for name, tensor in held.items() if tensor is swap.tensor})
             raise TraceError(
-                f"something that the step leaves behind refers to the memory of a weight ({error}), so the model has "
+                f"something that the step leaves refers to the memory of a weight ({error}), so the model has "
                 "other parameter objects now; keep profilers out of step_fn and make the optimizer anew"
             ) from error
 

@@ -50,7 +50,7 @@ def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tu
     adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
     asked: set[tuple[int, tuple[int, ...]]] = set()
     adam.use_threads = lambda threads, cores: asked.add((threads, cores))
-    bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size))
+    bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size), fixed=TINY)
     jobs = [job for job in adam.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
     return [result.key for result in run_jobs(jobs) if result.series is not None], asked
 

@@ -307,7 +307,7 @@ def test_no_weight_is_lost_to_a_profiler_in_the_step() -> None:
 
 @pytest.mark.parametrize("raised", [SystemExit, TimeoutError])
 def test_weights_are_back_if_a_signal_raises_meanwhile(raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a handler does that ends the process, or one of a time limit."""
+    """A handler may end the process, or raise at a time limit."""
     model, calls = Tail(), 0
     before = kept(model)
     real = meta.swap_tensors
