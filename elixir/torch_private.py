@@ -220,10 +220,8 @@ pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
 """Takes off the innermost `TorchFunctionMode` of the stack, or puts one on; `with` takes off whichever is innermost."""
 
-swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = getattr(
-    torch._C, "_swap_tensor_impl", torch.utils.swap_tensors
-)
-"""Exchanges two tensors in place, weak references or not. The public one refuses what has weak references."""
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+"""Exchanges the memory of two tensors in place. The public one exchanges classes too, and refuses weak references."""
 
 parsed_to: Callable[..., Any] = torch._C._nn._parse_to
 """Device and dtype, first of all, that arguments of `torch.Tensor.to` name; what `torch.nn.Module.to` asks."""
