@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.compiled_units import CompiledUnit, OrdinaryWeights, is_compiled
+from elixir.access.counted_parameter import DATA, GRADIENT, plain_copy
 from elixir.access.differentiate import differentiate
 from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
@@ -60,16 +61,7 @@ from elixir.torch_private import (
     tree_leaves,
 )
 
-_GRADIENT: Any = torch.Tensor.grad
-_DATA = torch.Tensor.data
 _TUPLE_ITERATOR = type(iter(()))
-
-
-def _plain_copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    if id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    copied: nn.Parameter = memo[id(parameter)]
-    return copied
 
 
 class TrackedParameter(nn.Parameter):
@@ -92,48 +84,7 @@ class TrackedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Returns an ordinary parameter with the same values, which must be readable."""
-        return _plain_copy(self, memo)
-
-
-class CountedParameter(nn.Parameter):
-    """A parameter whose ``data`` is read through a function, so that writes through it can be counted.
-
-    It has no torch function, so only reads of ``data`` and ``grad`` cost anything.
-    """
-
-    elixir_lends: Callable[[torch.Tensor], torch.Tensor] | None = None
-    elixir_gradient_is_scaled = False
-    """Whether gradients carry a loss scale until the step."""
-
-    def _read_gradient(self) -> torch.Tensor | None:
-        """The gradient. Functions of torch that clip gradients would compare their limit with scaled ones."""
-        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
-        scaled = self.elixir_gradient_is_scaled and gradient is not None
-        if scaled and sys._getframe(1).f_globals.get("__name__") == nn.utils.clip_grad.__name__:
-            raise InputError(
-                "in float16 gradients carry the loss scale until step(), so functions of torch.nn.utils would clip "
-                "them to a limit that is too low by that factor; clip with max_norm= or model.clip_grad_norm_(), "
-                "which gives the norm without it"
-            )
-        return gradient
-
-    grad = property(_read_gradient, _GRADIENT.__set__, _GRADIENT.__delete__)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The values, without a graph."""
-        if torch.compiler.is_compiling():
-            return self.detach()
-        data: torch.Tensor = _DATA.__get__(self)  # type: ignore[attr-defined]
-        return data if self.elixir_lends is None else self.elixir_lends(data)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        _DATA.__set__(self, value)  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Returns an ordinary parameter with the same values."""
-        return _plain_copy(self, memo)
+        return plain_copy(self, memo)
 
 
 class TrackedView(torch.Tensor):
@@ -569,18 +520,18 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     owner, name = getattr(func, "__self__", None), func.__name__
     item: Any = args[0] if args else None
     if type(item) in TRACKED_PARAMETERS:
-        if owner is _GRADIENT:
+        if owner is GRADIENT:
             if name == "__get__":
                 item.elixir_listener.reads_gradient(item)
             elif name == "__delete__" or args[1] is None:
                 item.elixir_listener.drops_gradient(item)
-        elif owner is _DATA and name == "__set__":
+        elif owner is DATA and name == "__set__":
             if _same_memory(item, args[1]):
                 return None  # `module.to(dtype)` does this in the forward of routers
             item.elixir_listener.replaces(item)
             func(*args, **kwargs)
             return item.elixir_listener.wrote([item])
-    elif owner is _DATA and name == "__set__":
+    elif owner is DATA and name == "__set__":
         untrack([item])  # it becomes a view of other memory
     return func(*args, **kwargs)
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import backward_is_running
-from elixir.access.interception import CountedParameter, Interception
+from elixir.access.counted_parameter import CountedParameter
+from elixir.access.interception import Interception
 from elixir.access.interrupts import hold_back, hold_back_no_more
 from elixir.access.recomputation import Recomputation
 from elixir.access.swapping import Swapping

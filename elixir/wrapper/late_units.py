@@ -1,4 +1,4 @@
-"""Modules that were compiled after wrapping: they become units before the next forward, or are refused."""
+"""Before a forward: refuses one that cannot run, and brings changes of the plan or of the model into force."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from elixir.models.plannable import compiled_over_moving_weights, refuse_compile
 from elixir.step_trace import is_inside
 from elixir.torch_private import backward_is_compiled, compiling
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.run_errors import Call
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,30 @@ def refuse_compiled_around(engine: Engine) -> None:
             "compiled autograd makes one graph of all of backward, in which no weight can be fetched; leave it out, "
             "and compile layers (elixir.wrap with compile=True), whose backward is compiled with them"
         )
+
+
+def prepare_forward(engine: Engine) -> None:
+    """Refuses a forward that cannot run. Corrects the plan if that is due, and follows changes of the model; not while
+    one of its modules runs, since both replace the hooks by which a module ends.
+
+    Raises:
+        InputError: the model cannot run now, or the plan cannot run it.
+        StateError: an earlier error has left it unusable.
+    """
+    engine.refuse_unusable()
+    if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed weights "
+            "move; run an ElixirModule without capturing it"
+        )
+    engine.forget_failed_backward()
+    engine.errors.report(Call.RUN)
+    # `OnePass` has asked already, and replaces calls of layers as a compiler does.
+    if engine.phase.takes_turns or (engine.access is not None and engine.access.is_entered):
+        return
+    if engine.before_forward is not None:
+        engine.before_forward()
+    follow_changes(engine)
 
 
 def follow_changes(engine: Engine) -> None:

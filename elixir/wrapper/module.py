@@ -43,8 +43,7 @@ from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
 from elixir.wrapper.calls import Calls
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.late_units import follow_changes, refuse_compiled_around
-from elixir.wrapper.run_errors import Call
+from elixir.wrapper.late_units import prepare_forward, refuse_compiled_around
 from elixir.wrapper.run_options import Debug, RunOptions, folders_of
 from elixir.wrapper.weights_io.gathered import shown
 from elixir.wrapper.weights_io.model_state import ModelState, in_use
@@ -212,7 +211,9 @@ class ElixirModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._calls is not None:
-            self._follow_plan()  # now, since changes replace the hooks, and no model that runs may lose its own
+            refuse_compiled_around(self._engine)
+            with self._engine.phase.alone():
+                prepare_forward(self._engine)  # for all calls of models inside, before the whole is entered
             return run_user_code(self.module, *args, **kwargs)
         with self._call(None, args, kwargs) as ((args, kwargs), finished):
             output = run_user_code(self.module, *args, **kwargs)
@@ -224,15 +225,7 @@ class ElixirModule(nn.Module):
         engine, buffers = self._engine, self._shared_buffers
         refuse_compiled_around(engine)
         with engine.phase.alone():
-            engine.refuse_unusable()
-            if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise InputError(
-                    "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
-                    "weights move; run an ElixirModule without capturing it"
-                )
-            engine.forget_failed_backward()
-            engine.errors.report(Call.RUN)
-            self._follow_plan()
+            prepare_forward(engine)
             begins = self._account.forward(args, kwargs, part)
             engine.renew_shared()
             buffers.before_forward()
@@ -252,16 +245,6 @@ class ElixirModule(nn.Module):
             engine.forward_over(of_part=part is not None)
             self._shared_weights.refuse_written()
             buffers.after_forward(reducing=engine.gradients.reducing)
-
-    def _follow_plan(self) -> None:
-        """Corrects the plan if that is due, and follows changes of the model since, unless one of its modules runs."""
-        engine = self._engine
-        # `OnePass` has asked already, and replaces calls of layers as a compiler does.
-        if engine.phase.takes_turns or (engine.access is not None and engine.access.is_entered):
-            return
-        if engine.before_forward is not None:
-            engine.before_forward()
-        follow_changes(engine)
 
     def _finished(self, output: Any) -> Any:
         tree_map(self._engine.watch_output, output)

@@ -1,7 +1,7 @@
 """Shapes of one packing: a plan as a few counts, and the bytes of thousands of them at once.
 
-Of placements that give as many states away, that which keeps a prefix in order of first use on the device has the
-least floor: the host steps what forward asks for last, and these gradients arrive first. The weights that the device
+Some placements keep the states of equally many chunks on the device. The one that keeps those of the first chunks in
+order of use has the least floor: the host steps what forward asks for last, whose gradients arrive first. The weights that the device
 has room for next to the states are those that a plan loads most often per byte, in order of use or spread over it.
 """
 

@@ -15,6 +15,7 @@ import numpy as np
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
+from elixir.search.simulator.lower_bound import loads_s
 from elixir.search.simulator.work_times import WorkTimes
 
 MOST_AHEAD = 4
@@ -86,7 +87,7 @@ class Floors:
         sent_place, self._after_sent_s = times.sent
         sends = np.argsort(-sent_place, kind="stable")
         self._sends: Ints = sends[sent_place[sends] >= 0]
-        """Chunks with a gradient, that which is sent last first."""
+        """Chunks with a gradient. The one that is sent last comes first."""
         # Forward's compute from a chunk's first use on.
         left_s = np.where(self._in_forward, np.maximum(self._forward_s - self._before_s, 0.0), -np.inf)
         self._left_s: Floats = left_s[self._updates]
@@ -115,7 +116,7 @@ class Floors:
         forward_s = np.maximum(self._walked_s(homes, prefetch=prefetch), self._updated_s(homes, room_bytes))
         backward_s = self._sending_s(homes)
         loaded = ~homes.weights & self._in_backward
-        backward_s = np.maximum(backward_s, _without_most(loaded, self._fetch_s, blocks))
+        backward_s = np.maximum(backward_s, loads_s(loaded, self._fetch_s, blocks))
         if not prefetch:
             waits_s = self._one_by_one_s(homes, self._in_backward & ~homes.resident, blocks)
             backward_s = np.maximum(backward_s, self._backward_s + waits_s)
@@ -176,8 +177,8 @@ class Floors:
     def _one_by_one_s(self, homes: _Homes, loaded: Bools, blocks: Ints) -> Floats:
         """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
         copied_s = np.zeros(len(self._copy_s)) if self._several else self._copy_s
-        waits_s = _without_most(loaded, np.where(homes.weights, copied_s, self._fetch_s), blocks)
-        return np.maximum(waits_s, _without_most(loaded, self._gather_s, blocks)) if self._several else waits_s
+        waits_s = loads_s(loaded, np.where(homes.weights, copied_s, self._fetch_s), blocks)
+        return np.maximum(waits_s, loads_s(loaded, self._gather_s, blocks)) if self._several else waits_s
 
     def _updated_s(self, homes: _Homes, room_bytes: Ints | None) -> Floats:
         """The end of forward, if updates of the host alone hold it up: each comes before the first use of its chunk.
@@ -235,7 +236,7 @@ class Floors:
         if len(self._sends):  # the last reduction is the last of the lane; then its gradient leaves
             last = self._sends[0]
             reduced_s = reduced_s + np.where(homes.on_device[:, last], self._deliver_s[last], self._offload_s[last])
-        found: Floats = _without_most(~homes.resident & self._in_backward, self._gather_s, blocks) + reduced_s
+        found: Floats = loads_s(~homes.resident & self._in_backward, self._gather_s, blocks) + reduced_s
         return found
 
     def _disk_s(self, codes: Codes) -> Floats:
@@ -246,12 +247,3 @@ class Floors:
         if IN_FILES[codes].any():
             found = found + (IN_FILES[codes] & self._in_forward) @ np.array(self._times.file_read_s)
         return found
-
-
-def _without_most(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
-    """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
-    needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
-    left = needed.shape[1] - np.minimum(blocks, needed.shape[1])
-    sums = np.cumsum(needed, axis=1)
-    found: Floats = np.where(left > 0, sums[np.arange(len(sums)), left - 1], 0.0) if sums.shape[1] else 0.0 * left
-    return found

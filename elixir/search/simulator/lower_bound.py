@@ -95,14 +95,14 @@ class LowerBound:
         forward_s: Floats = np.maximum(stepped_s + walked_s, done_s)
         through = trained & ~(resident & state) if not self._several else np.broadcast_to(trained, resident.shape)
         backward_s: Floats = self._after_s + self._sending_s(chunks, through, state)
-        backward_s = np.maximum(backward_s, _loads_s(away & backward, fetch_s, blocks))
+        backward_s = np.maximum(backward_s, loads_s(away & backward, fetch_s, blocks))
         if not prefetch:
             waits_s = self._one_by_one_s(chunks, backward & ~resident, weight, blocks)
             backward_s = np.maximum(backward_s, self._after_s + waits_s)
         if self._several:
             gathered_s = (trained | ~resident) @ np.where(forward, gather_s, 0.0)
             reduced_s = on_device @ self._reduce_s[chunks] + on_host @ self._reduce_to_host_s[chunks]
-            network_s = _loads_s(~resident & backward, gather_s, blocks) + reduced_s
+            network_s = loads_s(~resident & backward, gather_s, blocks) + reduced_s
             forward_s, backward_s = np.maximum(forward_s, gathered_s), np.maximum(backward_s, network_s)
         norm_s = on_device @ self._norm_s[chunks] + on_host.any(axis=1) * self._number_s
         found: Floats = norm_s + forward_s + backward_s
@@ -129,8 +129,8 @@ class LowerBound:
     def _one_by_one_s(self, chunks: Ints, loaded: Bools, weight: Bools, blocks: Ints) -> Floats:
         """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
         copied_s = np.zeros(len(chunks)) if self._several else self._copy_s[chunks]
-        waits_s = _loads_s(loaded, np.where(weight, copied_s, self._fetch_s[chunks]), blocks)
-        return np.maximum(waits_s, _loads_s(loaded, self._gather_s[chunks], blocks)) if self._several else waits_s
+        waits_s = loads_s(loaded, np.where(weight, copied_s, self._fetch_s[chunks]), blocks)
+        return np.maximum(waits_s, loads_s(loaded, self._gather_s[chunks], blocks)) if self._several else waits_s
 
     def _sending_s(self, chunks: Ints, through: Bools, state: Bools) -> Floats:
         """Copies of gradients into blocks, and how long after compute's end the last of them are where they belong."""
@@ -162,7 +162,7 @@ class LowerBound:
         return last_s
 
 
-def _loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
+def loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
     """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
     needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
     left = needed.shape[1] - np.minimum(blocks, needed.shape[1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import backward_is_running
-from elixir.access.interception import CountedParameter
+from elixir.access.counted_parameter import CountedParameter
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine

@@ -131,13 +131,13 @@ def test_interrupts_while_weights_are_exchanged_lose_none(monkeypatch: pytest.Mo
 
 
 def test_gradients_hooks_and_attributes_of_weights_stay_theirs() -> None:
-    model, told = Tail(), list[str]()
+    model, heard = Tail(), list[str]()
     weight = model.body.weight
     held = weight * 1.0  # a graph that is alive, with a node that accumulates gradients
     kept = weight.grad = torch.ones_like(weight)
     weight.note = "mine"  # type: ignore[attr-defined]
-    weight.register_hook(lambda gradient: told.append("gradient"))
-    weight.register_post_accumulate_grad_hook(lambda each: told.append("accumulated"))
+    weight.register_hook(lambda gradient: heard.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda each: heard.append("accumulated"))
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         assert weight.grad is None
@@ -147,10 +147,10 @@ def test_gradients_hooks_and_attributes_of_weights_stay_theirs() -> None:
         sum_step(model, inp)
 
     cpu_trace(model, INP, step)
-    assert (told, vars(weight)) == ([], {"note": "mine"})
+    assert (heard, vars(weight)) == ([], {"note": "mine"})
     assert weight.grad is kept
     held.sum().backward()
-    assert told == ["gradient", "accumulated"]
+    assert heard == ["gradient", "accumulated"]
     assert weight.grad.tolist() == [[2.0] * 8] * 8  # type: ignore[union-attr]
 
 

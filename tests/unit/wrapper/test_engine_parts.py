@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access.interception import CountedParameter
+from elixir.access.counted_parameter import CountedParameter
 from elixir.chunk.group import Group
 from elixir.hardware import process_memory
 from elixir.wrapper import ElixirModule

@@ -28,7 +28,7 @@ CUBLASLT_WORKSPACE_BYTES = MIB
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 _CUDNN_WIDE_HEADS = (192, 128)
-"""Widths of queries and values beyond that which cuDNN takes as well."""
+"""Widths of queries and of values. cuDNN takes this pair although the first is above the limit."""
 _CUDNN_DROPOUT_STEPS = 16
 """cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
 
