@@ -1,8 +1,9 @@
 """Shapes of one packing: a plan as a few counts, and the bytes of thousands of them at once.
 
 Some placements keep the states of equally many chunks on the device. The one that keeps those of the first chunks in
-order of use has the least floor: the host steps what forward asks for last, whose gradients arrive first. The weights that the device
-has room for next to the states are those that a plan loads most often per byte, in order of use or spread over it.
+order of use has the least floor: the host steps what forward asks for last, whose gradients arrive first. The weights
+that the device has room for next to the states are those that a plan loads most often per byte, in order of use or
+spread over it.
 """
 
 from __future__ import annotations
