@@ -6,6 +6,7 @@ import ast
 import importlib
 import pkgutil
 import warnings
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,20 @@ def test_a_kind_of_layer_is_generated_once_and_takes_less() -> None:
     assert (after.parameters, after.module) == ((), inside.module)
     assert after.live_bytes < inside.live_bytes
     assert all(layer._compiled_call_impl is None for layer in model.layers)
+
+
+def test_an_interrupt_waits_for_the_thread_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works with the layer's own tensors, which the model has again after the trace."""
+    left: list[Future[Any]] = []
+
+    def interrupted(self: Future[Any]) -> None:
+        left.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        traced(Model())
+    assert [future.done() for future in left] == [True]
 
 
 def test_layers_without_generated_code_are_traced_uncompiled() -> None:

@@ -230,11 +230,20 @@ def test_a_frozen_model_keeps_its_mode_and_the_first_is_called_by_the_whole() ->
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules())
 
 
-def test_a_call_of_the_whole_ends_though_a_layer_got_another_checkpoint_before() -> None:
-    """TRL switches checkpoints off and on around each generation."""
+@pytest.mark.parametrize("inside_of_the_call", [False, True])
+def test_a_call_of_the_whole_ends_though_a_layer_gets_another_checkpoint(inside_of_the_call: bool) -> None:
+    """TRL switches checkpoints off and on around each generation. The next call of the whole follows."""
     model, _ = wrapped(preference, "streamed", replan=False)
-    model.policy.model.layers[0]._gradient_checkpointing_func = checkpoint
+
+    def change(*_: Any) -> None:
+        model.policy.model.layers[0]._gradient_checkpointing_func = checkpoint
+
+    if inside_of_the_call:
+        model.module.register_forward_pre_hook(change)
+    else:
+        change()
     model(**batch(1)).loss.backward()
+    assert inside.engine(model).access.was_changed_since is inside_of_the_call
     with pytest.raises(InputError, match="outside of the model's forward"):
         model.policy.lm_head.weight * 1.0
 
