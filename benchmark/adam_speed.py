@@ -8,7 +8,7 @@ shard in turn, round after round, so that a busy moment hits all alike:
 * ``peer``: ``parameter.grad = gradient.float()``, ``torch.optim.AdamW(fused=True)``, ``weights.copy_(parameter)``;
 * ``peer, buffer kept``: the same with a float32 gradient that is allocated once;
 * ``deepspeed``: ``DeepSpeedCPUAdam`` with the same casts, where DeepSpeed is importable;
-* ``eager`` and ``compiled``: `elixir.kernels.adam_step` with compiling off, and compiled before;
+* ``eager`` and ``compiled``: `elixir.kernels.adam.step.adam_step` with compiling off, and compiled before;
 * ``triad``: ``a += s * b`` in place, and ``a = b + s * c``.
 
 Bytes are those that cross the memory bus. A line that torch writes without reading it before (the bfloat16 weights

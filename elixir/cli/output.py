@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     Said = str | Table | dict[str, Any] | int
-    """Text, a table, an object for ``--json``, or an exit status that is not 0."""
+    """Text, a table, an object for ``--json``, or the exit status, which is 0 without one."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, how much is done, and of how much."""

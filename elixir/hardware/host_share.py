@@ -105,16 +105,14 @@ class HostShare:
     """Ranks of the group on its machine and in its control group of memory, itself included."""
 
 
-def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
+def host_view(topology: Path = _TOPOLOGY) -> HostView:
     """This rank's; reads what the operating system tells and takes the rest as unlimited."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = tuple(sorted(allowed, key=lambda core: _place(core, topology)))
-    return HostView(
-        f"{socket.gethostname()} {boot}", cores, quota_cores(root, membership), own_group("memory", membership)
-    )
+    return HostView(f"{socket.gethostname()} {boot}", cores, quota_cores(), own_group("memory"))
 
 
 def quota_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
+from elixir.hardware.control_groups import control_groups
 from elixir.units import parse_bytes
 
 _MEMINFO = Path("/proc/meminfo")
@@ -138,12 +138,12 @@ def _number(path: Path, key: str | None = None) -> int | None:
         return None
 
 
-def _cgroup_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, int]]:
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
     """(limit, bytes in use) of every control group above this process that limits memory.
 
     Page cache that the kernel would drop first does not count as in use.
     """
-    for folder, second in control_groups("memory", root, membership):
+    for folder, second in control_groups("memory"):
         names = (
             ("memory.max", "memory.current", "inactive_file")
             if second

@@ -327,9 +327,9 @@ def preset_names() -> tuple[str, ...]:
 def preset(name: str) -> HardwareProfile:
     """The preset machine `name` (case does not matter), every number with its source.
 
-    A source keeps three kinds of numbers apart: *published* (a datasheet: memory bandwidth and FLOP/s are peaks, dense,
-    never with sparsity), *measured* (by someone else, named), and *assumption* (no source found; the text says on what
-    basis). Rates are decimal (1 GB = 1e9 bytes), memory sizes binary.
+    A source keeps four kinds of numbers apart: *published* (a datasheet: memory bandwidth and FLOP/s are peaks, dense,
+    never with sparsity), *measured* (by someone else, named), *derived* (from another machine's), and *assumption* (no
+    source found; the text says on what basis). Rates are decimal (1 GB = 1e9 bytes), memory sizes binary.
 
     Raises:
         InputError: there is no such preset; the message suggests the nearest names.

@@ -1,7 +1,7 @@
 """`Scenario`: one set of rates and circumstances that a profile thinks possible.
 
-A profile says by `Unknowns` which of its rates may be lower than it has them, and how often steps keep states that the
-host made early. `scenarios` has every combination. Plans are judged by all of them.
+A profile says which of its rates may be lower than it has them, and how often steps keep states that the host made
+early. `scenarios` has every combination. Plans are judged by all of them.
 """
 
 from __future__ import annotations

@@ -253,6 +253,7 @@ class Workload(Job):
                 seconds = (one_s,)
             points.append((amount, seconds))
             fewest = min(fewest, repeats)
+            del run  # or its memory would not be free for the next
         how = bench.text(self.how)
         return [
             Series(key, tuple((amount, seconds[column]) for amount, seconds in points), fewest, how, bench.ranks.size)

@@ -110,7 +110,8 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
                 return partial(file.read_and_write, amount)
 
             both = Workload("", KEYS[2:3], bench, said, sizes, lambda: prepare, longest_s=LONGEST_S)
-            found += [replace(both.series()[0], key=key, how=said) for key in KEYS[2:]]  # torch's threads have no part
+            (measured,) = both.series()
+            found += [replace(measured, key=key, how=said) for key in KEYS[2:]]  # torch's threads have no part
     except OSError as error:
         raise InputError(f"the disk of {where} failed: {error.strerror}") from None
     return found

@@ -101,7 +101,7 @@ def imported(text: str) -> Callable[..., Any]:
 
 
 def described(error: BaseException) -> str:
-    """An error of the user's code in one line, with the last place in a file that is neither ours nor Python's."""
+    """An error of the user's code in one line, with the last place that is not in this file or in Python's import."""
     ours, place = (__file__, contextlib.__file__, importlib.__file__), ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename) not in ours and not file.startswith("<"):

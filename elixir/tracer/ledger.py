@@ -110,7 +110,7 @@ class Ledger:
         return self.at(tensor.untyped_storage()._cdata)
 
     def at(self, storage: int) -> StorageRecord | None:
-        """The record of the storage of this number (`elixir.access.storage_of`), if it is followed."""
+        """The record of the storage of this number (`elixir.access.placeholders.storage_of`), if it is followed."""
         ref = self._live.get(storage)
         return None if ref is None else ref.record
 

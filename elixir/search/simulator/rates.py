@@ -47,8 +47,7 @@ in bfloat16. Counted in `elixir.kernels.muon`."""
 DEVICE_ROUNDING_BYTES = 20
 """Bytes of device memory, per element of a chunk in low precision with float32 moments, in addition to what
 ``device_adam`` counts: its gradient is read (2) and written in float32 (4), multiplied in place by the factor of
-clipping or of the loss scale (4 + 4), and the new master is read (4) and written as a weight (2). Counted in
-`elixir.wrapper.step.chunk_optimizer`."""
+clipping or of the loss scale (4 + 4), and the new master is read (4) and written as a weight (2)."""
 MEASURED_BFLOAT16_TRAFFIC_BYTES = 14
 """Bytes an element in the fits of ``host_adam.bfloat16`` and ``device_adam.bfloat16``: weights, gradient and moments in
 bfloat16."""

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -495,3 +496,18 @@ def test_a_lone_rank_without_anything_to_measure_is_told_how(capsys: pytest.Capt
 
 def with_path() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(PROFILE_SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+
+
+def test_memory_of_a_size_is_free_before_the_next_is_made() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def prepare(size: int) -> Callable[[], object]:
+        alive.append(sum(each() is not None for each in made))
+        buffer = torch.zeros(size)
+        made.append(weakref.ref(buffer))
+        return lambda: buffer.add_(1)
+
+    bench = Bench(torch.device("cpu"), fixed=Effort(1, 1, 0.0, 1, 2**20, 1, 1.0))
+    Workload("sums", ("host",), bench, "sums", (8, 16, 32), lambda: prepare).series()
+    assert alive == [0, 0, 0]
