@@ -219,12 +219,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
                 return
             if not twin.automatic_optimization:
                 raise InputError("manual optimization cannot be traced; give ElixirStrategy(step_fn=...)")
-            try:
-                output = twin.training_step(batch, 0)
-            except RuntimeError as error:
-                if "not attached to a" not in str(error):
-                    raise
-                raise InputError("training_step uses self.trainer; give ElixirStrategy(step_fn=...)") from error
+            output = twin.training_step(batch, 0)
             (output["loss"] if isinstance(output, Mapping) else output).backward()
 
     # --- Steps --------------------------------------------------------------------------------------------------------

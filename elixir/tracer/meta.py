@@ -53,8 +53,8 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     """Puts every parameter and buffer of a model on meta while it is open, and the same memory back afterwards.
 
     Floating parameters take `dtype`, and buffers with them where the model is cast as a whole (`casts_buffers`).
-    Gradients, hooks and attributes of the parameters are not seen meanwhile and are the same afterwards. A model that
-    is all on meta in `dtype` already stays as it is, hooks included.
+    Gradients and hooks of the parameters are not seen meanwhile; these and attributes are the same afterwards. A model
+    that is all on meta in `dtype` already stays as it is, hooks included.
 
     Raises:
         InputTypeError: `model` is no `nn.Module`.

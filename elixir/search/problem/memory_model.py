@@ -375,10 +375,9 @@ class MemoryModel:
             grad_block_bytes=grad_blocks * self.work.packing.block_bytes + alone,
         )
 
-    def grad_blocks(self, codes: Codes, some: Ints | None = None) -> tuple[Ints, Ints]:
+    def grad_blocks(self, codes: Codes) -> tuple[Ints, Ints]:
         """Gradient blocks by placement, and the bytes of an outsized gradient that exists next to another."""
-        ids, chunks = (self._ids, slice(None)) if some is None else (some, some)
-        return self._grad_blocks(self._gathering[ids, codes], chunks)
+        return self._grad_blocks(self._gathering[self._ids, codes], slice(None))
 
     def _grad_blocks(self, gathering: Bools, chunks: Ints | slice) -> tuple[Ints, Ints]:
         setting, count = self.setting, len(gathering)

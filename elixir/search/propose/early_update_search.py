@@ -73,14 +73,14 @@ class EarlyUpdateSearch:
         # With all weights on the device, whether they fit or not, no step takes longer and no host needs more.
         codes = np.full((len(counts), len(work.chunks)), _ON_DEVICE, dtype=np.int8)
         codes[:, order] = np.where(np.arange(self.most) >= self.most - counts[:, None], _STATES_AWAY, _ON_DEVICE)
-        fit = np.sum(list(self.model.host(codes).values()), axis=0) <= self._budgets.host_bytes
+        fit = self.model.host_bytes(codes) <= self._budgets.host_bytes
         if not fit.any():
             return math.inf
         none = np.zeros(len(counts), dtype=np.int64)
         floors_s = self._cost.lower_bound_s(work, np.arange(len(work.chunks)), codes, none, early=True)
         least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
         self._promising = int(counts[least])
-        early_bytes = np.sum(list(self.model.host(np.where(STATES[codes], codes, _EARLY)).values()), axis=0)
+        early_bytes = self.model.host_bytes(np.where(STATES[codes], codes, _EARLY))
         whole = np.flatnonzero(early_bytes <= early_host_bytes(self.model, self._budgets))
         starts = {least, min(least, int(whole[-1]) if len(whole) else 0)}
         blocks = self._fillings.block_range(depth).start

@@ -125,10 +125,8 @@ class ShapeSearch:
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 
-    def _floors(
-        self, family: Family, scenario: Scenario, rows: Rows, *, depth: int, early: bool | None = None
-    ) -> Floats:
-        able = (self._early if early is None else early) and not scenario.clipped
+    def _floors(self, family: Family, scenario: Scenario, rows: Rows, *, depth: int) -> Floats:
+        able = self._early and not scenario.clipped
         found = self.judge.floors(
             family.model, scenario, rows.codes, rows.blocks, early=able, prefetch=depth > 0, host_bytes=rows.host_bytes
         )

@@ -34,7 +34,6 @@ class LowerBound:
         accumulates: bool = False,
         ahead: bool = False,
     ) -> None:
-        self._times = times
         self._several = times.shards > 1
         work, before_backward_s = times.work, times.before_backward_s
         count = len(times.bytes)

@@ -66,6 +66,8 @@ class CompiledLayers:
         """Gives the layers back the calls that they had before."""
         for layer, call in self._before.items():
             layer._compiled_call_impl = call
+        for code in self._kinds.values():
+            code.forget()
 
     @property
     def assumption(self) -> tuple[str, ...]:

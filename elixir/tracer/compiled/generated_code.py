@@ -11,6 +11,7 @@ import contextvars
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -75,13 +76,13 @@ class GeneratedCode:
         capability: tuple[int, int] | None,
     ) -> None:
         _check(leaves, settings)
-        self._layer, self._settings, self._capability = layer, settings, capability
+        self._settings, self._capability = settings, capability
         self._cost: Cost = lambda _: None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._layouts = [layout_of(item) for item in (*tensors_of(layer).values(), *tensors)]
-        # Code is kept for as long as the step is asked about: it must hold no tensor of the step.
+        # Code is kept for as long as the step is asked about: it must hold no tensor of the step, nor the layer.
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        work = partial(self._compiled, others, spec, torch.is_grad_enabled())
+        work = partial(self._compiled, layer, others, spec, torch.is_grad_enabled())
         compiling = _compiler().submit(contextvars.copy_context().run, work)
         try:
             self._run, self._order, self._form = compiling.result()
@@ -98,17 +99,23 @@ class GeneratedCode:
         self._cost = cost
         return tree_unflatten(list(self._run(*[tensors[place] for place in self._order])), self._form)
 
-    def _compiled(self, leaves: list[Any], spec: Any, grad: bool) -> tuple[Callable[..., Any], list[int], Any]:
+    def forget(self) -> None:
+        """Lets go of what gets the cost, and with it of a trace that is over."""
+        self._cost = lambda _: None
+
+    def _compiled(
+        self, layer: nn.Module, leaves: list[Any], spec: Any, grad: bool
+    ) -> tuple[Callable[..., Any], list[int], Any]:
         import torch._functorch.config as aot_config  # the compiler takes a second to import
         import torch._inductor.config as inductor_config
         from torch._inductor.compile_fx import compile_fx
 
-        names, device = list(tensors_of(self._layer)), "cpu" if self._capability is None else "meta"
-        call = partial(_uncompiled, self._layer, names, leaves, spec)
+        names, device = list(tensors_of(layer)), "cpu" if self._capability is None else "meta"
+        call = partial(_uncompiled, weakref.ref(layer), names, leaves, spec)  # inductor keeps what a graph calls
         ours = {name: value for name, value in self._settings.items() if getattr(inductor_config, name, value) != value}
         with (
             torch.set_grad_enabled(grad),
-            checkpoints_in_the_graph(self._layer),
+            checkpoints_in_the_graph(layer),
             while_nothing_compiles(),
             inductor_config.patch(ours | _FRESH),
             aot_config.patch(_AHEAD),
@@ -141,13 +148,13 @@ def _check(leaves: Sequence[Any], settings: Mapping[str, Any]) -> None:
 
 
 def _uncompiled(
-    layer: nn.Module, names: Sequence[str], leaves: Sequence[Any], spec: Any, tensors: Sequence[torch.Tensor]
+    layer: Callable[[], Any], names: Sequence[str], leaves: Sequence[Any], spec: Any, tensors: Sequence[torch.Tensor]
 ) -> Any:
     """Runs the layer without its compiled call, over its own tensors and those of its arguments."""
     given = iter(tensors[len(names) :])
     args, kwargs = tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in leaves], spec)
     own = {f"layer.{name}": tensor for name, tensor in zip(names, tensors, strict=False)}
-    return functional_call(_Uncompiled(layer), own, args, kwargs)
+    return functional_call(_Uncompiled(layer()), own, args, kwargs)
 
 
 class _Uncompiled(nn.Module):

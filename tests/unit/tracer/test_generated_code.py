@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import pkgutil
 import warnings
+import weakref
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -111,6 +113,17 @@ def test_an_interrupt_waits_for_the_thread_that_compiles(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         traced(Model())
     assert [future.done() for future in left] == [True]
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h200"])
+def test_code_of_a_kind_keeps_no_layer_of_the_model(hardware: str) -> None:
+    model, kinds = Model(), {}
+    traced(model, hardware=hardware, kinds=kinds)
+    layers = [*map(weakref.ref, model.layers)]
+    del model
+    gc.collect()
+    assert kinds
+    assert [layer() for layer in layers] == [None] * 3
 
 
 def test_layers_without_generated_code_are_traced_uncompiled() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, tree_unflatten
+from elixir.tracer.device.common.target import HALF
 
 aten = torch.ops.aten
 
@@ -47,7 +48,6 @@ PLAIN = frozenset(
 _NEW = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "new", "scalar", "normal", "eye", "linspace"})
 """First words of the names of operators that only make tensors."""
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
-_HALF = (torch.bfloat16, torch.float16)
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
 
 
@@ -55,7 +55,7 @@ def is_plain(func: Any, args: Any) -> bool:
     """Whether an operator allocates its results only, or a rule of `CpuTarget` gives the rest."""
     if func in _PRODUCTS:
         # oneDNN has a scratchpad for half precision; PyTorch's BLAS has none for other dtypes.
-        return args[-1].dtype not in _HALF
+        return args[-1].dtype not in HALF
     if func in PLAIN or func.namespace != "aten" or func._schema.is_mutable:
         return True
     if torch.Tag.pointwise in func.tags:
