@@ -14,7 +14,7 @@ from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage
-from elixir.search.propose.climb import DECIMALS
+from elixir.search.propose.judge import DECIMALS
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import with_exact_moves

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
@@ -24,26 +24,27 @@ from elixir.optimizer_states import (
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
+from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting, Spill
-from elixir.search.propose.best import FIRST_LOOK, Outcome, find_best
-from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
-from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.family import families
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.moved_inputs import WORTHWHILE, sizes_of_passes, with_moved_inputs
-from elixir.search.propose.regret import find_surest, judge_updates
+from elixir.search.propose.search import ShapeSearch, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
-from elixir.search.request import HomeChoice, SearchRequest, check_count
+from elixir.search.request import SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
+NO_LIMIT = Budgets(LARGEST_BYTES, LARGEST_BYTES)
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -64,7 +65,7 @@ def plan_or_shortage(
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    plan, tried, searched, nearest_bytes = _planned(question, setting, budgets, moves=moves)
+    plan, tried, nearest_bytes = _planned(question, setting, budgets, moves=moves)
     if plan is None and budgets.device_slack_bytes:
         plan, *_ = _planned(question, setting, budgets.with_slack(), moves=moves)
         if plan is not None:
@@ -81,10 +82,7 @@ def plan_or_shortage(
             available_bytes=budgets.given_host_bytes,
         )
     if plan is None:
-        unmet = Unmet(question, tried)
-        raise shortage(
-            unmet, budgets, lambda: _search(unmet.space, budgets, request)[1] if searched is None else searched
-        )
+        raise shortage(Unmet(question, tried), budgets)
     instead = moments_instead(Unmet(question, setting), budgets) if plan.uses_disk else None
     if instead is not None:
         logger.warning(
@@ -105,24 +103,23 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
 
 def _planned(
     question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False, moves: bool = True
-) -> tuple[Plan | None, Setting, int | None, int | None]:
-    """The plan or None, the setting that was tried last, the least host bytes of all that fit the device there, None
-    where nothing was searched, and what must be free for the plan that comes nearest to the machine's memory, None
-    where no budget was in the way of that."""
+) -> tuple[Plan | None, Setting, int | None]:
+    """The plan or None, the setting that was tried last, and what must be free for the plan that comes nearest to the
+    machine's memory, None where no budget was in the way of that."""
     nearest_bytes: int | None = None
     while True:
-        plan, tried, searched = _in_budgets(question, setting, budgets, briefly=briefly, moves=moves)
+        plan, tried = _in_budgets(question, setting, budgets, briefly=briefly, moves=moves)
         if plan is None or budgets.machine_bytes is None:
-            return plan, tried, searched, nearest_bytes
+            return plan, tried, nearest_bytes
         needed_bytes, predicted = must_be_free_bytes(plan, question.hardware), plan.predicted
         over_bytes = needed_bytes - budgets.machine_bytes
         if over_bytes <= 0:
-            return _with_rest(plan, -over_bytes, setting), tried, searched, nearest_bytes
+            return _with_rest(plan, -over_bytes, setting), tried, nearest_bytes
         # On a CPU, whose heap and device are in the same memory, only the plan tells how much of it is the host's.
         without_copies = needed_bytes - predicted.checkpoint_bytes
         nearest_bytes = without_copies if nearest_bytes is None else min(nearest_bytes, without_copies)
         if over_bytes > predicted.host_peak_bytes:
-            return None, tried, searched, nearest_bytes
+            return None, tried, nearest_bytes
         budgets = replace(budgets, host_bytes=predicted.host_peak_bytes - over_bytes)
 
 
@@ -140,8 +137,8 @@ def _with_rest(plan: Plan, rest_bytes: int, setting: Setting) -> Plan:
 
 def _in_budgets(
     question: Question, setting: Setting, budgets: Budgets, *, briefly: bool, moves: bool
-) -> tuple[Plan | None, Setting, int | None]:
-    """The first three of `_planned`, whatever the processes take."""
+) -> tuple[Plan | None, Setting]:
+    """The first two of `_planned`, whatever the processes take."""
     request, found, seconds = question.request, [], []
 
     def plan(of_pass: Question) -> None:
@@ -154,7 +151,7 @@ def _in_budgets(
     for replicas in request.divisions(setting.ranks_per_host):
         for size in sizes_of_passes(question):
             plan(question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas)))
-    moved = with_moved_inputs(question, min(seconds), glance_s) if moves and not briefly else None
+    moved = with_moved_inputs(question, min(seconds), least_s) if moves and not briefly else None
     if moved is not None:
         plan(moved)
     # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
@@ -163,17 +160,17 @@ def _in_budgets(
 
 def _planned_in_passes(
     question: Question, setting: Setting, budgets: Budgets, *, briefly: bool
-) -> tuple[Plan | None, Setting, int | None]:
+) -> tuple[Plan | None, Setting]:
     """`_planned` for passes of one size, which the trace has."""
     trace, hardware, request = question
     on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes)) if budgets.disk_bytes else setting
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        return None, on_disk, None
-    found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
-    if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
+        return None, on_disk
+    found = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
+    if found is None and budgets.disk_bytes:
         setting = on_disk
-        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
-    return None if found is None else _plan_of(found, budgets, request), setting, least_host_bytes
+        found = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
+    return None if found is None else _plan_of(found, budgets, request), setting
 
 
 def lacks_memory(question: Question) -> bool:
@@ -188,51 +185,45 @@ def least_host_bytes(question: Question) -> int | None:
     if request.placement != "auto" or request.search != "optimal" or not request.overlap:
         return None
     space = SearchSpace(question.trace, question.hardware, setting_for(*question))
-    none = replace(budgets_of(question.hardware, request), host_bytes=0)
-    found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
-    nearest = found.best or found.least_host
-    return None if nearest is None else nearest.need.host_bytes
+    choices = (
+        (family.model, family.most_on_device(PREFETCH_DEPTH))
+        for family in families(space, budgets_of(question.hardware, request), space.sizes(outsized=True))
+    )
+    needs = [model.need(*choice) for model, choice in choices if choice is not None]
+    return min((need.host_bytes for need in needs), default=None)
 
 
-class Glance(NamedTuple):
-    """A first look at a step."""
+def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
+    """Seconds that no plan of a packing can beat at the rates of the machine, and its size of chunks; the least first,
+    and none where nothing fits.
 
-    step_s: float
-    """About the seconds of its fastest plan at the rates of the machine; infinite where nothing fits."""
-    sizes: tuple[int, ...] = ()
-    """Sizes of chunks by which it was packed, the best first."""
-
-
-def glance(question: Question, sizes: Sequence[int] = ()) -> Glance:
-    """A first look at a step; at packings with these sizes of chunks alone, if some are given."""
+    Args:
+        question: its trace has passes of the size that is asked for.
+        sizes: of chunks; by default all that a search tries first.
+    """
     trace, hardware, request = question
     setting, budgets = setting_for(*question), budgets_of(hardware, request)
-    if budgets.disk_bytes or request.placement != "auto" or request.chunks_of is not None:
-        plan = planned(question._replace(request=replace(request, assume="nominal")), briefly=True)
-        return Glance(math.inf if plan is None else plan.predicted.step_s)
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        return Glance(math.inf)
+        return []
+    if budgets.disk_bytes:
+        setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
     space = SearchSpace(trace, hardware, setting)
-    depth = PREFETCH_DEPTH if setting.overlap else 0
     tried = sizes or next(iter(space.tiers(request)))()
-    found = find_best(space, budgets, tried, depth, briefly=True, rounds=FIRST_LOOK)
-    return Glance(math.inf if found.fastest_s is None else found.fastest_s, found.packings)
+    return ShapeSearch(space, budgets, tried, (Scenario(),), request.placement).floors()
 
 
-def glance_s(question: Question) -> float:
-    """`Glance.step_s`."""
-    return glance(question).step_s
+def least_s(question: Question) -> float:
+    """Seconds that no plan can beat at the rates of the machine; infinite where nothing fits."""
+    return min((floor_s for floor_s, _ in packing_floors(question)), default=math.inf)
 
 
 def least_need(question: Question) -> MemoryNeed:
     """The need with everything on the host, chunks as small as is sensible and as few blocks as can be; with everything
     on the device where the request says so."""
-    setting = setting_for(*question)
-    space = SearchSpace(question.trace, question.hardware, setting)
-    model = space.model(space.sizes(outsized=False)[0])
-    placement = _everything(model, "cuda" if question.request.placement == "cuda" else "cpu").placement()
-    blocks = model.work.schedule(placement.residents, PREFETCH_DEPTH if setting.overlap else 0).min_blocks
-    return model.need(placement, blocks)
+    space = SearchSpace(question.trace, question.hardware, setting_for(*question))
+    homes: Literal["cuda", "cpu"] = "cuda" if question.request.placement == "cuda" else "cpu"
+    family = families(space, NO_LIMIT, space.sizes(outsized=False)[:1], homes)[0]
+    return family.model.need(family.placement, family.fewest[min(PREFETCH_DEPTH, len(family.fewest) - 1)])
 
 
 def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -242,7 +233,7 @@ def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
 
 def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Plan | None:
     """The plan of a space that was prepared by the caller; None where nothing fits."""
-    found, _ = _search(space, budgets, request)
+    found = _search(space, budgets, request)
     return None if found is None else _plan_of(found, budgets, request)
 
 
@@ -301,16 +292,15 @@ def simple_plan(
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
-    model = space.model(size)
-    builder = _everything(model, shard_device if request.placement == "auto" else request.placement)
+    homes = shard_device if request.placement == "auto" else request.placement
+    family = families(space, budgets, [size], homes)[0]
+    streamed = family.placement.resident.count(False)
     depth = PREFETCH_DEPTH if request.overlap else 0
-    schedule = model.work.schedule(builder.placement().residents, depth)
-    wanted = math.ceil(allocate_factor * builder.streamed)
-    blocks = min(max(schedule.min_blocks, wanted), builder.streamed)
-    candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
+    blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
+    candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    outcome = judge_updates(candidate, space, budgets, _scenarios(space, request))
+    outcome = judge_updates(space, budgets, candidate, _scenarios(space, request))
     made = _plan_of((space, outcome), budgets, request)
     taken = made.predicted
     over_bytes = 0 if budgets.machine_bytes is None else must_be_free_bytes(made, hardware) - budgets.machine_bytes
@@ -348,40 +338,21 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
 @garbage_collection_paused()
 def _search(
     space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False
-) -> tuple[tuple[SearchSpace, Outcome] | None, int]:
-    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise.
-
-    `briefly`, they are not. With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
-    """
-    placement, optimal = request.placement, request.search == "optimal"
+) -> tuple[SearchSpace, Outcome] | None:
+    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise. `briefly`,
+    they are not."""
     possible = _scenarios(space, request)
-    least_host_bytes = LARGEST_BYTES
     spaces = [space]
     if space.setting.overlap and not briefly:
         without = replace(space.setting, overlap=False)
         spaces.append(SearchSpace(space.trace, space.hardware, without, space.compute_scale))
     for here in spaces:
-        depth = PREFETCH_DEPTH if here.setting.overlap else 0
-        for tier, sizes in enumerate(here.tiers(request)):
-            if placement == "auto":
-                # The first Elixir kept what the model keeps.
-                alike = request.chunks_of is None and not here.trace.step.activations
-                classic = optimal and tier == 0 and not briefly and alike
-                if request.assume == "nominal":
-                    nominal = here.on(possible[0])
-                    outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)
-                else:
-                    outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
-                logger.debug("overlap %s, tier %d", here.setting.overlap, tier)
-            else:
-                outcome = _forced(here, budgets, placement, sizes(), depth, possible)
+        for sizes in here.tiers(request)[: 1 if briefly else None]:
+            search = ShapeSearch(here, budgets, sizes(), possible, request.placement)
+            outcome = search.find(sure=request.assume != "nominal")
             if outcome.best is not None:
-                return (here, outcome), least_host_bytes
-            if outcome.least_host is not None:
-                least_host_bytes = min(least_host_bytes, outcome.least_host.need.host_bytes)
-            if briefly:
-                break
-    return None, least_host_bytes
+                return here, outcome
+    return None
 
 
 def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:
@@ -390,37 +361,6 @@ def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ..
     clips = request.clipping is not False and space.setting.clipping and space.setting.early_updates is None
     found = scenarios(space.hardware, clips=clips)
     return found[:1] if request.assume == "nominal" else found
-
-
-def _forced(
-    space: SearchSpace,
-    budgets: Budgets,
-    placement: HomeChoice,
-    sizes: tuple[int, ...],
-    depth: int,
-    possible: Sequence[Scenario],
-) -> Outcome:
-    found, cost = [], space.on(possible[0]).cost
-    for model in (space.model(size) for size in sizes):
-        choice = settled(model, _everything(model, placement), depth, budgets.device_bytes)
-        if choice is not None:
-            found.append(weigh(model, *choice, depth, cost))
-        whole = everything_resident(model, budgets.device_bytes, cost) if placement == "cuda" else None
-        if whole is not None:
-            found.append(whole)
-    best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
-    judged = Outcome(None, None) if best is None else judge_updates(best, space, budgets, possible)
-    return replace(judged, least_host=least_host)
-
-
-def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
-    """Every chunk where `placement` says, whatever it takes."""
-    builder = PlacementBuilder(model, 0)
-    if placement == "cuda":
-        single = model.setting.world_size == 1
-        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=LARGEST_BYTES)
-    return builder
 
 
 def _fits(candidate: Candidate, budgets: Budgets) -> bool:

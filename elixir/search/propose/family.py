@@ -8,6 +8,7 @@ spread over it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,9 +19,11 @@ from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, Bools, Codes, Placement
-from elixir.search.propose.sizes import Budgets
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import HomeChoice
 from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.search.simulator.work_times import WorkTimes
+from elixir.units import LARGEST_BYTES
 
 IN_ORDER, SPREAD = range(2)
 """The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
@@ -58,6 +61,28 @@ class Shape:
     first, or those whose gradients arrive first."""
 
 
+def levels_of(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[Home, Home, Home]:
+    """The homes that a plan may give a chunk: with nothing on the device, with weights there, and with states as well.
+
+    With several ranks either all chunks are resident or (but for outsized ones) none: where the rCache has nothing to
+    do it does not walk, reductions wait for it, and the gradients of resident chunks would need ever more blocks.
+
+    Args:
+        model: memory of the packing.
+        chunk: its id.
+        gathered: with several ranks, whether all are resident.
+    """
+    facts, several = model.work.chunks[chunk], model.setting.world_size > 1
+    stays = gathered or facts.outsized
+    whole, hosted = Home.DEVICE, Home.DEVICE_HOST
+    if stays or not several:
+        whole, hosted = Home.RESIDENT, Home.RESIDENT_HOST
+    away = model.setting.away(facts.trainable)
+    if facts.trainable:
+        return hosted if stays else away, hosted, whole
+    return whole if stays else away, whole, whole
+
+
 class Family:
     """Shapes of one packing.
 
@@ -66,24 +91,30 @@ class Family:
         times: its orders of use.
         budgets: memory that shapes may take.
         gathered: several ranks: all chunks are gathered for the whole step; otherwise none, but for outsized ones.
+        homes: if they are given, each chunk has one: its level with all on the device, or with nothing.
     """
 
-    def __init__(self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool) -> None:
+    def __init__(
+        self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool, homes: HomeChoice = "auto"
+    ) -> None:
         self.model, self.budgets, self.gathered = model, budgets, gathered
         self.work, self.several = model.work, model.setting.world_size > 1
         self.count = len(self.work.chunks)
         self.block_bytes = self.work.packing.block_bytes
         self._before_s = times.before_first_use_s
         self._rows: dict[tuple[bytes, int, int, float], Rows] = {}
-        levels = [self._homes(c) for c in range(self.count)]
+        levels = [levels_of(model, c, gathered=gathered) for c in range(self.count)]
+        if homes != "auto":
+            levels = [(three[2 if homes == "cuda" else 0],) * 3 for three in levels]
         self.levels: Codes = np.array([[home.number for home in three] for three in levels], dtype=np.int8)
         """[chunk, 3]: numbers of the homes with nothing on the device, with weights, with weights and states."""
-        chunks = self.work.chunks
+        chunks = self.work.chunks if homes == "auto" else ()
         unused = [c for c, facts in enumerate(chunks) if facts.trainable and not facts.grad_bytes]
         # The gather of a resident chunk that the host steps holds up the network's lane, in which all gathers of
         # forward come after it. So those are the first whose states the device keeps.
-        outsized = [c for c in times.update_order if self.several and not gathered and chunks[c].outsized]
-        others = [c for c in times.update_order if c not in outsized]
+        used = times.update_order if homes == "auto" else ()
+        outsized = [c for c in used if self.several and not gathered and chunks[c].outsized]
+        others = [c for c in used if c not in outsized]
         self.steps: Ints = np.array([*outsized, *others, *unused], dtype=np.int64)
         """Trained chunks; the device gives up their states from the last on."""
         self.most_away = len(self.steps)
@@ -92,17 +123,6 @@ class Family:
             model.device_weights[ids, self.levels[:, 1]] - model.device_weights[ids, self.levels[:, 0]]
         )
         """Device bytes of weights at their second level, by chunk."""
-
-    def _homes(self, c: int) -> tuple[Home, Home, Home]:
-        facts, setting = self.work.chunks[c], self.model.setting
-        stays = self.gathered or facts.outsized
-        whole, hosted = Home.DEVICE, Home.DEVICE_HOST
-        if stays or not self.several:
-            whole, hosted = Home.RESIDENT, Home.RESIDENT_HOST
-        away = setting.away(facts.trainable)
-        if facts.trainable:
-            return hosted if stays else away, hosted, whole
-        return whole if stays else away, whole, whole
 
     @cached_property
     def fewest(self) -> tuple[int, ...]:
@@ -144,6 +164,34 @@ class Family:
         """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits."""
         fits = np.flatnonzero(self._room(np.arange(self.most_away + 1), self.fewest[0])[1])
         return int(fits[0]) if len(fits) else self.most_away + 1
+
+    @property
+    def placement(self) -> Placement:
+        """Nothing on the device that may be elsewhere; all homes, if they are given."""
+        return Placement.numbered(self.levels[:, 0].tolist())
+
+    @cached_property
+    def emptiest(self) -> tuple[Placement, int]:
+        """The homes and the blocks that need least of the device, whatever the host has."""
+        away = np.arange(self.most_away + 1)
+        weights = self._room(away, 0)[-1].sum(axis=1)
+        streamed = self._rest_bytes + self.fewest[0] * self.block_bytes
+        whole = np.where(RESIDENT[self.levels[:, 1]].all(), self._rest_bytes + weights, LARGEST_BYTES)
+        at = int(np.minimum(streamed, whole).argmin())
+        codes, here = self._base(away[at : at + 1])[0][0], streamed[at] <= whole[at]
+        if not here:
+            codes = np.where(codes == self.levels[:, 2], codes, self.levels[:, 1])
+        return Placement.numbered(codes.tolist()), self.fewest[0] * bool(here)
+
+    def most_on_device(self, depth: int = 0) -> tuple[Placement, int] | None:
+        """The homes that leave least to the host, next to the fewest blocks; None if no shape fits the device."""
+        blocks = self.fewest[min(depth, len(self.fewest) - 1)]
+        away = np.arange(self.most_away + 1)
+        fits = np.flatnonzero(self._room(away, blocks)[1])
+        if not len(fits):
+            return None
+        rows = self.rows(away[fits[:1]], blocks)
+        return Placement.numbered(rows.codes[0].tolist()), min(blocks, int(rows.blocks[0]))
 
     @property
     def most_blocks(self) -> int:
@@ -205,3 +253,14 @@ class Family:
             return None
         rows = self.rows(np.array([shape.away]), shape.blocks, shape.order, shape.share)
         return (Placement.numbered(rows.codes[0].tolist()), int(rows.blocks[0])) if rows.fits[0] else None
+
+
+def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: HomeChoice = "auto") -> list[Family]:
+    """The families of all packings of these capacities, those that pack alike once."""
+    models = dict.fromkeys(map(space.model, sizes))
+    gathered = [False] if space.setting.world_size == 1 or homes == "cpu" else [False, True]
+    return [
+        Family(model, space.cost.known(model.work).times, budgets, gathered=way, homes=homes)
+        for model in models
+        for way in gathered
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -17,8 +17,25 @@ from elixir.search.problem.placement import Codes, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 
+DECIMALS = 9
+"""Digits of seconds by which candidates are put in order: machines may give the last bits of a sum differently."""
 TIE = 0.01
 """Regrets this little apart are as good: the plan that needs least of the host is taken."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search."""
+
+    best: Candidate | None
+    """None where nothing fits."""
+    fastest_s: float | None = None
+    """Seconds of the fastest step there is, at the nominal rates."""
+    judgements: tuple[Judgement, ...] = ()
+    """The best in each scenario; empty if it was chosen for one."""
+    regret_if_known: dict[str, float] = field(default_factory=dict)
+    """`Prediction.regret_if_known`."""
+
 
 Key = tuple[int, Placement, int, int]
 """The packing, the homes, the blocks and the depth of a candidate."""
@@ -139,6 +156,10 @@ class Judge:
                 return math.inf
         return worst
 
+    def forget(self, candidate: Candidate) -> None:
+        """Takes a candidate out of the pool."""
+        del self.pool[key_of(candidate)]
+
     @property
     def fitting(self) -> list[Candidate]:
         """Candidates of the pool that the host holds."""
@@ -146,7 +167,7 @@ class Judge:
 
     def fastest(self) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift."""
-        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), 9), *it.thrift))
+        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
 
     def surest(self) -> Candidate:
         """The candidate with the least worst regret; of those that are as good, the one that needs least of the
@@ -156,7 +177,7 @@ class Judge:
         regrets = (self.bounds(pool) / best).max(axis=1) - 1
         most = math.inf
         judged: list[Candidate] = []
-        for row in np.argsort(np.round(regrets, 9), kind="stable").tolist():
+        for row in np.argsort(np.round(regrets, DECIMALS), kind="stable").tolist():
             if regrets[row] > most + TIE:
                 break
             worst = self.regret(pool[row], most + TIE)
@@ -166,7 +187,7 @@ class Judge:
         final = [(self.regret(it), it) for it in judged]  # the first were compared with less than is known now
         most = min(worst for worst, _ in final)
         near = [
-            (it.hosted_numel, it.need.host_bytes, round(worst, 9), number)
+            (it.hosted_numel, it.need.host_bytes, round(worst, DECIMALS), number)
             for number, (worst, it) in enumerate(final)
             if worst < most + TIE
         ]
@@ -178,3 +199,24 @@ class Judge:
             return ()
         seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
         return tuple(Judgement(each, step_s, self._best_s[each]) for each, step_s in seconds)
+
+    def regret_if_known(self, candidate: Candidate) -> dict[str, float]:
+        """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`: that of a
+        candidate, or of one of those that are best in a scenario."""
+        among = {key_of(each): each for each in (candidate, *self._best.values())}.values()
+        found = {}
+        for name in (each.name for each in fields(Scenario)):
+            values = dict.fromkeys(getattr(scenario, name) for scenario in self.scenarios)
+            if len(values) > 1:
+                parts = ([each for each in self.scenarios if getattr(each, name) == value] for value in values)
+                found[name] = max(min(self._worst(it, part) for it in among) for part in parts)
+        return found
+
+    def _worst(self, candidate: Candidate, among: Sequence[Scenario]) -> float:
+        return max(self.seconds(candidate, each) / self._best_s[each] - 1 for each in among)
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        """The candidate as the result of a search."""
+        judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
+        best = replace(candidate, cost=self.spaces[self.nominal].cost)
+        return Outcome(best, self.best_s(self.nominal), judgements, known)

@@ -19,11 +19,11 @@ from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, Codes, Floats, Placement
-from elixir.search.propose.best import Outcome
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
-from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape
-from elixir.search.propose.judge import TIE, Judge, Key, key_of
+from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families
+from elixir.search.propose.judge import TIE, Judge, Key, Outcome, key_of
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import HomeChoice
 
 GAP = 1e-3
 """A step this little above the least floor of all shapes is not improved."""
@@ -63,24 +63,24 @@ class ShapeSearch:
         budgets: memory of device and host.
         sizes: capacities of chunks to pack with.
         scenarios: that are possible, the nominal one first.
+        homes: of all chunks, if they are given.
     """
 
     def __init__(
-        self, space: SearchSpace, budgets: Budgets, sizes: Iterable[int], scenarios: Sequence[Scenario]
+        self,
+        space: SearchSpace,
+        budgets: Budgets,
+        sizes: Iterable[int],
+        scenarios: Sequence[Scenario],
+        homes: HomeChoice = "auto",
     ) -> None:
         self._space, self._budgets = space.on(scenarios[0]), budgets
         self.judge = Judge(space, scenarios, budgets)
         self._nominal, self._robust = scenarios[0], len(scenarios) > 1
         setting = space.setting
         self._early = setting.early_updates is not False and not self._nominal.clipped
-        models = dict.fromkeys(map(space.model, sizes))
-        ways = (False,) if setting.world_size == 1 else (False, True)
-        self._all = [
-            Family(model, self._space.cost.known(model.work).times, budgets, gathered=way)
-            for model in models
-            for way in ways
-        ]
-        self._models = {id(model): model for model in models}
+        self._all = families(self._space, budgets, sizes, homes)
+        self._models = {id(family.model): family.model for family in self._all}
         self._families = [family for family in self._all if family.least_away <= family.most_away]
         self._looks: dict[tuple[int, Scenario], list[tuple[float, Shape]]] = {}
         self._shapes: dict[Key, Shape] = {}
@@ -88,24 +88,29 @@ class ShapeSearch:
         self.least_s = math.inf
         """The least floor of all shapes at the nominal rates."""
 
-    def find(self) -> Outcome:
-        """The plan with the least worst regret, or the fastest if there is one scenario."""
+    def find(self, *, sure: bool = True) -> Outcome:
+        """The plan with the least worst regret; the fastest in the nominal scenario, if not `sure`."""
         resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
         if resident is not None:  # lanes would only take cores from compute
-            return Outcome(resident, resident, resident.seconds["total"], resident)
+            self.judge.seconds(resident, self._nominal)
+            return self.judge.outcome(resident)
         here = self._fastest_shape() if self._families else None
         if not self._is_near:
             self._look_at_all_of_few()
         if not self.judge.pool:
-            return Outcome(None, None)
+            return Outcome(None)
         self._change_best(robust=False)
         if self._robust and here is not None:
             self._look_in_others(here)
             self._look_between(here)
             self._change_best(robust=True)
-        best = replace(self._best(robust=self._robust), cost=self._space.cost)
-        fastest_s = self.judge.best_s(self._nominal)
-        return Outcome(best, None, fastest_s, None, judgements=self.judge.judgements(best))
+        return self.judge.outcome(self._best(robust=sure))
+
+    def floors(self) -> list[tuple[float, int]]:
+        """The least nominal floor of each packing of which something fits, and its capacity; the least first."""
+        looks = ((self._look(family, self._nominal)[:1], family) for family in self._families)
+        found = [(floor_s, family.work.packing.capacity_bytes) for look, family in looks for floor_s, _ in look]
+        return sorted(found)
 
     def _best(self, *, robust: bool) -> Candidate:
         return self.judge.surest() if robust else self.judge.fastest()
@@ -551,6 +556,24 @@ class ShapeSearch:
             changed = placement.updated_early(early)
             if early and sum(model.host_parts(changed).values()) <= early_host_bytes(model, self._budgets):
                 yield replace(here, placement=changed)
+
+
+def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenarios: Sequence[Scenario]) -> Outcome:
+    """Judges homes that are given: `plain`, and the same with the early updates that each scenario suggests.
+
+    If the user asked for early updates, any that are faster at the nominal rates rule out `plain`.
+    """
+    judge, model, asked = Judge(space, scenarios, budgets), plain.model, space.setting.early_updates
+    plain_s = judge.seconds(plain, judge.nominal)
+    left_bytes = early_host_bytes(model, budgets) - plain.need.host_bytes
+    speeds = dict.fromkeys(each.host_adam for each in scenarios if not each.clipped) if asked is not False else ()
+    for speed, rule in product(speeds, range(3)):
+        early = space.cost.early_chunks(model.work, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
+        if early:
+            judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
+    if asked and judge.best_s(judge.nominal) < plain_s:
+        judge.forget(plain)
+    return judge.outcome(judge.surest())
 
 
 def _spread(low: int, high: int, count: int = GRID) -> Ints:

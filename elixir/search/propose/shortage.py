@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
 from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
-from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
+from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.placement import Setting
 from elixir.search.propose.disk_overflow import spilled
-from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.family import Family, families
 from elixir.search.propose.moved_inputs import sizes_of_passes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
@@ -38,14 +37,12 @@ class Unmet:
         return SearchSpace(trace, self.question.hardware, replace(self.setting, overlap=False))
 
 
-def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]) -> PlanError:
+def shortage(unmet: Unmet, budgets: Budgets) -> PlanError:
     """The error for a question that has no plan within its budgets, without levers.
 
     Args:
         unmet: what was asked for.
         budgets: what it was searched with.
-        least_host_bytes: gives the least host need of all that the search finds to fit the device; called only if the
-            device would do.
     """
     where = f"{unmet.question.trace.model_name} at world size {unmet.setting.world_size}"
     device, setting = _least_device(unmet), unmet.setting
@@ -64,7 +61,7 @@ def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]
         provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
         f"{where} does not fit the host memory{provided}",
-        needed_bytes=min(_least_host(unmet, budgets.device_bytes), least_host_bytes()) + budgets.other_bytes,
+        needed_bytes=_least_host(unmet, budgets.device_bytes) + budgets.other_bytes,
         available_bytes=budgets.given_host_bytes,
     )
 
@@ -112,61 +109,27 @@ def _fewer_bits(unmet: Unmet) -> Iterator[tuple[MomentKind, Unmet]]:
         yield kind, replace(unmet, setting=replace(unmet.setting, states=moments_size(kind), moments=kind, spill=None))
 
 
-def _models(unmet: Unmet) -> Iterator[MemoryModel]:
-    """The memory models of the sizes that the search tries."""
-    space = unmet.space
-    sizes = [size for tier in space.tiers(unmet.question.request) for size in tier()]
-    for size in dict.fromkeys(sizes):
-        yield space.model(size)
+def _families(unmet: Unmet, device_bytes: int) -> list[Family]:
+    """The families of all sizes that the search tries, with so much of the device."""
+    space, request = unmet.space, unmet.question.request
+    sizes = [size for tier in space.tiers(request) for size in tier()]
+    return families(space, Budgets(device_bytes, LARGEST_BYTES), sizes, request.placement)
 
 
 def _least_device(unmet: Unmet) -> MemoryNeed:
     """The need of the candidate that takes the least device memory, whatever the host has."""
-    needs = (model.need(*emptiest) for model in _models(unmet) for emptiest in _emptiest(model, unmet))
+    needs = (family.model.need(*family.emptiest) for family in _families(unmet, LARGEST_BYTES))
     return min(needs, key=lambda need: need.device_bytes)  # there is always the size of the largest parameter
-
-
-def _emptiest(model: MemoryModel, unmet: Unmet) -> Iterator[tuple[Placement, int]]:
-    """Placements and blocks that may need least of the device: all on the host; or all on the device."""
-    if unmet.question.request.placement != "cuda":
-        builder = _start(model, 0 if unmet.question.request.placement == "auto" else LARGEST_BYTES)
-        yield builder.placement(), min(builder.blocks, builder.streamed)
-    if unmet.question.request.placement != "cpu":
-        yield Placement.everywhere(Home.RESIDENT, len(model.work.chunks)), 0
-        if unmet.setting.world_size > 1:
-            shards = Placement(tuple(Home.RESIDENT if out else Home.DEVICE for out in model.outsized.tolist()))
-            yield shards, model.work.schedule(shards.residents, 0).min_blocks
-
-
-def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
-    """The start of a search with the fewest blocks: on the host, but for moves that lower the peak to a budget."""
-    builder = PlacementBuilder(
-        model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
-    )
-    builder.squeeze(budget_bytes)
-    return builder
 
 
 def _least_host(unmet: Unmet, device_bytes: int) -> int:
     """The least host memory of any candidate that fits the device; 0 where none does."""
-    placement, found = unmet.question.request.placement, []
-    for model in _models(unmet):
-        if placement != "cpu":
-            everything = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
-            need = model.need(everything, 0)
-            if need.device_bytes <= device_bytes:
-                return need.host_bytes
-        builder = _start(model, device_bytes if placement == "auto" else LARGEST_BYTES)
-        if builder.peak_bytes() > device_bytes:
-            continue
-        if placement != "cpu":
-            chunks = range(len(model.work.chunks))
-            single = unmet.setting.world_size == 1
-            builder.move_all(chunks, state=True, resident=single, budget_bytes=device_bytes)
-            if not single:
-                builder.move_all(chunks, state=False, resident=False, budget_bytes=device_bytes)
-        away = spilled(model, builder.placement(), host_bytes=0)
-        found.append(model.need(away, min(builder.blocks, builder.streamed)).host_bytes)
+    found = []
+    for family in _families(unmet, device_bytes):
+        choice = family.most_on_device()
+        if choice is not None:
+            placement, blocks = choice
+            found.append(family.model.need(spilled(family.model, placement, host_bytes=0), blocks).host_bytes)
     return min(found, default=0)
 
 

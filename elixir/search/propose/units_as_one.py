@@ -14,8 +14,8 @@ import numpy as np
 from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
-from elixir.search.propose.best import Outcome
 from elixir.search.propose.candidate import Candidate
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import SearchSpace
 from elixir.step_trace import enclosing
 
