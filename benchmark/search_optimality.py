@@ -28,6 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from elixir.search.propose.best import find_best
+
 from benchmark.certificate.lower_bound import lower_bound
 from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.search_vs_original import BATCH, SEQUENCE, trace
@@ -39,7 +41,6 @@ from elixir.search import plan_from_trace
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.planner import planned
 from elixir.search.problem.placement import Setting
-from elixir.search.propose.best import find_best
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest

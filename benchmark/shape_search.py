@@ -25,6 +25,8 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from elixir.search.propose.best import Outcome
+
 from benchmark import regret, situations
 from benchmark.common import Row, append_rows, conditions
 from elixir.garbage import garbage_collection_paused
@@ -32,7 +34,6 @@ from elixir.hardware.scenario import Scenario, scenarios
 from elixir.optimizer_states import optimizer_name
 from elixir.plan.plan import Plan
 from elixir.search.planner import budgets_of, plan_or_shortage, setting_for
-from elixir.search.propose.best import Outcome
 from elixir.search.propose.search import ShapeSearch
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one

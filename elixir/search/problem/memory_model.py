@@ -8,7 +8,7 @@ ranks of a machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -274,15 +274,9 @@ class MemoryModel:
 
     # --- host and disk ------------------------------------------------------------------------------------------------
 
-    def host(self, codes: Codes, some: Ints | None = None) -> dict[str, Ints]:
-        """Host bytes of one machine by what holds them.
-
-        Args:
-            codes: the placements.
-            some: chunks that the columns of `codes` stand for; all by default.
-        """
-        chunks = self._ids if some is None else some
-        found = self._host_table[:, chunks * len(HOMES) + codes]
+    def host(self, codes: Codes) -> dict[str, Ints]:
+        """Host bytes of one machine by what holds them."""
+        found = self._host_table[:, self._ids * len(HOMES) + codes]
         summed, buffered = found[:_SUMMED].sum(axis=2), found[_SUMMED:]
         counts = np.count_nonzero(buffered[:-1], axis=2)
         largest = buffered.max(axis=2, initial=0)
@@ -337,35 +331,32 @@ class MemoryModel:
 
     # --- device -------------------------------------------------------------------------------------------------------
 
-    def device(self, codes: Codes, some: Ints | None = None, *, all_stretches: bool = False) -> DeviceNeed:
+    def device(self, codes: Codes, *, all_stretches: bool = False) -> DeviceNeed:
         """Device bytes without rCache blocks; floats hold these whole numbers exactly.
 
         Args:
             codes: the placements.
-            some: chunks that the columns of `codes` stand for; all by default.
             all_stretches: look at every stretch, so that `DeviceNeed.at` is the first of the highest, not only at those
                 that may be the highest.
         """
         over = self._all_stretches if all_stretches else self.telling_stretches
-        chunks: Ints | slice = slice(None) if some is None else some
-        on_device = STATES[codes] & self.trainable[chunks]
+        on_device = STATES[codes] & self.trainable
         stepped = on_device.astype(np.float64)
-        ids = self._ids if some is None else some
-        gathering = self._gathering[ids, codes]
+        gathering = self._gathering[self._ids, codes]
         flying: Bools = np.any(gathering, axis=1)
         if self.setting.accumulation > 1:
             flying = flying | np.any(on_device, axis=1)
         used = np.flatnonzero(on_device.any(axis=0))  # often few, and curves are long
-        if some is None and 2 * len(used) > len(self.trainable):
+        if 2 * len(used) > len(self.trainable):
             gradients = stepped @ over.curves
         else:
-            gradients = stepped[:, used] @ over.curves[used if some is None else some[used]]
-        temporary = (stepped * self.temporaries[chunks]).max(axis=1, initial=0.0)
+            gradients = stepped[:, used] @ over.curves[used]
+        temporary = (stepped * self.temporaries).max(axis=1, initial=0.0)
         live = over.base + gradients + np.where(flying[:, None], over.transient, 0.0)
         live[:, -1] += temporary
-        grad_blocks, alone = self._grad_blocks(gathering, chunks)
+        grad_blocks, alone = self._grad_blocks(gathering)
         return DeviceNeed(
-            constant=self._device[ids, codes].sum(axis=1),
+            constant=self._device[self._ids, codes].sum(axis=1),
             at=np.argmax(live, axis=1),
             live=live,
             gradients=gradients,
@@ -377,26 +368,21 @@ class MemoryModel:
 
     def grad_blocks(self, codes: Codes) -> tuple[Ints, Ints]:
         """Gradient blocks by placement, and the bytes of an outsized gradient that exists next to another."""
-        return self._grad_blocks(self._gathering[self._ids, codes], slice(None))
+        return self._grad_blocks(self._gathering[self._ids, codes])
 
-    def _grad_blocks(self, gathering: Bools, chunks: Ints | slice) -> tuple[Ints, Ints]:
+    def _grad_blocks(self, gathering: Bools) -> tuple[Ints, Ints]:
         setting, count = self.setting, len(gathering)
         if setting.world_size > 1:
             gathering = gathering[:1]  # all gradients are gathered, whatever the homes
-        pooled = (gathering & ~self.outsized[chunks]).astype(np.float32)
-        opened = (pooled @ self.filling[chunks]).max(axis=1, initial=0.0)
+        pooled = (gathering & ~self.outsized).astype(np.float32)
+        opened = (pooled @ self.filling).max(axis=1, initial=0.0)
         # Those open at once, and with overlap one that leaves next to them: more are needed only on a link that lags.
         found: Ints = np.minimum(opened + setting.overlap, pooled.sum(axis=1)).astype(np.int64)
         alone: Ints = np.zeros(len(gathering), dtype=np.int64)
         # An outsized gradient needs no block, but a second may arrive while it leaves.
         if self._any_outsized and (setting.overlap or setting.world_size > 1):
-            alone = np.where(gathering & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0)
+            alone = np.where(gathering & self.outsized, self._bytes, 0).max(axis=1, initial=0)
         return np.broadcast_to(found, count), np.broadcast_to(alone, count)
-
-    def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
-        """Bytes that outsized gradients take at once."""
-        sizes = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
-        return max(sizes, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
 
     def need(self, placement: Placement, blocks: int) -> MemoryNeed:
         """Peaks of a placement with `blocks` rCache blocks."""

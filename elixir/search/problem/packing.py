@@ -168,7 +168,7 @@ class ParamTable:
 
         Any capacity from the largest chunk up packs alike, so the few packings that differ are made, largest first.
         """
-        counts = np.zeros((4, len(sizes)), dtype=np.int64)
+        counts = np.zeros((2, len(sizes)), dtype=np.int64)
         first: Ints = np.zeros(len(sizes), dtype=np.int64)
         until = len(sizes)
         while until:
@@ -177,28 +177,25 @@ class ParamTable:
             counts[:, start:until] = np.array(found)[:, None]
             first[start:until] = start
             until = start
-        block = -(-counts[3] // self.unit_bytes) * self.unit_bytes
-        return GridSurvey(sizes, counts[0], counts[1], counts[2], block, first, sum(self.bytes))
+        block = -(-counts[1] // self.unit_bytes) * self.unit_bytes
+        return GridSurvey(sizes, counts[0], block, first, sum(self.bytes))
 
-    def _counts(self, capacity_bytes: int) -> tuple[int, int, int, int]:
-        """Chunks of one packing, those that forward uses, those that later phases use, and bytes of the largest."""
-        chunks = in_forward = in_backward = largest = 0
-        for ends, forward, backward in self._prefixes:
+    def _counts(self, capacity_bytes: int) -> tuple[int, int]:
+        """Chunks of one packing, and bytes of the largest."""
+        chunks = largest = 0
+        for ends in self._prefixes:
             start = 0
             while start < len(ends) - 1:
                 end = bisect_right(ends, ends[start] + capacity_bytes) - 1
                 chunks += 1
-                in_forward += forward[end] > forward[start]
-                in_backward += backward[end] > backward[start]
                 largest = max(largest, ends[end] - ends[start])
                 start = end
-        return chunks, in_forward, in_backward, largest
+        return chunks, largest
 
     @cached_property
-    def _prefixes(self) -> list[list[list[int]]]:
-        """Sums over the first parameters of each group: bytes, and how many forward, and later phases, use."""
-        of = self.aligned, self.in_forward, self.in_backward
-        return [[[0, *accumulate(each[i] for i in members)] for each in of] for members in self.groups.values()]
+    def _prefixes(self) -> list[list[int]]:
+        """Bytes of the first parameters of each group, from none to all."""
+        return [[0, *accumulate(self.aligned[i] for i in members)] for members in self.groups.values()]
 
     @cached_property
     def grid(self) -> GridSurvey:
@@ -212,10 +209,6 @@ class GridSurvey:
 
     sizes: Ints
     chunks: Ints
-    forward_chunks: Ints
-    """Chunks that forward uses."""
-    backward_chunks: Ints
-    """Chunks that recompute and backward use."""
     block_bytes: Ints
     """The largest chunk: the smallest block with which the packing is the same."""
     first: Ints

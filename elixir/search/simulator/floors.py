@@ -15,7 +15,6 @@ import numpy as np
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
-from elixir.search.simulator.lower_bound import loads_s
 from elixir.search.simulator.work_times import WorkTimes
 
 MOST_AHEAD = 4
@@ -247,3 +246,12 @@ class Floors:
         if IN_FILES[codes].any():
             found = found + (IN_FILES[codes] & self._in_forward) @ np.array(self._times.file_read_s)
         return found
+
+
+def loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
+    """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
+    needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
+    left = needed.shape[1] - np.minimum(blocks, needed.shape[1])
+    sums = np.cumsum(needed, axis=1)
+    found: Floats = np.where(left > 0, sums[np.arange(len(sums)), left - 1], 0.0) if sums.shape[1] else 0.0 * left
+    return found

@@ -23,7 +23,6 @@ from elixir.search.simulator.cluster import (
     NVLINK_STEP_S,
     Cluster,
     all_reduce_s,
-    check_positive,
     gather_s,
 )
 from elixir.step_trace import Operation, StepTrace
@@ -414,22 +413,3 @@ def main_dtype(trace: StepTrace) -> str:
         if param.dtype.startswith(("float", "bfloat")) and not param.dtype.startswith(("float8", "float4")):
             numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
     return max(sorted(numel), key=lambda name: numel[name], default="float32")
-
-
-def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
-    """The machine with links no faster than `bytes_per_s` each way: what the runtime's CPU lanes emulate.
-
-    What was measured of its links and collectives is left out, so that these rates count.
-
-    Raises:
-        InputError: the speed is not a finite number above 0.
-    """
-    check_positive("bytes_per_s", bytes_per_s)
-    links = ("host_to_device", "device_to_host", "all_gather", "reduce_scatter", "device_to_device")
-    fields = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s")
-    return replace(
-        hardware,
-        name=f"{hardware.name} with links of {bytes_per_s:g} B/s",
-        fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
-        **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
-    )

@@ -10,19 +10,15 @@ from dataclasses import replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from elixir.hardware.profile import HardwareProfile
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Codes, Floats, Placement, Setting
+from elixir.search.problem.placement import Floats, Placement, Setting
 from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import (
-    can_step,
     gradients_home_s,
     out_of_place_share,
     within,
@@ -30,7 +26,6 @@ from elixir.search.simulator.early_updates import (
     worth_stepping_within,
 )
 from elixir.search.simulator.floors import Floors
-from elixir.search.simulator.lower_bound import LowerBound
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.replay import COMPUTE, Replay
 from elixir.search.simulator.shared_cores import machine_of
@@ -140,42 +135,6 @@ class SimulatedCost:
         chosen = worth_stepping(home_s, until_s, update_s, times.update_order)
         return next(iter(within(chosen, [order], needed, left_bytes)), frozenset())
 
-    def early_choices(
-        self,
-        work: PackedStep,
-        placement: Placement,
-        schedule: ScheduleResult,
-        *,
-        overlap: bool,
-        left_bytes: int,
-    ) -> list[Placement]:
-        """`placement` with those chunks updated early with which the step is likely to be shortest, for each way to
-        choose them; empty if none can be, or no memory is left.
-
-        Args:
-            work, placement, schedule: a candidate, all of whose chunks are updated after the norm.
-            overlap: see `estimate`.
-            left_bytes: host memory of one machine that is left for second sets of states.
-        """
-        able = can_step(work, placement) - placement.state_on_disk
-        needed = (self.known(work).model.second_set_bytes * self._setting.ranks_per_host).tolist()
-        if not able or left_bytes < min(needed[chunk] for chunk in able):
-            return []
-        case = self._case(work, placement, schedule, overlap=overlap)
-        (machine, _), times = self._begun(case), case.times
-        homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-        update_s = [seconds * case.early_share for seconds in times.host_adam_early_s]
-        gradients = homes, machine.now_s, update_s, times.update_order
-        chosen = worth_stepping(*gradients)
-        all_bytes = sum(needed[chunk] for chunk in chosen)
-        # Fewer may be better where gradients that are added to others wait on the same lane.
-        parts = (1, 2, 4) if case.accumulates else (1,)
-        orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
-        found = []
-        for room in (min(left_bytes, all_bytes // part) for part in parts):
-            found += [*within(chosen, orders, needed, room), worth_stepping_within(*gradients, needed, room)]
-        return [placement.updated_early(chunks) for chunks in dict.fromkeys(found) if chunks]
-
     def _begun(self, case: Case) -> tuple[Replay, Events]:
         """A machine that comes to its first optimizer step, and the events of the first batch after that.
 
@@ -233,33 +192,6 @@ class SimulatedCost:
             "device_adam": machine.device_adam_s,
             "total": total_s,
         }
-
-    def lower_bound_s(
-        self,
-        work: PackedStep,
-        chunks: Ints,
-        codes: Codes,
-        blocks: Ints,
-        *,
-        early: bool = False,
-        prefetch: bool = True,
-    ) -> Floats:
-        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `LowerBound.seconds`.
-
-        With `early`, whatever chunks are updated early.
-        """
-        known = self.known(work)
-        floor = known.early_bound if early else known.floor
-        # Batches after the first have their compute at least.
-        more_s = (self._setting.accumulation - 1) * known.times.total_s
-        return floor.seconds(chunks, codes, blocks, prefetch=prefetch) + more_s
-
-    def lower_bound_of(
-        self, work: PackedStep, placement: Placement, blocks: int, depth: int = 1, *, early: bool = False
-    ) -> float:
-        """`lower_bound_s` of one placement, with chunks fetched `depth` ahead."""
-        chunks, codes = np.arange(len(placement.codes)), placement.codes[None]
-        return float(self.lower_bound_s(work, chunks, codes, np.array([blocks]), early=early, prefetch=depth > 0)[0])
 
     def _case(self, work: PackedStep, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
         known = self.known(work)
@@ -323,28 +255,9 @@ class Known:
         return WorkTimes(work, *self._seconds, work.packing.block_bytes, *of_disk)
 
     @cached_property
-    def floor(self) -> LowerBound:
-        return self._floor(False)
-
-    @cached_property
-    def early_bound(self) -> LowerBound:
-        """The bound of steps some of whose chunks are updated early."""
-        return self._floor(True)
-
-    @cached_property
     def floors(self) -> Floors:
         """Floors of all placements."""
         return Floors(self.times, self.model, ahead=self._ahead)
-
-    def _floor(self, early: bool) -> LowerBound:
-        setting = self.model.setting
-        return LowerBound(
-            self.times,
-            early,
-            clipping=setting.clipping,
-            accumulates=setting.accumulation > 1,
-            ahead=self._ahead,
-        )
 
 
 def _apart(whole_s: float, part_s: float) -> float:

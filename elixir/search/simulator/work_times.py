@@ -216,20 +216,6 @@ class WorkTimes:
         after_s[chunks] = self.total_s - self._before_s[self._grad_access[sent] + 1]
         return place, after_s
 
-    @property
-    def without_updates_s(self) -> float:
-        """Seconds of own compute during which no update can run.
-
-        All updates end before the last trained chunk is used first, and the next begin after the first chunk's last
-        gradient.
-        """
-        entries = [self._first_use.get(chunk, self.work.first_backward) for chunk in self.update_order]
-        last = max((entry for entry in entries if entry < self.work.first_backward), default=self.work.first_backward)
-        last_use_s = float(self._before_s[self._access_of[last]])
-        sent = self._grad_access[self._grad_kind == SEND]
-        first_gradient_s = float(self._before_s[sent.min() + 1]) if len(sent) else self.before_backward_s
-        return max(0.0, first_gradient_s - last_use_s)
-
     def events(
         self,
         placement: Placement,

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.placement_batch import Variants
 
 from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
@@ -28,8 +30,6 @@ from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
-from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulated_cost import SimulatedCost

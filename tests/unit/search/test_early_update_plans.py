@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from elixir.search.propose.best import find_best
+from elixir.search.propose.climb import NEAR
+from elixir.search.propose.fillings import Fillings
 
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
@@ -17,10 +20,7 @@ from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem.from_plan import setting_of
 from elixir.search.problem.placement import Placement
-from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import Candidate, updated_early, weigh
-from elixir.search.propose.climb import NEAR
-from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest

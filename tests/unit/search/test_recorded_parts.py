@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elixir.search.propose.placement_batch import Variants
 
 from elixir.artifact import digest
 from elixir.errors import InputError
@@ -44,7 +45,6 @@ from elixir.search.problem.swapped_trace import (
 )
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import Question

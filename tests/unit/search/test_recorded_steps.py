@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elixir.search.propose.placement_batch import possible_homes
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
@@ -27,7 +28,6 @@ from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import HOMES, Placement, Spill
 from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.propose.candidate import Candidate, updated_early, weigh
-from elixir.search.propose.placement_batch import possible_homes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elixir.search.propose.best import Outcome, find_best
+from elixir.search.propose.climb import farthest, halved
+from elixir.search.propose.fillings import Fillings
+from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
+from elixir.search.propose.local_search import LocalSearch
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import moments_size
 from elixir.search.problem.placement import Spill
 from elixir.search.propose import best, early_update_search, local_search, regret, trials
-from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, early_host_bytes, settled
-from elixir.search.propose.climb import farthest, halved
-from elixir.search.propose.fillings import Fillings
-from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
-from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.shortage import (
     Unmet,
     lacks_device,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from elixir.search.propose.best import MOST_AHEAD
+from elixir.search.propose.greedy import PlacementBuilder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +23,6 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Setting
-from elixir.search.propose.best import MOST_AHEAD
-from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB

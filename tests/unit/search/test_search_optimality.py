@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elixir.search.propose.best import find_best
+from elixir.search.propose.climb import NEAR
+from elixir.search.propose.local_search import LocalSearch
+from elixir.search.propose.placement_batch import Variants
 
 from benchmark.certificate.lower_bound import lower_bound
 from elixir.optimizer_states import StateSize
@@ -17,11 +21,7 @@ from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose import local_search
-from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import weigh
-from elixir.search.propose.climb import NEAR
-from elixir.search.propose.local_search import LocalSearch
-from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.units import GIB, MIB
 from tests.common import inside
