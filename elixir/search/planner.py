@@ -30,7 +30,6 @@ from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.judge import Outcome
-from elixir.search.propose.moved_inputs import WORTHWHILE, sizes_of_passes, with_moved_inputs
 from elixir.search.propose.search import ShapeSearch, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
@@ -39,6 +38,7 @@ from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
+from elixir.search.variants import fastest, variants
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
 
@@ -93,7 +93,10 @@ def plan_or_shortage(
 
 
 def planned(question: Question, *, briefly: bool = False) -> Plan | None:
-    """The plan; None where nothing fits. `briefly`, without the sizes that are tried when nothing else fits."""
+    """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
+    are tried when nothing else fits."""
+    if briefly:
+        question = question._replace(request=replace(question.request, assume="nominal"))
     setting, budgets = setting_for(*question), budgets_of(question.hardware, question.request)
     found = _planned(question, setting, budgets, briefly=briefly)[0]
     if found is None and budgets.device_slack_bytes:
@@ -139,23 +142,14 @@ def _in_budgets(
     question: Question, setting: Setting, budgets: Budgets, *, briefly: bool, moves: bool
 ) -> tuple[Plan | None, Setting]:
     """The first two of `_planned`, whatever the processes take."""
-    request, found, seconds = question.request, [], []
 
-    def plan(of_pass: Question) -> None:
-        here = setting_for(*of_pass)
+    def plan(variant: Question) -> tuple[tuple[Plan | None, Setting], float]:
+        here = setting_for(*variant)
         passes = replace(setting, accumulation=here.accumulation, replicas=here.replicas)
-        found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
-        made = found[-1][0]
-        seconds.append(math.inf if made is None else made.predicted.step_s)
+        found = _planned_in_passes(variant, passes, budgets, briefly=briefly)
+        return found, math.inf if found[0] is None else found[0].predicted.step_s
 
-    for replicas in request.divisions(setting.ranks_per_host):
-        for size in sizes_of_passes(question):
-            plan(question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas)))
-    moved = with_moved_inputs(question, min(seconds), least_s) if moves and not briefly else None
-    if moved is not None:
-        plan(moved)
-    # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
-    return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
+    return fastest(variants(question, moves=moves and not briefly), least_s, plan)
 
 
 def _planned_in_passes(

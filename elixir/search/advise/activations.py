@@ -22,11 +22,11 @@ from elixir.search.planner import budgets_of, least_need, packing_floors, planne
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.moved_inputs import WORTHWHILE
 from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.variants import WORTHWHILE
 from elixir.step_trace import StepTrace, UnitActivations
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,8 +10,9 @@ from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.process_need import ProcessNeed, must_be_free_bytes, planned_need
-from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
-from elixir.search.planner import lacks_memory, planned
+from elixir.search.advise.changes import Change, Kind, better_machine, for_speed, larger_batches, with_less
+from elixir.search.planner import lacks_memory, packing_floors, planned
+from elixir.search.propose.judge import TIE
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
@@ -35,6 +36,8 @@ class Effect:
     """Negative where the step gets shorter."""
     gain: float | None
     """Samples a second over those of the plan as it is."""
+    bound_by: str | None = None
+    """The resource that the step waits for most."""
 
     def __repr__(self) -> str:
         if self.step_s is None:
@@ -114,24 +117,53 @@ class Answer:
         return (plan.step.samples or 1) * plan.accumulation * plan.world_size / plan.predicted.step_s
 
     def levers(self) -> tuple[Effect, ...]:
-        """The step with one thing changed, planned again: moments in fewer bits, fused kernels, accumulation, other
-        activation checkpointing; the most samples a second first, and last what does not fit.
+        """The step with one thing changed, planned again: moments in fewer bits, fused kernels, more samples a step,
+        other activation checkpointing; the most samples a second first, then what is as fast with less memory, and last
+        what does not fit.
 
         What takes another trace is there for models that are known by name. Passes are as large as those of the plan,
-        since trying all sizes again for each change would take minutes.
+        or have all micro-batches. All plans are the fastest at the rates of the machine, as the seconds are that they
+        are compared with: of both, safe plans are slower by about as much.
         """
-        found = []
         question = self.question._replace(request=replace(self.question.request, pass_size=self.plan.pass_size))
-        for change in for_speed(question):
-            # As a user's own search would: a row promises what planning with the change then gives.
-            other = evaluate(change, question)
-            if other is None:
-                found.append(Effect(change, None, None, None, None))
-                continue
-            step_s = other.plan.predicted.step_s
-            gain = other.samples_per_s / self.samples_per_s
-            found.append(Effect(change, other.plan, step_s, step_s - self.plan.predicted.step_s, gain))
-        return tuple(sorted(found, key=lambda row: (-(row.gain or 0.0), row.action)))
+        found = [self._effect(change, evaluate(change, question, briefly=True)) for change in for_speed(question)]
+        found += self._first_that_fits(larger_batches(question), question)
+        found.sort(key=lambda row: (-(row.gain or 0.0), row.action))
+        fitting = [row for row in found if row.plan is not None]
+        return (*fitting, *self._as_fast(question), *(row for row in found if row.plan is None))
+
+    def _effect(self, change: Change, other: Answer | None) -> Effect:
+        if other is None:
+            return Effect(change, None, None, None, None)
+        predicted = self.plan.predicted
+        safe = predicted.step_s / (predicted.fastest_s or predicted.step_s)
+        step_s = safe * other.plan.predicted.step_s
+        gain = other.samples_per_s / (safe * self.samples_per_s)
+        bound_by = simulate_step(other.plan, other.trace, other.question.hardware).bound_by
+        return Effect(change, other.plan, step_s, step_s - predicted.step_s, gain, bound_by)
+
+    def _first_that_fits(self, changes: Iterable[Change], question: Question) -> list[Effect]:
+        found: list[Effect] = []
+        for change in changes:
+            found = [self._effect(change, evaluate(change, question, briefly=True))]
+            if found[0].plan is not None:
+                break
+        return found
+
+    def _as_fast(self, question: Question) -> Iterator[Effect]:
+        """The least of the device's memory, and of the host's, with which the step is about as fast."""
+        predicted, sizes = (
+            self.plan.predicted,
+            (self.plan.block_bytes or max(c.weight_bytes for c in self.plan.chunks),),
+        )
+        most_s = (1 + TIE) * (predicted.fastest_s or predicted.step_s)
+        for changes in with_less(self.plan, question):
+            for change in changes:
+                floors = packing_floors(change.applied(question), sizes)
+                other = evaluate(change, question, briefly=True) if floors and floors[0][0] <= most_s else None
+                if other is not None and other.plan.predicted.step_s <= most_s:
+                    yield self._effect(change, other)
+                    break
 
     def machine_levers(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[Effect, ...]:
         """The step planned again as things are, and with twice each part of the machine; the shortest first.
@@ -176,7 +208,7 @@ def evaluate(change: Change, question: Question, *, briefly: bool = False) -> An
     Args:
         change: what is done differently.
         question: as asked.
-        briefly: without the sizes that are tried when nothing else fits.
+        briefly: as for `planned`.
     """
     try:
         if lacks_memory(Change((), change.action, request=change.request).applied(question)):

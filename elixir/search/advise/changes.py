@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from elixir.errors import readable_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import PRODUCTS, RateFit
 from elixir.optimizer_states import is_adam, optimizer_name
+from elixir.plan.activations import passes_together
 from elixir.plan.plan import Plan
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
@@ -16,9 +18,13 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import FREE_HERE
 from elixir.units import format_bytes, parse_bytes
 
-Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "activations", "placement", "machine"]
+Kind = Literal["moments", "kernels", "batch", "accumulation", "checkpointing", "activations", "placement", "machine"]
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
+LARGER = (4, 2)
+"""How many times as large a micro-batch is; the first that fits."""
+LESS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""Parts of the memory that a plan takes, with less of which another may be as fast."""
 FACTOR = 2
 """A change of the machine multiplies one part of it by this."""
 
@@ -96,13 +102,42 @@ def of_the_training(question: Question) -> Iterator[Change]:
 
 
 def for_speed(question: Question) -> Iterator[Change]:
-    """Changes of the training, one of which has more samples a step, so that updates are fewer."""
+    """Changes of the training, some of which have more samples a step, so that weights move and updates are made less
+    often."""
+    trace, request = question.trace, question.request
     yield from of_the_training(question)
-    if question.trace.step.forward:
+    if trace.step.forward:
         return
-    count = MORE_BATCHES * question.request.accumulation
+    count = request.accumulation
+    if count > 1 and request.pass_size == 1 and passes_together(trace.step):
+        action = f"fetch each layer once for all {count} micro-batches"
+        yield Change(("accumulation",), action, (("pass_size", str(count)),), (("pass_size", count),))
+    count *= MORE_BATCHES
     action = f"accumulate {count} batches a step"
     yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
+
+
+def larger_batches(question: Question) -> list[Change]:
+    """Larger micro-batches, the largest first."""
+    step = question.trace.step
+    if not step.samples or step.checkpoint is None or step.forward:
+        return []
+    sizes = (factor * step.samples for factor in LARGER)
+    return [Change(("batch",), f"micro-batches of {n}", (("batch", str(n)),), step=(("batch", n),)) for n in sizes]
+
+
+def with_less(plan: Plan, question: Question) -> Iterator[list[Change]]:
+    """Less of the device's memory, and less of the host's: changes of each, the one that saves most first."""
+    no_host = (("host_memory", None), ("host_reserve", None))
+    for which, option, taken, free in (
+        ("device", "device_memory", plan.predicted.device_peak_bytes, (("device_reserve", None),)),
+        ("host", "host_budget", plan.predicted.host_step_bytes, no_host),
+    ):
+        sizes = (readable_bytes(int(part * taken), up=True).replace(" ", "") for part in LESS)
+        yield [
+            Change(("machine",), f"less of the {which}", ((option, size),), ((option, size), *free))
+            for size in (sizes if taken else ())
+        ]
 
 
 def for_memory(question: Question) -> Iterator[Change]:

@@ -111,7 +111,7 @@ def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of
 
 
 def _tried(change: Change, question: Question) -> Answer | None:
-    return evaluate(change, question, briefly=change.kinds != ("machine",))
+    return evaluate(change, question, briefly=True)
 
 
 def _lever(change: Change, answer: Answer | None) -> Lever:

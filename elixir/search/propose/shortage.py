@@ -15,9 +15,9 @@ from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.family import Family, families
-from elixir.search.propose.moved_inputs import sizes_of_passes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
+from elixir.search.variants import sizes_of_passes
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
