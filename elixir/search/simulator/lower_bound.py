@@ -13,6 +13,7 @@ import numpy as np
 
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
+from elixir.search.simulator.floors import loads_s
 from elixir.search.simulator.work_times import WorkTimes
 
 
@@ -159,12 +160,3 @@ class LowerBound:
         done_s = np.where(late, np.where(returns, returned_s, stepped_s) + self._left_s[ordered], 0.0)
         last_s: Floats = done_s.max(axis=1, initial=0.0)
         return last_s
-
-
-def loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
-    """In backward all that is used comes in, but for as many chunks as blocks may have kept."""
-    needed: Floats = np.sort(np.where(loaded, seconds, 0.0), axis=1)
-    left = needed.shape[1] - np.minimum(blocks, needed.shape[1])
-    sums = np.cumsum(needed, axis=1)
-    found: Floats = np.where(left > 0, sums[np.arange(len(sums)), left - 1], 0.0) if sums.shape[1] else 0.0 * left
-    return found
