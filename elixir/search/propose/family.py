@@ -25,6 +25,8 @@ from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.search.simulator.work_times import WorkTimes
 from elixir.units import LARGEST_BYTES
 
+GRID = 17
+"""Numbers of chunks with states away that are looked at together."""
 IN_ORDER, SPREAD = range(2)
 """The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
 
@@ -118,6 +120,7 @@ class Family:
         self.steps: Ints = np.array([*outsized, *others, *unused], dtype=np.int64)
         """Trained chunks; the device gives up their states from the last on."""
         self.most_away = len(self.steps)
+        self._rest: Ints = np.full(self.most_away + 1, -1, dtype=np.int64)
         ids = np.arange(self.count)
         self.weight_bytes: Ints = (
             model.device_weights[ids, self.levels[:, 1]] - model.device_weights[ids, self.levels[:, 0]]
@@ -154,16 +157,32 @@ class Family:
         codes[:, self.steps] = np.where(held, self.levels[self.steps, 2], self.levels[self.steps, 0])
         return codes, held
 
-    @cached_property
-    def _rest_bytes(self) -> Ints:
+    def _rest_bytes(self, away: Ints) -> Ints:
         """Device bytes by `away`, without blocks, and with all other weights away."""
-        return self.model.device(self._base(np.arange(self.most_away + 1))[0]).rest_bytes
+        missing = np.unique(away[self._rest[away] < 0])
+        if len(missing):
+            self._rest[missing] = self.model.device(self._base(missing)[0]).rest_bytes
+        return self._rest[away]
 
     @cached_property
     def least_away(self) -> int:
-        """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits."""
-        fits = np.flatnonzero(self._room(np.arange(self.most_away + 1), self.fewest[0])[1])
-        return int(fits[0]) if len(fits) else self.most_away + 1
+        """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits.
+
+        It is looked for between a few numbers: a state more that is away hardly ever takes more of the device.
+        """
+        away = spread(0, self.most_away)
+        while True:
+            fits = np.flatnonzero(self._room(away, self.fewest[0])[1])
+            if not len(fits) and len(away) <= self.most_away:
+                away = np.arange(self.most_away + 1)
+                continue
+            if not len(fits):
+                return self.most_away + 1
+            first = int(away[fits[0]])
+            before = int(away[fits[0] - 1]) if fits[0] else first - 1
+            if first - before == 1:
+                return first
+            away = spread(before, first)
 
     @property
     def placement(self) -> Placement:
@@ -175,8 +194,9 @@ class Family:
         """The homes and the blocks that need least of the device, whatever the host has."""
         away = np.arange(self.most_away + 1)
         weights = self._room(away, 0)[-1].sum(axis=1)
-        streamed = self._rest_bytes + self.fewest[0] * self.block_bytes
-        whole = np.where(RESIDENT[self.levels[:, 1]].all(), self._rest_bytes + weights, LARGEST_BYTES)
+        rest = self._rest_bytes(away)
+        streamed = rest + self.fewest[0] * self.block_bytes
+        whole = np.where(RESIDENT[self.levels[:, 1]].all(), rest + weights, LARGEST_BYTES)
         at = int(np.minimum(streamed, whole).argmin())
         codes, here = self._base(away[at : at + 1])[0][0], streamed[at] <= whole[at]
         if not here:
@@ -196,13 +216,13 @@ class Family:
     @property
     def most_blocks(self) -> int:
         """Blocks that fit with all states and weights away."""
-        spare = int(self.budgets.device_bytes - self._rest_bytes[-1])
+        spare = int(self.budgets.device_bytes - self._rest_bytes(np.array([self.most_away]))[0])
         return min(spare // self.block_bytes, self.count) if self.block_bytes else 0
 
     def _room(self, away: Ints, blocks: int) -> tuple[Ints, Bools, Bools, Ints]:
         """Spare bytes without blocks, whether so many blocks fit, whether all weights do instead, and bytes of each
         weight that is not there yet."""
-        spare = self.budgets.device_bytes - self._rest_bytes[away]
+        spare = self.budgets.device_bytes - self._rest_bytes(away)
         needs = np.tile(self.weight_bytes, (len(away), 1))
         needs[:, self.steps] = np.where(self._base(away)[1], 0, self.weight_bytes[self.steps])
         everything = (needs.sum(axis=1) <= spare) & bool(RESIDENT[self.levels[:, 1]].all())
@@ -264,3 +284,9 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
         for model in models
         for way in gathered
     ]
+
+
+def spread(low: int, high: int) -> Ints:
+    """At most `GRID` numbers from `low` to `high`, evenly."""
+    found: Ints = np.unique(np.linspace(low, high, GRID).round().astype(np.int64))
+    return found

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import Codes, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.floors import Floors
 
 DECIMALS = 9
 """Digits of seconds by which candidates are put in order: machines may give the last bits of a sum differently."""
@@ -39,12 +40,20 @@ class Outcome:
 
 Key = tuple[int, Placement, int, int]
 """The packing, the homes, the blocks and the depth of a candidate."""
+Aim = Mapping[Scenario, float]
+"""Scenarios, with the seconds to which those of a candidate are compared. Its score is the largest ratio."""
 
 
 def key_of(candidate: Candidate) -> Key:
     """Identifies a candidate."""
     schedule = candidate.schedule
     return id(candidate.model), candidate.placement, schedule.blocks, schedule.prefetch_depth
+
+
+def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
+    """Scores of what takes so many seconds by scenario, and, for instance, placement."""
+    found: Floats = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
+    return np.round(found, 9)
 
 
 class Judge:
@@ -66,7 +75,8 @@ class Judge:
         self._seconds: dict[Key, dict[Scenario, float]] = {}
         self._best_s = dict.fromkeys(self.scenarios, math.inf)
         self._best: dict[Scenario, Candidate] = {}
-        self._bounds: dict[Key, Floats] = {}
+        self._bounds: dict[tuple[Key, tuple[Scenario, ...]], Floats] = {}
+        self._floors: dict[tuple[int, tuple[Scenario, ...]], Floors] = {}
 
     def _as_seen(self, scenario: Scenario, *, early: bool) -> Scenario:
         """The scenario that stands for this one: clipping discards nothing but states made early."""
@@ -95,10 +105,12 @@ class Judge:
         """The fastest that is known."""
         return self._best[scenario]
 
+    # --- floors -------------------------------------------------------------------------------------------------------
+
     def floors(
         self,
         model: MemoryModel,
-        scenario: Scenario,
+        among: Sequence[Scenario],
         codes: Codes,
         blocks: Ints,
         *,
@@ -106,52 +118,71 @@ class Judge:
         prefetch: bool,
         host_bytes: Ints | None = None,
     ) -> Floats:
-        """Floors of placements of one packing; `host_bytes` are those without second sets, which bound what is
-        early."""
-        known = self.spaces[scenario].cost.known(model.work)
-        room = None
+        """Floors of placements of one packing: [scenario, placement].
+
+        Args:
+            model: of the packing.
+            among: scenarios.
+            codes, blocks, prefetch: as `Floors.seconds` takes them.
+            early: whether chunks may be updated early.
+            host_bytes: needed by placement, second sets left out; None: there is room for all of these.
+        """
+        rates = tuple(dict.fromkeys(replace(each, clipped=False) for each in among))
+        floors, room = self._floors_at(model, rates), None
         if early and host_bytes is not None and not self.setting.spill:
             room = early_host_bytes(model, self.budgets) - host_bytes
-        return known.floors.seconds(
-            codes, np.maximum(blocks, 0), early=early, prefetch=prefetch and self.setting.overlap, room_bytes=room
-        )
+        ahead = prefetch and self.setting.overlap
+        found = {
+            kept: floors.seconds(
+                codes, np.maximum(blocks, 0), early=kept, prefetch=ahead, room_bytes=room if kept else None
+            )
+            for kept in {early and not each.clipped for each in among}
+        }
+        rows = [found[early and not each.clipped][rates.index(replace(each, clipped=False))] for each in among]
+        return np.stack(rows)
 
-    def bounds(self, some: Sequence[Candidate]) -> Floats:
+    def _floors_at(self, model: MemoryModel, rates: tuple[Scenario, ...]) -> Floors:
+        key = id(model), rates
+        if key not in self._floors:
+            nominal = self.spaces[self.nominal]
+            machines = [nominal.on(each).cost.known(model.work).times for each in rates]
+            self._floors[key] = Floors(machines, model, ahead=nominal.hardware.device_kind == "cuda")
+        return self._floors[key]
+
+    def bounds(self, some: Sequence[Candidate], among: Sequence[Scenario]) -> Floats:
         """Floors of candidates: [candidate, scenario]."""
-        groups: dict[tuple[int, bool, bool], list[int]] = {}
-        for row, candidate in enumerate(some):
-            if key_of(candidate) not in self._bounds:
+        among = tuple(among)
+        groups: dict[tuple[int, bool, bool], list[Candidate]] = {}
+        for candidate in some:
+            if (key_of(candidate), among) not in self._bounds:
                 prefetch = candidate.schedule.prefetch_depth > 0 or not candidate.schedule.blocks
-                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(row)
-        for (_, early, prefetch), rows in groups.items():
-            codes = np.stack([some[row].placement.codes for row in rows])
-            blocks = np.array([some[row].schedule.blocks for row in rows])
-            seen: dict[Scenario, Floats] = {}
-            for scenario in (self._as_seen(each, early=early) for each in self.scenarios):
-                if scenario not in seen:
-                    kept = early and not scenario.clipped
-                    model = some[rows[0]].model
-                    seen[scenario] = self.floors(model, scenario, codes, blocks, early=kept, prefetch=prefetch)
-            found = np.stack([seen[self._as_seen(each, early=early)] for each in self.scenarios], axis=1)
-            for row, bound in zip(rows, found, strict=True):
-                self._bounds[key_of(some[row])] = bound
-        return np.stack([self._bounds[key_of(candidate)] for candidate in some])
+                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(
+                    candidate
+                )
+        for (_, early, prefetch), group in groups.items():
+            codes = np.stack([candidate.placement.codes for candidate in group])
+            blocks = np.array([candidate.schedule.blocks for candidate in group])
+            found = self.floors(group[0].model, among, codes, blocks, early=early, prefetch=prefetch)
+            for candidate, bounds in zip(group, found.T, strict=True):
+                self._bounds[key_of(candidate), among] = bounds
+        return np.array([self._bounds[key_of(each), among] for each in some]).reshape(len(some), len(among))
 
-    def bound(self, candidate: Candidate, scenario: Scenario) -> float:
-        """The floor of one candidate."""
-        return float(self.bounds([candidate])[0, self.scenarios.index(scenario)])
+    # --- scores -------------------------------------------------------------------------------------------------------
 
-    def regret(self, candidate: Candidate, most: float = math.inf) -> float:
-        """The worst regret over all scenarios; infinite as soon as it is above `most`."""
-        best = np.array([self._best_s[each] for each in self.scenarios])
-        bounds = self.bounds([candidate])[0]
-        if (bounds > best * (1 + most)).any():
+    @property
+    def known(self) -> Aim:
+        """All scenarios with the least seconds that are known: one more than a worst regret is a score for them."""
+        return dict(self._best_s)
+
+    def score(self, candidate: Candidate, aim: Aim, most: float = math.inf) -> float:
+        """The largest ratio of seconds to those of an aim; infinite as soon as it is above `most`."""
+        scenarios = tuple(aim)
+        bounds = self.bounds([candidate], scenarios)[0] / np.array(list(aim.values()))
+        if (bounds > most).any():
             return math.inf
         worst = 0.0
-        for column in np.argsort(-bounds / best, kind="stable").tolist():  # first where it is likely to lose most
-            scenario = self.scenarios[column]
-            step_s = self.seconds(candidate, scenario)
-            worst = max(worst, step_s / self._best_s[scenario] - 1)
+        for column in np.argsort(-bounds, kind="stable").tolist():  # first where it is likely to be slowest
+            worst = max(worst, self.seconds(candidate, scenarios[column]) / aim[scenarios[column]])
             if worst > most:
                 return math.inf
         return worst
@@ -165,6 +196,12 @@ class Judge:
         """Candidates of the pool that the host holds."""
         return [it for it in self.pool.values() if it.need.host_bytes <= self.budgets.host_bytes]
 
+    def promising(self, aim: Aim, count: int) -> list[Candidate]:
+        """The candidates of the pool with the least floors."""
+        pool = self.fitting
+        scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, aim)
+        return [pool[row] for row in np.argsort(scores, kind="stable")[:count].tolist()]
+
     def fastest(self) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift."""
         return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
@@ -173,18 +210,17 @@ class Judge:
         """The candidate with the least worst regret; of those that are as good, the one that needs least of the
         host."""
         pool = self.fitting
-        best = np.array([self._best_s[each] for each in self.scenarios])
-        regrets = (self.bounds(pool) / best).max(axis=1) - 1
+        scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, self.known)
         most = math.inf
         judged: list[Candidate] = []
-        for row in np.argsort(np.round(regrets, DECIMALS), kind="stable").tolist():
-            if regrets[row] > most + TIE:
+        for row in np.argsort(scores, kind="stable").tolist():
+            if scores[row] > most + TIE:
                 break
-            worst = self.regret(pool[row], most + TIE)
+            worst = self.score(pool[row], self.known, most + TIE)
             if worst < math.inf:
                 most = min(most, worst)
                 judged.append(pool[row])
-        final = [(self.regret(it), it) for it in judged]  # the first were compared with less than is known now
+        final = [(self.score(it, self.known), it) for it in judged]  # the first knew less
         most = min(worst for worst, _ in final)
         near = [
             (it.hosted_numel, it.need.host_bytes, round(worst, DECIMALS), number)

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.prediction import LINKS
 from elixir.plan.step_traffic import all_reduce_bytes
-from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Events
 
@@ -137,15 +136,15 @@ class Replay:
         vars(other).update({key: copy.copy(value) for key, value in mutable.items()})
         return other
 
-    def begin_early(self, placement: Placement) -> None:
-        """Goes on under `placement`, in which more chunks are updated early, in the batch before, too: nothing in a
-        backward waits for an early update that begins in it.
+    def begin_early(self, case: Case) -> None:
+        """Goes on under `case`, in which more chunks are updated early, in the batch before, too: nothing in a backward
+        waits for an early update that begins in it. In all else it may differ in what becomes of these updates.
 
         Not if gradients are added up, which wait on the same lane.
         """
-        begun, self._placement = self._placement.early, placement
+        begun, self._placement, self._case = self._placement.early, case.placement, case
         for c, home_s in self.home_s.items():
-            if c in placement.early and c not in begun:
+            if c in case.placement.early and c not in begun:
                 self._update_early(c, home_s)
 
     # --- a step ------------------------------------------------------------------------------------------------------

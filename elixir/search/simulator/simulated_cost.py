@@ -74,7 +74,7 @@ class SimulatedCost:
         )
         self._setting = setting
         self._early_share = out_of_place_share(setting)
-        self._latest: tuple[Case, Replay, Events] | None = None
+        self._latest: list[tuple[Case, Replay, Events]] = []  # at most one, which a copy that is clipped shares
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
         self._moves = ActivationMoves(trace, self._rates, self._accesses_s)
@@ -139,20 +139,24 @@ class SimulatedCost:
         """A machine that comes to its first optimizer step, and the events of the first batch after that.
 
         Updates that begin early change nothing before, unless they take the lane that adds gradients, or cores of
-        compute. So placements that differ in them share a machine, of which each gets a copy.
+        compute. So placements that differ in them share a machine, of which each gets a copy. So do steps that are
+        clipped and steps that are not.
         """
         alone = case.accumulates or case.times.rates.contention
-        shared = case if alone else replace(case, placement=case.placement.updated_early(()))
-        if self._latest is None or self._latest[0] != shared:
+        shared = replace(case, clipped=False)
+        if not alone:
+            shared = replace(shared, placement=case.placement.updated_early(()))
+        if not self._latest or self._latest[0][0] != shared:
             machine = machine_of(shared)
             batches = shared.batches(self._batches_simulated(shared))
             for batch, events in enumerate(batches):
                 machine.in_last_batch = batch == len(batches) - 1
                 machine.batch(events)
             machine.settle()
-            self._latest = shared, machine, shared.events(shared.result, updated=True)
-        machine, later = self._latest[1].fork(), self._latest[2]
-        machine.begin_early(case.placement)
+            self._latest[:] = [(shared, machine, shared.events(shared.result, updated=True))]
+        _, begun, later = self._latest[0]
+        machine = begun.fork()
+        machine.begin_early(case)
         return machine, later
 
     def _batches_simulated(self, case: Case) -> int:
@@ -257,7 +261,7 @@ class Known:
     @cached_property
     def floors(self) -> Floors:
         """Floors of all placements."""
-        return Floors(self.times, self.model, ahead=self._ahead)
+        return Floors([self.times], self.model, ahead=self._ahead)
 
 
 def _apart(whole_s: float, part_s: float) -> float:
