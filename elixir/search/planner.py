@@ -30,7 +30,7 @@ from elixir.search.problem.placement import Setting, Spill
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.judge import Outcome
-from elixir.search.propose.search import ShapeSearch, judge_updates
+from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
@@ -342,7 +342,8 @@ def _search(
         spaces.append(SearchSpace(space.trace, space.hardware, without, space.compute_scale))
     for here in spaces:
         for sizes in here.tiers(request)[: 1 if briefly else None]:
-            search = ShapeSearch(here, budgets, sizes(), possible, request.placement)
+            work = BRIEF_WORK if briefly else WORK
+            search = ShapeSearch(here, budgets, sizes(), possible, request.placement, work)
             outcome = search.find(sure=request.assume != "nominal")
             if outcome.best is not None:
                 return here, outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,6 @@ from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
-from elixir.search.problem.kept_trace import kept_trace
-from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import Question, StepQuestion
@@ -92,12 +90,9 @@ def trace_that_keeps(
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
         return replace(step, activations=own).trace(hardware, model(), kinds)
 
-    def predicted(own: tuple[UnitActivations, ...]) -> StepTrace:
-        return swapped_trace(kept_trace(every, own), SwappableStep(every))
-
     found = []
     if one_by_one:
-        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else predicted))
+        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else None))
     passing = _not_compiled(every)
     if request.pass_size != 1 and passing and not (found and passes_together(found[0].step)):
         found.append(traced(tuple(UnitActivations(name, ()) for name in passing)))
@@ -156,7 +151,7 @@ def _chosen(
     whole: StepTrace,
     hardware: HardwareProfile,
     request: SearchRequest,
-    made: Callable[[tuple[UnitActivations, ...]], StepTrace],
+    made: Callable[[tuple[UnitActivations, ...]], StepTrace] | None,
 ) -> StepTrace:
     """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
 
@@ -164,19 +159,23 @@ def _chosen(
         whole: the step that keeps everything.
         hardware, request: of the plan.
         made: gives the step with some activations. What it needs may differ a little from what was predicted for the
-            choice.
+            choice. None: what was predicted.
     """
     variants = _Variants(whole, hardware, request)
-    best, best_s = variants.nothing, math.inf
-    found: dict[Own, StepTrace] = {}
-    for own, predicted_s in variants.planned():
-        if predicted_s >= best_s * (1 - NOTICEABLE_SHARE):
+    planned = variants.planned()
+    if made is None:
+        return variants.trace(planned[0][0] if planned else variants.nothing)
+    best, best_s = None, math.inf
+    for own, predicted_s in planned:
+        if predicted_s >= best_s * NEARLY:
             break
-        found[own] = whole if own is None else made(own)
-        step_s = _planned_s(Question(found[own], hardware, request))
+        found = whole if own is None else made(own)
+        step_s = _planned_s(Question(found, hardware, request))
         if step_s < best_s:
-            best, best_s = own, step_s
-    return found[best] if best in found else made(())
+            best, best_s = found, step_s
+    if best is None:
+        return whole if variants.nothing is None else made(variants.nothing)
+    return best
 
 
 class _Variants:
@@ -191,10 +190,14 @@ class _Variants:
         self._sizes: tuple[int, ...] = ()
         """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
         self._floors: dict[Own, tuple[float, StepTrace]] = {}
-        self.nothing: Own = self._kept.activations(0)
+        self.nothing: Own = self._kept.activations(0) if self._kept.changes else None
 
-    def planned(self) -> Iterator[tuple[Own, float]]:
-        """Yields choices whose plans were made, and their seconds, the fastest first."""
+    def trace(self, own: Own) -> StepTrace:
+        """The step with a choice that was looked at, as it is predicted."""
+        return self._floors[own][1]
+
+    def planned(self) -> list[tuple[Own, float]]:
+        """Choices whose plans were made, and their seconds, the fastest first."""
         self._look_at_fillings()
         self._look_at_moves()
         plans: list[tuple[float, int, Own]] = []
@@ -204,8 +207,7 @@ class _Variants:
             if floor_s == math.inf or len(plans) == MOST_PLANNED or (plans and floor_s >= min(plans)[0] * NEARLY):
                 break
             plans.append((_planned_s(Question(trace, self._hardware, self._request)), number, own))
-        for step_s, _, own in sorted(plans, key=lambda each: each[:2]):
-            yield own, step_s
+        return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
     def _look_at_fillings(self) -> None:
         """From nothing to everything, then once more next to the fastest."""
@@ -251,6 +253,6 @@ def _spread(low: int, high: int) -> list[int]:
 
 
 def _planned_s(question: Question) -> float:
-    """Seconds of the step after a search, at the rates of the machine; infinite if nothing fits."""
-    plan = planned(question._replace(request=replace(question.request, assume="nominal")))
+    """Seconds of the fastest step at the rates of the machine; infinite if nothing fits."""
+    plan = planned(question, briefly=True)
     return math.inf if plan is None else plan.predicted.step_s

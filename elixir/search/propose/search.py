@@ -30,8 +30,9 @@ LITTLE = 2e-4
 """A candidate whose floor is this little below the best is not simulated."""
 SLOW = 1.05
 """No climb begins this far above the best."""
-WORK, OTHERS = 20_000, 4
-"""Simulations times chunks for one aim, and how many times fewer for the seconds of a scenario but the nominal one."""
+WORK, BRIEF_WORK, OTHERS = 20_000, 2_500, 4
+"""Simulations times chunks for one aim, where many plans are compared, and how many times fewer for the seconds of a
+scenario but the nominal one."""
 PLACEMENTS, EXACT = 7_000, 300
 """Placements of one packing that are all looked at, and simulations for all such packings together."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
@@ -55,6 +56,7 @@ class ShapeSearch:
         sizes: capacities of chunks to pack with.
         scenarios: that are possible, the nominal one first.
         homes: of all chunks, if they are given.
+        work: simulations times chunks for one aim.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class ShapeSearch:
         sizes: Iterable[int],
         scenarios: Sequence[Scenario],
         homes: HomeChoice = "auto",
+        work: int = WORK,
     ) -> None:
+        self._work = work
         self._space, self._budgets = space.on(scenarios[0]), budgets
         self.judge = Judge(space, scenarios, budgets)
         self._nominal, setting = scenarios[0], space.setting
@@ -84,7 +88,7 @@ class ShapeSearch:
             self.judge.seconds(resident, self._nominal)
             return self.judge.outcome(resident)
         judge, nominal = self.judge, {self._nominal: 1.0}
-        floors_s = self._approach(nominal, self._families, GAP, WORK)
+        floors_s = self._approach(nominal, self._families, GAP, self._work)
         self.least_s = min(floors_s.values(), default=math.inf)
         self._look_at_all_of_few()
         if not judge.pool:
@@ -92,9 +96,9 @@ class ShapeSearch:
         best, others = judge.fastest(), judge.scenarios[1:]
         order = sorted(self._families, key=lambda it: (it.model is not best.model, floors_s[id(it)]))
         for other in others:
-            self._approach({other: 1.0}, order[: PACKINGS + 1], NEAR, WORK // OTHERS)
+            self._approach({other: 1.0}, order[: PACKINGS + 1], NEAR, self._work // OTHERS)
         if others:
-            self._approach(judge.known, order[: PACKINGS + 1], TIE, WORK)
+            self._approach(judge.known, order[: PACKINGS + 1], TIE, self._work)
         return judge.outcome(judge.surest() if sure else judge.fastest())
 
     def floors(self) -> list[tuple[float, int]]:
