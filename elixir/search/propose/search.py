@@ -264,6 +264,9 @@ class ShapeSearch:
             return None
         made = self._weigh(shape.family.model, *placed, shape.depth, shape.speed, shape.rule)
         if made is not None:
+            if not made.schedule.blocks:  # what needs some may be near, and fewer leave more room
+                depth = min(1, len(shape.family.fewest) - 1)
+                shape = replace(shape, depth=depth, blocks=shape.family.fewest[depth])
             self._shapes.setdefault(key_of(made), shape)
         return made
 
@@ -373,8 +376,8 @@ class ShapeSearch:
         blocks, fits = family.room_for(codes)
         depth, best = here.schedule.prefetch_depth, tries.scores[key_of(here)]
         rows = Rows(codes, blocks, fits, np.zeros_like(blocks))
-        among, ahead = tuple(tries.aim), family.depth(len(plain)) if few else depth
-        floors = scores_of(self._floors(family, rows, among, early=early, depth=ahead), among, tries.aim)
+        among = tuple(tries.aim)
+        floors = scores_of(self._floors(family, rows, among, early=early, depth=depth), among, tries.aim)
         depths = dict.fromkeys((depth, *range(len(family.fewest)))) if few else (depth,)
         speeds = dict.fromkeys((1.0, min(each.host_adam for each in tries.aim), 0.0)) if early else (0.0,)
         for row in np.argsort(floors, kind="stable").tolist():
