@@ -75,7 +75,7 @@ class ShapeSearch:
         self._early = setting.early_updates is not False and not self._nominal.clipped
         self._all = families(self._space, budgets, sizes, homes)
         self._families = [family for family in self._all if family.least_away <= family.most_away]
-        self._tables: dict[tuple[int, bytes, int, float, tuple[Scenario, ...]], Floats] = {}
+        self._tables: dict[tuple[int, bytes, int, tuple[Scenario, ...]], Floats] = {}
         self._shapes: dict[Key, Shape] = {}
         self._weighed: dict[tuple[int, Placement, int, int, float, int], Candidate | None] = {}
         self.least_s = math.inf
@@ -134,17 +134,10 @@ class ShapeSearch:
             return least
         enough, most = looked[0][0] * (1 + gap), work // max(looked[0][1].family.count, FEW_CHUNKS)
         until, tries = judge.simulations + most, _Tries(judge, aim)
-        for known in judge.promising(aim, KNOWN):
-            tries.show(known, tries.best)
-        taken = Counter[int]()
-        for floor, shape in looked:
-            if tries.best <= enough or floor >= tries.best * (1 - LITTLE) or judge.simulations > until - most / 2:
+        for candidate in self._promising(looked, tries):
+            if tries.best <= enough or judge.simulations > until - most / 2:
                 break
-            for probe in self._probed(shape, aim) if taken[id(shape.family)] < 2 else ():
-                tries.show(probe)
-                if tries.best <= enough:
-                    break
-            taken[id(shape.family)] += 1
+            tries.show(candidate)
         for start in tries.starts(lambda it: (id(it.model), it.schedule.blocks, bool(it.placement.early)))[:STARTS]:
             self._climb(start, tries, self._near_shapes, enough, until, most // PATIENCE)
         if len(aim) > 1 or self._nominal in aim:
@@ -152,6 +145,17 @@ class ShapeSearch:
                 few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
                 self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
         return least
+
+    def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
+        """Candidates of the pool, and others of the shapes with the least floors, until these are above the best."""
+        yield from self.judge.promising(tries.aim, KNOWN)
+        taken = Counter[int]()
+        for floor, shape in looked:
+            if floor >= tries.best * (1 - LITTLE):
+                return
+            if taken[id(shape.family)] < 2:
+                taken[id(shape.family)] += 1
+                yield from self._probed(shape, tries.aim)
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -161,15 +165,15 @@ class ShapeSearch:
         first = tuple(aim) == (self._nominal,)
         found: list[tuple[float, Shape]] = []
         for family in families:
-            for blocks, share in product(self._counts(family, few=not first), (1.0,) if first else (1.0, 0.0)):
+            for blocks in self._counts(family, few=not first):
                 grid = spread(family.least_away, family.most_away)
                 while True:
-                    floors = self._of_grid(family, grid, blocks, share, aim)
+                    floors = self._of_grid(family, grid, blocks, aim)
                     best = int(np.argmin(floors))
                     if floors[best] == np.inf:
                         break
                     depth = family.depth(blocks)
-                    found.append((float(floors[best]), Shape(family, int(grid[best]), blocks, depth, share=share)))
+                    found.append((float(floors[best]), Shape(family, int(grid[best]), blocks, depth)))
                     low, high = int(grid[max(best - 1, 0)]), int(grid[min(best + 1, len(grid) - 1)])
                     if not first or high - low <= 2:
                         break
@@ -177,12 +181,12 @@ class ShapeSearch:
         # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
         return sorted(found, key=lambda each: (each[0], -each[1].depth))
 
-    def _of_grid(self, family: Family, grid: Ints, blocks: int, share: float, aim: Aim) -> Floats:
+    def _of_grid(self, family: Family, grid: Ints, blocks: int, aim: Aim) -> Floats:
         """Scores that floors allow with so many states away; those of all scenarios are worked out at once."""
         among = tuple(aim) if tuple(aim) == (self._nominal,) else self.judge.scenarios
-        key = id(family), grid.tobytes(), blocks, share, among
+        key = id(family), grid.tobytes(), blocks, among
         if key not in self._tables:
-            rows = family.rows(grid, blocks, share=share)
+            rows = family.rows(grid, blocks)
             self._tables[key] = self._floors(family, rows, among, early=self._early, depth=family.depth(blocks))
         return scores_of(self._tables[key], among, aim)
 
@@ -216,7 +220,7 @@ class ShapeSearch:
         if len(hosts) == 1:
             ways += [(hosts[0], 1), (hosts[0], 2)]
         for speed, rule in ways:
-            for order, share in ((IN_ORDER, shape.share), (SPREAD, shape.share), (IN_ORDER, 0.0)):
+            for order, share in ((IN_ORDER, 1.0), (SPREAD, 1.0), (IN_ORDER, 0.0)):
                 made = self._make(replace(shape, speed=speed, order=order, share=share, rule=rule))
                 if made is not None:
                     yield made
@@ -268,6 +272,9 @@ class ShapeSearch:
             return None
         made = self._weigh(shape.family.model, *placed, shape.depth, shape.speed, shape.rule)
         if made is not None:
+            if not made.schedule.blocks:  # what needs some may be near, and fewer leave more room
+                depth = min(1, len(shape.family.fewest) - 1)
+                shape = replace(shape, depth=depth, blocks=shape.family.fewest[depth])
             self._shapes.setdefault(key_of(made), shape)
         return made
 
@@ -377,8 +384,8 @@ class ShapeSearch:
         blocks, fits = family.room_for(codes)
         depth, best = here.schedule.prefetch_depth, tries.scores[key_of(here)]
         rows = Rows(codes, blocks, fits, np.zeros_like(blocks))
-        among, ahead = tuple(tries.aim), family.depth(len(plain)) if few else depth
-        floors = scores_of(self._floors(family, rows, among, early=early, depth=ahead), among, tries.aim)
+        among = tuple(tries.aim)
+        floors = scores_of(self._floors(family, rows, among, early=early, depth=depth), among, tries.aim)
         depths = dict.fromkeys((depth, *range(len(family.fewest)))) if few else (depth,)
         speeds = dict.fromkeys((1.0, min(each.host_adam for each in tries.aim), 0.0)) if early else (0.0,)
         for row in np.argsort(floors, kind="stable").tolist():
