@@ -167,8 +167,8 @@ def _chosen(
             choice.
     """
     variants = _Variants(whole, hardware, request)
-    best, best_s = variants.nothing, math.inf
-    found: dict[Own, StepTrace] = {}
+    best: Own = variants.nothing
+    best_s, found = math.inf, dict[Own, StepTrace]()
     for own, predicted_s in variants.planned():
         if predicted_s >= best_s * (1 - NOTICEABLE_SHARE):
             break
@@ -176,7 +176,7 @@ def _chosen(
         step_s = _planned_s(Question(found[own], hardware, request))
         if step_s < best_s:
             best, best_s = own, step_s
-    return found[best] if best in found else made(())
+    return found[best] if best in found else made(variants.nothing)
 
 
 class _Variants:
@@ -191,7 +191,7 @@ class _Variants:
         self._sizes: tuple[int, ...] = ()
         """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
         self._floors: dict[Own, tuple[float, StepTrace]] = {}
-        self.nothing: Own = self._kept.activations(0)
+        self.nothing = self._kept.activations(0)
 
     def planned(self) -> Iterator[tuple[Own, float]]:
         """Yields choices whose plans were made, and their seconds, the fastest first."""
