@@ -31,6 +31,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ from benchmark.emulated_runs import (
     with_error,
     with_products,
 )
+from elixir.hardware.profile import HardwareProfile
 from elixir.search.simulator.simulation import Simulation, simulate_step
 
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)

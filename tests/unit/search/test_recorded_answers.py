@@ -24,7 +24,7 @@ from elixir.search import plan_from_trace
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.advise.answer import ALLOWED, Answer, best_allowed
 from elixir.search.budgets import disk_budget, host_memory_here, resolve_budgets, warn_if_disk_full
-from elixir.search.planner import glance, lacks_memory, least_host_bytes, least_need, planned, simple_plan
+from elixir.search.planner import lacks_memory, least_host_bytes, least_need, packing_floors, planned, simple_plan
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
 from elixir.search.question import Question, StepQuestion
@@ -136,8 +136,8 @@ def asked_again(draw: random.Random, name: str) -> dict[str, Any]:
             question = Question(trace, machine, SearchRequest.of(ranks, **options | less | changes))
             need = least_need(question)
             found.append([need.device_parts, need.host_parts, lacks_memory(question), least_host_bytes(question)])
-            first = glance(question)
-            found.append([first, glance(question, first.sizes[:1])])
+            floors = packing_floors(question)
+            found.append([floors, packing_floors(question, [size for _, size in floors[:1]])])
             brief = planned(question, briefly=True)
             found.append(None if brief is None else recorded_plans.planned(brief))
             if brief is not None:

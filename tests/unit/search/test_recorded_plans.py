@@ -34,6 +34,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.question import Question, StepQuestion
 from elixir.search.replan import LEAST_KEPT, EarlyShares, Observation, calibrated, correct, worst
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.floors import Floors
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
@@ -191,7 +192,7 @@ def counted() -> Iterator[list[int]]:
     A search that looks further for the same plan takes longer, and one that looks less far may miss another's.
     """
     work = [0, 0, 0]
-    estimate, need, bound = SimulatedCost.estimate, MemoryModel.need, SimulatedCost.lower_bound_s
+    estimate, need, bound = SimulatedCost.estimate, MemoryModel.need, Floors.seconds
 
     def estimated(*args: Any, **options: Any) -> Any:
         work[0] += 1
@@ -209,7 +210,7 @@ def counted() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedCost, "estimate", estimated)
         patch.setattr(MemoryModel, "need", needed)
-        patch.setattr(SimulatedCost, "lower_bound_s", bounded)
+        patch.setattr(Floors, "seconds", bounded)
         yield work
 
 

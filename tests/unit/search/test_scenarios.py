@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from elixir.search.propose.trials import FEW_CHUNKS
 
 from benchmark import regret
 from elixir.errors import ArtifactError, InputError, InputTypeError
@@ -20,6 +19,7 @@ from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import NOTICEABLE_REGRET
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.advise.answer import Answer
+from elixir.search.propose.search import FEW_CHUNKS
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
