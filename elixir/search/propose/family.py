@@ -8,6 +8,7 @@ spread over it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.search.simulator.work_times import WorkTimes
 from elixir.units import LARGEST_BYTES
 
+PLACEMENTS = 7_000
+"""Placements of one packing that are all looked at."""
 IN_ORDER, SPREAD = range(2)
 """The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
 
@@ -182,6 +185,18 @@ class Family:
         if not here:
             codes = np.where(codes == self.levels[:, 2], codes, self.levels[:, 1])
         return Placement.numbered(codes.tolist()), self.fewest[0] * bool(here)
+
+    @property
+    def every(self) -> Codes:
+        """All placements; none if they are too many to be looked at."""
+        options = [list(dict.fromkeys(three)) for three in self.levels.tolist()]
+        if math.prod(map(len, options)) > PLACEMENTS:
+            return np.zeros((0, self.count), dtype=np.int8)
+        codes: Codes = np.zeros((1, 0), dtype=np.int8)
+        for some in options:
+            tiled = np.tile(np.array(some, dtype=np.int8), len(codes))
+            codes = np.column_stack((np.repeat(codes, len(some), axis=0), tiled))
+        return codes
 
     def most_on_device(self, depth: int = 0) -> tuple[Placement, int] | None:
         """The homes that leave least to the host, next to the fewest blocks; None if no shape fits the device."""

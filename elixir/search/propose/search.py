@@ -18,7 +18,7 @@ import numpy as np
 from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Codes, Floats, Placement
+from elixir.search.problem.placement import RESIDENT, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
 from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families
 from elixir.search.propose.judge import TIE, Judge, Key, Outcome, key_of
@@ -44,8 +44,10 @@ BETWEEN = 7
 """`WORK` for shapes between those of the scenarios."""
 LOOKS = 12
 """Shapes between those of the scenarios that are judged before a climb."""
-PLACEMENTS, EXACT = 7_000, 300
-"""Placements of one packing that are all looked at, and simulations for all such packings together."""
+EXACT = 300
+"""Simulations for all packings together of which all placements are looked at."""
+LESS = 5
+"""Shapes that leave less to the host, and the fastest one."""
 WORK, MOST = 6_000, 400
 """Simulations times chunks of the climb over single chunks, and simulations at most."""
 FEW_CHUNKS = 32
@@ -104,6 +106,8 @@ class ShapeSearch:
             self._look_in_others(here)
             self._look_between(here)
             self._change_best(robust=True)
+        if sure and here is not None:
+            self._look_at_less_on_host(here)
         return self.judge.outcome(self._best(robust=sure))
 
     def floors(self) -> list[tuple[float, int]]:
@@ -407,6 +411,13 @@ class ShapeSearch:
             if worst > ENOUGH and self.judge.simulations < most:
                 self._climb(shape, self._score, None, most=min(WORK // shape.family.count, 10 * CLIMBED))
 
+    def _look_at_less_on_host(self, here: Shape) -> None:
+        """Shapes that leave less to the host than the fastest one: one of them may be as good."""
+        for away in _spread(here.family.least_away, here.away, LESS)[:-1].tolist():
+            made = self._make(replace(here, away=away, speed=0.0))
+            if made is not None:
+                self.judge.seconds(made, self._nominal)
+
     def _worst(self, candidate: Candidate | None, most: float) -> float:
         """The worst regret; infinite above `most`, and for what does not fit."""
         return math.inf if candidate is None else self.judge.regret(candidate, most)
@@ -436,13 +447,9 @@ class ShapeSearch:
         """Packings with so few chunks that all placements can be looked at: the best by floors first."""
         at, left = self._nominal, EXACT
         for family in self._all:
-            options = [list(dict.fromkeys(three)) for three in family.levels.tolist()]
-            if math.prod(map(len, options)) > PLACEMENTS:
+            codes = family.every
+            if not len(codes):
                 continue
-            codes: Codes = np.zeros((1, 0), dtype=np.int8)
-            for some in options:
-                every = np.tile(np.array(some, dtype=np.int8), len(codes))
-                codes = np.column_stack((np.repeat(codes, len(some), axis=0), every))
             blocks, fits = family.room_for(codes)
             codes, blocks = codes[fits], blocks[fits]
             floors = self.judge.floors(family.model, at, codes, blocks, early=self._early, prefetch=True)
