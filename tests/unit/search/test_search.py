@@ -272,7 +272,8 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
     options = {"device_memory": PLENTY, "host_budget": least - 1, "placement": "cpu"}
     assert shortage(trace, HARDWARE, 2, **options).needed_bytes == least
     # They come before new states that the host would make early.
-    early = plan(trace, 2, placement="cpu", host=rich.predicted.host_peak_bytes + most, assume="nominal")
+    host = rich.predicted.host_peak_bytes + most
+    early = plan(trace, 2, placement="cpu", host=host, assume="nominal", chunks_of=rich)
     assert early.has_early_updates
     assert early.predicted.checkpoint_bytes == most
 
