@@ -97,8 +97,7 @@ class ShapeSearch:
             self.judge.seconds(resident, self._nominal)
             return self.judge.outcome(resident)
         here = self._fastest_shape() if self._families else None
-        if not self._is_near:
-            self._look_at_all_of_few()
+        self._look_at_all_of_few()
         if not self.judge.pool:
             return Outcome(None)
         self._change_best(robust=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -46,6 +46,20 @@ def test_no_plan_of_a_small_search_is_faster(seed: int, most_chunks: int) -> Non
         assert outcome.best.need.device_bytes <= search.budgets.device_bytes
         assert outcome.best.need.host_bytes <= search.budgets.host_bytes
         assert outcome.best.seconds["total"] == outcome.fastest_s <= WITHIN * best.seconds["total"]
+
+
+@pytest.mark.parametrize("seed", [8, 33, 56])
+def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(seed: int) -> None:
+    search, found = small_search(seed, most_chunks=6), list[tuple[float, float, float]]()
+    for device, host in product((0.8, 1.0, 1.3), repeat=2):
+        budgets = Budgets(int(device * search.budgets.device_bytes), int(host * search.budgets.host_bytes))
+        fastest_s = found_by(replace(search, budgets=budgets)).fastest_s
+        if fastest_s is not None:
+            found.append((device, host, fastest_s))
+    assert found
+    for (device, host, less_s), (more, much, more_s) in product(found, found):
+        if device <= more and host <= much:
+            assert more_s <= 1.001 * less_s
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
