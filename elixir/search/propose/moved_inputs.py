@@ -21,7 +21,7 @@ def sizes_of_passes(question: Question) -> tuple[int, ...]:
     return sizes if passes_together(question.trace.step) or len(sizes) == 1 else sizes[:1]
 
 
-def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[Question], float]) -> Question | None:
+def with_moved_inputs(question: Question, fastest_s: float, least_s: Callable[[Question], float]) -> Question | None:
     """Looks for the pass that seems fastest, if half of the layers, or all, have their inputs on the host.
 
     None if none is faster, by what is worthwhile, than the fastest plan without. The device has more room then, which
@@ -30,7 +30,7 @@ def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[
     Args:
         question: with a trace of one micro-batch.
         fastest_s: seconds of the fastest plan without.
-        glance_s: about the seconds of the fastest plan for a question.
+        least_s: about the seconds of the fastest plan for a question.
     """
     trace, hardware, request = question
     sizes = [size for size in sizes_of_passes(question) if size > 1]
@@ -48,6 +48,6 @@ def with_moved_inputs(question: Question, fastest_s: float, glance_s: Callable[[
             for size in sizes:
                 asked = replace(request.in_replicas(replicas), pass_size=size)
                 of_pass = Question(pass_trace(moving, size), hardware, asked)
-                found.append((glance_s(of_pass), of_pass))
+                found.append((least_s(of_pass), of_pass))
     nearly_s = WORTHWHILE * min(step_s for step_s, _ in found)
     return next(of_pass for step_s, of_pass in found if step_s <= nearly_s) if nearly_s < fastest_s else None
