@@ -188,8 +188,8 @@ def least_host_bytes(question: Question) -> int | None:
 
 
 def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
-    """Seconds that no plan of a packing can beat at the rates of the machine, and its size of chunks; the least first,
-    and none where nothing fits.
+    """The least floor of all shapes of a packing at the rates of the machine, and its size of chunks; the least first,
+    and none where no shape fits. A plan of few chunks whose homes are no shape may be faster.
 
     Args:
         question: its trace has passes of the size that is asked for.
@@ -207,7 +207,7 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
 
 
 def least_s(question: Question) -> float:
-    """Seconds that no plan can beat at the rates of the machine; infinite where nothing fits."""
+    """The least floor of all shapes at the rates of the machine; infinite where none fits."""
     return min((floor_s for floor_s, _ in packing_floors(question)), default=math.inf)
 
 

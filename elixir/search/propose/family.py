@@ -8,6 +8,7 @@ spread over it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ from elixir.units import LARGEST_BYTES
 
 GRID = 17
 """Numbers of chunks with states away that are looked at together."""
+PLACEMENTS = 7_000
+"""Placements of one packing that are all looked at."""
 IN_ORDER, SPREAD = range(2)
 """The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
 
@@ -203,6 +206,18 @@ class Family:
             codes = np.where(codes == self.levels[:, 2], codes, self.levels[:, 1])
         return Placement.numbered(codes.tolist()), self.fewest[0] * bool(here)
 
+    @property
+    def every(self) -> Codes:
+        """All placements; none if they are too many to be looked at."""
+        options = [list(dict.fromkeys(three)) for three in self.levels.tolist()]
+        if math.prod(map(len, options)) > PLACEMENTS:
+            return np.zeros((0, self.count), dtype=np.int8)
+        codes: Codes = np.zeros((1, 0), dtype=np.int8)
+        for some in options:
+            tiled = np.tile(np.array(some, dtype=np.int8), len(codes))
+            codes = np.column_stack((np.repeat(codes, len(some), axis=0), tiled))
+        return codes
+
     def most_on_device(self, depth: int = 0) -> tuple[Placement, int] | None:
         """The homes that leave least to the host, next to the fewest blocks; None if no shape fits the device."""
         blocks = self.fewest[min(depth, len(self.fewest) - 1)]
@@ -286,7 +301,7 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
     ]
 
 
-def spread(low: int, high: int) -> Ints:
-    """At most `GRID` numbers from `low` to `high`, evenly."""
-    found: Ints = np.unique(np.linspace(low, high, GRID).round().astype(np.int64))
+def spread(low: int, high: int, count: int = GRID) -> Ints:
+    """At most so many numbers from `low` to `high`, evenly."""
+    found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
     return found

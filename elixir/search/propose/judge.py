@@ -20,6 +20,8 @@ from elixir.search.simulator.floors import Floors
 
 DECIMALS = 9
 """Digits of seconds by which candidates are put in order: machines may give the last bits of a sum differently."""
+LEAST_S = 1e-12
+"""No step is shorter: regrets are ratios, also where a step has no work."""
 TIE = 0.01
 """Regrets this little apart are as good: the plan that needs least of the host is taken."""
 
@@ -91,7 +93,7 @@ class Judge:
         if scenario not in known:
             self.pool.setdefault(key, candidate)
             self.simulations += 1
-            found = known[scenario] = candidate.seconds_by(self.spaces[scenario].cost)["total"]
+            found = known[scenario] = max(candidate.seconds_by(self.spaces[scenario].cost)["total"], LEAST_S)
             for each in self.scenarios:
                 if self._as_seen(each, early=early) == scenario and found < self._best_s[each]:
                     self._best_s[each], self._best[each] = found, candidate

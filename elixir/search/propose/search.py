@@ -17,7 +17,7 @@ import numpy as np
 from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Codes, Floats, Placement
+from elixir.search.problem.placement import RESIDENT, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
 from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families, spread
 from elixir.search.propose.judge import TIE, Aim, Judge, Key, Outcome, key_of, scores_of
@@ -33,8 +33,10 @@ SLOW = 1.05
 WORK, BRIEF_WORK, OTHERS = 20_000, 2_500, 4
 """Simulations times chunks for one aim, where many plans are compared, and how many times fewer for the seconds of a
 scenario but the nominal one."""
-PLACEMENTS, EXACT = 7_000, 300
-"""Placements of one packing that are all looked at, and simulations for all such packings together."""
+LESS = 5
+"""Shapes that leave less to the host, and the fastest one."""
+EXACT = 300
+"""Simulations for all packings together of which all placements are looked at."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Up to so many, single chunks and all pairs of them change; for one scenario alone, up to so many."""
 PACKINGS = 3
@@ -99,7 +101,17 @@ class ShapeSearch:
             self._approach({other: 1.0}, order[: PACKINGS + 1], NEAR, self._work // OTHERS)
         if others:
             self._approach(judge.known, order[: PACKINGS + 1], TIE, self._work)
+        if sure:
+            self._look_at_less_on_host(judge.fastest())
         return judge.outcome(judge.surest() if sure else judge.fastest())
+
+    def _look_at_less_on_host(self, best: Candidate) -> None:
+        """Shapes that leave less to the host than the fastest plan: one of them may be as good."""
+        here = self._shapes.get(key_of(best))
+        for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist() if here is not None else ():
+            made = self._make(replace(here, away=away, speed=0.0))
+            if made is not None:
+                self.judge.seconds(made, self._nominal)
 
     def floors(self) -> list[tuple[float, int]]:
         """The least nominal floor of each packing of which something fits, and its capacity; the least first."""
@@ -340,13 +352,9 @@ class ShapeSearch:
         """Goes through all placements of packings with few chunks, the least floors first."""
         at, left = self._nominal, EXACT
         for family in self._all:
-            options = [list(dict.fromkeys(three)) for three in family.levels.tolist()]
-            if math.prod(map(len, options)) > PLACEMENTS:
+            codes = family.every
+            if not len(codes):
                 continue
-            codes: Codes = np.zeros((1, 0), dtype=np.int8)
-            for some in options:
-                every = np.tile(np.array(some, dtype=np.int8), len(codes))
-                codes = np.column_stack((np.repeat(codes, len(some), axis=0), every))
             blocks, fits = family.room_for(codes)
             codes, blocks = codes[fits], blocks[fits]
             floors = self.judge.floors(family.model, (at,), codes, blocks, early=self._early, prefetch=True)[0]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
+import numpy as np
+
 from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Setting
+from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.family import Family, families
 from elixir.search.propose.sizes import Budgets, SearchSpace
@@ -124,13 +126,31 @@ def _least_device(unmet: Unmet) -> MemoryNeed:
 
 def _least_host(unmet: Unmet, device_bytes: int) -> int:
     """The least host memory of any candidate that fits the device; 0 where none does."""
-    found = []
-    for family in _families(unmet, device_bytes):
-        choice = family.most_on_device()
-        if choice is not None:
-            placement, blocks = choice
-            found.append(family.model.need(spilled(family.model, placement, host_bytes=0), blocks).host_bytes)
+    choices = (
+        (family.model, choice)
+        for family in _families(unmet, device_bytes)
+        for choice in (family.most_on_device(), _least_of_all(family))
+        if choice is not None
+    )
+    found = (
+        model.need(spilled(model, placement, host_bytes=0), blocks).host_bytes for model, (placement, blocks) in choices
+    )
     return min(found, default=0)
+
+
+def _least_of_all(family: Family) -> tuple[Placement, int] | None:
+    """The homes that take least of the host of all that fit the device, and their blocks; None where the search does
+    not look at all homes."""
+    codes = family.every
+    if not len(codes):
+        return None
+    blocks, fits = family.room_for(codes)
+    host_bytes = family.host_bytes(codes)
+    for row in np.argsort(host_bytes, kind="stable").tolist():
+        placement = Placement.numbered(codes[row].tolist())
+        if fits[row] and family.work.schedule(placement.residents, 0).min_blocks <= blocks[row]:
+            return placement, int(blocks[row])
+    return None
 
 
 def room(trace: StepTrace, setting: Setting, budgets: Budgets) -> tuple[int, int]:
