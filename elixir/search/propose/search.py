@@ -108,7 +108,9 @@ class ShapeSearch:
     def _look_at_less_on_host(self, best: Candidate) -> None:
         """Shapes that leave less to the host than the fastest plan: one of them may be as good."""
         here = self._shapes.get(key_of(best))
-        for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist() if here is not None else ():
+        if here is None:
+            return
+        for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist():
             made = self._make(replace(here, away=away, speed=0.0))
             if made is not None:
                 self.judge.seconds(made, self._nominal)
