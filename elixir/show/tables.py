@@ -27,10 +27,10 @@ def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     for lever in levers:
         cells = ["does not fit", "", "", ""]
         if lever.plan is not None and lever.step_s is not None:
-            bound = RESOURCE_LABELS[lever.bound_by] if lever.bound_by else ""
-            cells = [*_lever_cells(lever.plan, lever.step_s, lever.gain), bound]
+            busiest = RESOURCE_LABELS[lever.busiest] if lever.busiest else ""
+            cells = [*_lever_cells(lever.plan, lever.step_s, lever.gain), busiest]
         body.append([f"{lever.action}:\n{flags_of(lever.options)}", *cells])
-    columns = ("change, and what to add", "step", "peaks", "speed", "then waits for")
+    columns = ("change, and what to add", "step", "peaks", "speed", "then busiest")
     return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
 

@@ -15,6 +15,7 @@ from elixir.search.planner import lacks_memory, packing_floors, planned
 from elixir.search.propose.judge import TIE
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_seconds
@@ -36,8 +37,8 @@ class Effect:
     """Negative where the step gets shorter."""
     gain: float | None
     """Samples a second over those of the plan as it is."""
-    bound_by: str | None = None
-    """The resource that the step waits for most."""
+    busiest: str | None = None
+    """The resource that works longest in the step, such as ``compute`` or ``host_adam``."""
 
     def __repr__(self) -> str:
         if self.step_s is None:
@@ -139,8 +140,9 @@ class Answer:
         safe = predicted.step_s / (predicted.fastest_s or predicted.step_s)
         step_s = safe * other.plan.predicted.step_s
         gain = other.samples_per_s / (safe * self.samples_per_s)
-        bound_by = simulate_step(other.plan, other.trace, other.question.hardware).bound_by
-        return Effect(change, other.plan, step_s, step_s - predicted.step_s, gain, bound_by)
+        seconds = other.plan.predicted.seconds
+        busiest = max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
+        return Effect(change, other.plan, step_s, step_s - predicted.step_s, gain, busiest)
 
     def _first_that_fits(self, changes: Iterable[Change], question: Question) -> list[Effect]:
         found: list[Effect] = []

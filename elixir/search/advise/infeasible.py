@@ -111,7 +111,9 @@ def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of
 
 
 def _tried(change: Change, question: Question) -> Answer | None:
-    return evaluate(change, question, briefly=True)
+    # Exactly what was found to be needed may take sizes of chunks that are tried last.
+    question = question._replace(request=replace(question.request, assume="nominal"))
+    return evaluate(change, question, briefly=change.kinds != ("machine",))
 
 
 def _lever(change: Change, answer: Answer | None) -> Lever:
