@@ -54,8 +54,10 @@ def key_of(candidate: Candidate) -> Key:
 
 def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
     """Scores of what takes so many seconds by scenario, and, for instance, placement."""
-    found: Floats = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
-    return np.round(found, 9)
+    with np.errstate(invalid="ignore"):
+        ratios = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
+    found: Floats = np.round(np.where(np.isnan(ratios), np.inf, ratios), DECIMALS)
+    return found
 
 
 class Judge:

@@ -14,9 +14,10 @@ from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.placement import RESIDENT, Placement, Setting
+from elixir.search.propose import family as shapes
 from elixir.search.propose.disk_overflow import spilled
-from elixir.search.propose.family import Family, families
+from elixir.search.propose.family import Family
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
 from elixir.search.variants import sizes_of_passes
@@ -47,7 +48,8 @@ def shortage(unmet: Unmet, budgets: Budgets) -> PlanError:
         budgets: what it was searched with.
     """
     where = f"{unmet.question.trace.model_name} at world size {unmet.setting.world_size}"
-    device, setting = _least_device(unmet), unmet.setting
+    families, setting = _families(unmet, budgets.device_bytes), unmet.setting
+    device = _least_device(families)
     shares_host = setting.device_kind == "cpu" and budgets.machine_bytes is not None
     if device.device_bytes > budgets.device_bytes:
         if shares_host and budgets.device_bytes == budgets.host_bytes // setting.ranks_per_host:
@@ -63,14 +65,15 @@ def shortage(unmet: Unmet, budgets: Budgets) -> PlanError:
         provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
         f"{where} does not fit the host memory{provided}",
-        needed_bytes=_least_host(unmet, budgets.device_bytes) + budgets.other_bytes,
+        needed_bytes=_least_host(families) + budgets.other_bytes,
         available_bytes=budgets.given_host_bytes,
     )
 
 
 def least_bytes(unmet: Unmet, device_bytes: int | None) -> int:
     """The least device memory of any candidate; the least host memory of those that fit `device_bytes` of it."""
-    return _least_device(unmet).device_bytes if device_bytes is None else _least_host(unmet, device_bytes)
+    families = _families(unmet, device_bytes or 0)
+    return _least_device(families).device_bytes if device_bytes is None else _least_host(families)
 
 
 def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
@@ -96,7 +99,7 @@ def moments_instead(unmet: Unmet, budgets: Budgets) -> MomentKind | None:
     """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
     none."""
     for kind, other in _fewer_bits(unmet):
-        if 0 < _least_host(other, budgets.device_bytes) <= budgets.host_bytes:
+        if 0 < least_bytes(other, budgets.device_bytes) <= budgets.host_bytes:
             return kind
     return None
 
@@ -115,26 +118,24 @@ def _families(unmet: Unmet, device_bytes: int) -> list[Family]:
     """The families of all sizes that the search tries, with so much of the device."""
     space, request = unmet.space, unmet.question.request
     sizes = [size for tier in space.tiers(request) for size in tier()]
-    return families(space, Budgets(device_bytes, LARGEST_BYTES), sizes, request.placement)
+    return shapes.families(space, Budgets(device_bytes, LARGEST_BYTES), sizes, request.placement)
 
 
-def _least_device(unmet: Unmet) -> MemoryNeed:
+def _least_device(families: list[Family]) -> MemoryNeed:
     """The need of the candidate that takes the least device memory, whatever the host has."""
-    needs = (family.model.need(*family.emptiest) for family in _families(unmet, LARGEST_BYTES))
+    needs = (family.model.need(*family.emptiest) for family in families)
     return min(needs, key=lambda need: need.device_bytes)  # there is always the size of the largest parameter
 
 
-def _least_host(unmet: Unmet, device_bytes: int) -> int:
+def _least_host(families: list[Family]) -> int:
     """The least host memory of any candidate that fits the device; 0 where none does."""
-    choices = (
-        (family.model, choice)
-        for family in _families(unmet, device_bytes)
-        for choice in (family.most_on_device(), _least_of_all(family))
-        if choice is not None
-    )
-    found = (
-        model.need(spilled(model, placement, host_bytes=0), blocks).host_bytes for model, (placement, blocks) in choices
-    )
+    found = []
+    for family in families:
+        for choice in (family.most_on_device(), _least_of_all(family)):
+            if choice is not None:
+                placement, blocks = choice
+                away = spilled(family.model, placement, host_bytes=0)
+                found.append(family.model.need(away, blocks).host_bytes)
     return min(found, default=0)
 
 
@@ -146,10 +147,11 @@ def _least_of_all(family: Family) -> tuple[Placement, int] | None:
         return None
     blocks, fits = family.room_for(codes)
     host_bytes = family.host_bytes(codes)
-    for row in np.argsort(host_bytes, kind="stable").tolist():
-        placement = Placement.numbered(codes[row].tolist())
-        if fits[row] and family.work.schedule(placement.residents, 0).min_blocks <= blocks[row]:
-            return placement, int(blocks[row])
+    order = np.argsort(host_bytes, kind="stable")
+    for row in order[fits[order]].tolist():
+        residents = frozenset(np.flatnonzero(RESIDENT[codes[row]]).tolist())
+        if family.work.schedule(residents, 0).min_blocks <= blocks[row]:
+            return Placement.numbered(codes[row].tolist()), int(blocks[row])
     return None
 
 
