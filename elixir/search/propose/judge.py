@@ -56,7 +56,7 @@ def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
     """Scores of what takes so many seconds by scenario, and, for instance, placement."""
     with np.errstate(invalid="ignore"):
         ratios = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
-    found: Floats = np.round(np.where(np.isnan(ratios), np.inf, ratios), DECIMALS)
+    found: Floats = np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
     return found
 
 
