@@ -132,10 +132,9 @@ class ShapeSearch:
             tries.show(candidate)
         for start in tries.starts(lambda it: (id(it.model), it.schedule.blocks, bool(it.placement.early)))[:STARTS]:
             self._climb(start, tries, self._near_shapes, enough, until, most // PATIENCE)
-        if len(aim) > 1 or self._nominal in aim:
-            for start in tries.starts(lambda it: id(it.model))[:2]:
-                few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
-                self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
+        for start in tries.starts(lambda it: id(it.model))[:2]:
+            few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
+            self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
         return least
 
     def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
