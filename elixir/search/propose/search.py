@@ -82,19 +82,21 @@ class ShapeSearch:
         resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
         if resident is not None:  # lanes would only take cores from compute
             return Outcome(resident, resident, resident.seconds["total"], resident)
-        judge = self.judge
-        floors_s = self._approach({self._nominal: 1.0}, self._families, GAP, WORK)
-        self.least_s = min(floors_s.values(), default=math.inf)
+        judge, nominal = self.judge, {self._nominal: 1.0}
+        looked = self._look(self._families, nominal)
+        self.least_s = looked[0][0] if looked else math.inf
+        self._approach(nominal, looked, GAP, WORK)
         self._look_at_all_of_few()
         if not judge.pool:
             return Outcome(None, None)
         best = judge.fastest()
-        others = judge.scenarios[1:]
-        if others:
-            order = sorted(self._families, key=lambda it: (it.model is not best.model, floors_s[id(it)]))
+        if others := judge.scenarios[1:]:
+            families = list(dict.fromkeys(shape.family for _, shape in looked))
+            families.sort(key=lambda family: family.model is not best.model)
+            near = families[: PACKINGS + 1]
             for other in others:
-                self._approach({other: 1.0}, order[: PACKINGS + 1], NEAR, WORK // OTHERS)
-            self._approach(judge.known, order[: PACKINGS + 1], TIE, WORK)
+                self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, WORK // OTHERS)
+            self._approach(judge.known, self._look(near, judge.known), TIE, WORK)
             best = judge.surest()
         best = replace(best, cost=self._space.cost)
         return Outcome(best, None, judge.best_s(self._nominal), None, judgements=judge.judgements(best))
@@ -106,26 +108,20 @@ class ShapeSearch:
                 return self._weigh(family.model, *placed, 0)
         return None
 
-    def _approach(self, aim: Aim, families: Sequence[Family], gap: float, work: int) -> dict[int, float]:
+    def _approach(self, aim: Aim, looked: Sequence[tuple[float, Shape]], gap: float, work: int) -> None:
         """Simulates the candidates with the least floors, and climbs from the best of them.
 
         Args:
             aim: what is to be small.
-            families: packings whose shapes are looked at.
+            looked: shapes, the least floor first, and these floors as scores.
             gap: a score this little above the least floor needs no improvement.
             work: simulations times chunks.
-
-        Returns:
-            The least floor by `id` of the family, as a score.
         """
-        looked, judge = self._look(families, aim), self.judge
-        least = dict.fromkeys(map(id, families), math.inf)
-        for floor, shape in reversed(looked):
-            least[id(shape.family)] = floor
         if not looked:
-            return least
-        enough, most = looked[0][0] * (1 + gap), work // max(looked[0][1].family.count, FEW_CHUNKS)
-        until, tries = judge.simulations + most, _Tries(judge, aim)
+            return
+        judge, tries, enough = self.judge, _Tries(self.judge, aim), looked[0][0] * (1 + gap)
+        most = work // max(looked[0][1].family.count, FEW_CHUNKS)
+        until = judge.simulations + most
         for candidate in self._promising(looked, tries):
             if tries.best <= enough or judge.simulations > until - most / 2:
                 break
@@ -135,7 +131,6 @@ class ShapeSearch:
         for start in tries.starts(lambda it: id(it.model))[:2]:
             few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
             self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
-        return least
 
     def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
         """Candidates of the pool, and others of the shapes with the least floors, until these are above the best."""
