@@ -149,7 +149,7 @@ class ShapeSearch:
         """Shapes with small floors, the least first, each with that floor as a score: the least for each packing and
         number of blocks."""
         first = tuple(aim) == (self._nominal,)
-        found: list[tuple[float, Shape]] = []
+        found: dict[Shape, float] = {}
         for family in families:
             for blocks in self._counts(family, few=not first):
                 grid = spread(family.least_away, family.most_away)
@@ -159,13 +159,13 @@ class ShapeSearch:
                     if floors[best] == np.inf:
                         break
                     depth = family.depth(blocks)
-                    found.append((float(floors[best]), Shape(family, int(grid[best]), blocks, depth)))
+                    found[Shape(family, int(grid[best]), blocks, depth)] = float(floors[best])
                     low, high = int(grid[max(best - 1, 0)]), int(grid[min(best + 1, len(grid) - 1)])
                     if not first or high - low <= 2:
                         break
                     grid = spread(low, high)
         # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
-        return sorted(found, key=lambda each: (each[0], -each[1].depth))
+        return sorted(((floor, shape) for shape, floor in found.items()), key=lambda each: (each[0], -each[1].depth))
 
     def _of_grid(self, family: Family, grid: Ints, blocks: int, aim: Aim) -> Floats:
         """Scores that floors allow with so many states away; those of all scenarios are worked out at once."""
