@@ -226,14 +226,14 @@ class ShapeSearch:
             for away in (shape.away - step, shape.away + step):
                 yield replace(shape, away=min(max(away, family.least_away), family.most_away))
             step //= 2
-        if streams:
-            yield from self._other_blocks(shape)
         if shape.speed:
             yield from (replace(shape, rule=rule) for rule in range(3))
             speeds = (shape.speed * factor for factor in (1.15, 1 / 1.15, 1.4, 1 / 1.4, 0.5, 2.0))
             yield from (replace(shape, speed=speed) for speed in speeds if 0.2 <= speed <= 4)
         elif self._early:
             yield replace(shape, speed=1.0)
+        if streams:
+            yield from self._other_blocks(shape)
 
     def _other_blocks(self, shape: Shape) -> Iterator[Shape]:
         """The shape with other blocks, fetched less or further ahead, and with other weights on the device."""
@@ -306,6 +306,8 @@ class ShapeSearch:
         """
         here: Candidate | None = start
         best, seen = tries.scores[key_of(start)], set[Key]()
+        if best > tries.best * SLOW:
+            return
         while here is not None and tries.best > enough:
             at, here, most = here, None, min(until, self.judge.simulations + patience)
             for other in near(at, tries):
