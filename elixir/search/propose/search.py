@@ -115,12 +115,12 @@ class ShapeSearch:
             aim: what is to be small.
             looked: shapes, the least floor first, and these floors as scores.
             gap: a score this little above the least floor needs no improvement.
-            work: simulations times chunks.
+            work: simulations times chunks, next to those of the pool.
         """
         if not looked:
             return
         judge, tries, enough = self.judge, _Tries(self.judge, aim), looked[0][0] * (1 + gap)
-        most = work // max(looked[0][1].family.count, FEW_CHUNKS)
+        most = KNOWN * len(aim) + work // max(looked[0][1].family.count, FEW_CHUNKS)
         until = judge.simulations + most
         for candidate in self._promising(looked, tries):
             if tries.best <= enough or judge.simulations > until - most / 2:
