@@ -1,7 +1,15 @@
 """The search: floors rank the shapes of all packings, simulations confirm a few, and a climb goes on from the best.
 
-It goes through this for one aim after the other: the seconds in the nominal scenario, those in each other scenario, and
-the worst regret over all of them. Whatever was simulated is in one pool (`Judge`), and the plan is the best of it.
+It does this for one aim after the other: the seconds in the nominal scenario, those in each other scenario, and the
+worst regret over all scenarios. For each aim
+
+1. `_look` works out the floors of many shapes at once, without a simulation;
+2. `_promising` gives candidates to simulate: the best by floors of the pool, and the shapes with the least floors, with
+   early updates by several rules;
+3. `_climb` goes from the best of these to better ones nearby: first to shapes that differ in one number, then, where
+   chunks are few, to homes that differ in one chunk or two.
+
+Whatever was simulated is in one pool (`Judge`), and the plan is the best of the pool.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from elixir.search.propose.judge import TIE, Aim, Judge, Key, key_of, scores_of
 from elixir.search.propose.sizes import Budgets, SearchSpace
 
 GAP, NEAR = 1e-3, 0.01
-"""A step this little above the least floor of all shapes is not improved: in the nominal scenario, and in another."""
+"""A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
 LITTLE = 2e-4
 """A candidate whose floor is this little below the best is not simulated."""
 SLOW = 1.05
@@ -35,7 +43,8 @@ WORK, OTHERS = 20_000, 4
 PLACEMENTS, EXACT = 7_000, 300
 """Placements of one packing that are all looked at, and simulations for all such packings together."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
-"""Up to so many, single chunks and all pairs of them change; for one scenario alone, up to so many."""
+"""Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
+pairs of neighbours."""
 PACKINGS = 3
 """Packings looked at for aims other than the nominal seconds, next to that of the fastest plan."""
 STARTS, KNOWN, PATIENCE = 3, 6, 6
@@ -78,7 +87,10 @@ class ShapeSearch:
         """The least floor of all shapes at the nominal rates."""
 
     def find(self) -> Outcome:
-        """The plan with the least worst regret, or the fastest if there is one scenario."""
+        """Finds the plan with the least worst regret, or the fastest if there is one scenario.
+
+        In other scenarios it looks at few packings: that of the fastest plan, and those with the least nominal floors.
+        """
         resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
         if resident is not None:  # lanes would only take cores from compute
             return Outcome(resident, resident, resident.seconds["total"], resident)
@@ -421,7 +433,7 @@ class _Tries:
         return score
 
     def starts(self, kind: Callable[[Candidate], object]) -> list[Candidate]:
-        """The best candidate of each kind, the best first."""
+        """The best candidate of each kind; the one with the least score comes first."""
         found: dict[object, Candidate] = {}
         for candidate in sorted(self._candidates, key=lambda it: self.scores[key_of(it)]):
             found.setdefault(kind(candidate), candidate)
