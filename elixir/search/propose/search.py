@@ -1,7 +1,15 @@
 """The search: floors rank the shapes of all packings, simulations confirm a few, and a climb goes on from the best.
 
-It goes through this for one aim after the other: the seconds in the nominal scenario, those in each other scenario, and
-the worst regret over all of them. Whatever was simulated is in one pool (`Judge`), and the plan is the best of it.
+It does this for one aim after the other: the seconds in the nominal scenario, those in each other scenario, and the
+worst regret over all scenarios. For each aim
+
+1. `_look` works out the floors of many shapes at once, without a simulation;
+2. `_promising` gives candidates to simulate: the best by floors of the pool, and the shapes with the least floors, with
+   early updates by several rules;
+3. `_climb` goes from the best of these to better ones nearby: first to shapes that differ in one number, then, where
+   chunks are few, to homes that differ in one chunk or two.
+
+Whatever was simulated is in one pool (`Judge`), and the plan is the best of the pool.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
 
 GAP, NEAR = 1e-3, 0.01
-"""A step this little above the least floor of all shapes is not improved: in the nominal scenario, and in another."""
+"""A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
 LITTLE = 2e-4
 """A candidate whose floor is this little below the best is not simulated."""
 SLOW = 1.05
@@ -38,7 +46,8 @@ LESS = 5
 EXACT = 300
 """Simulations for all packings together of which all placements are looked at."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
-"""Up to so many, single chunks and all pairs of them change; for one scenario alone, up to so many."""
+"""Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
+pairs of neighbours."""
 PACKINGS = 3
 """Packings looked at for aims other than the nominal seconds, next to that of the fastest plan."""
 STARTS, KNOWN, PATIENCE = 3, 6, 6
@@ -80,27 +89,30 @@ class ShapeSearch:
         self._tables: dict[tuple[int, bytes, int, tuple[Scenario, ...]], Floats] = {}
         self._shapes: dict[Key, Shape] = {}
         self._weighed: dict[tuple[int, Placement, int, int, float, int], Candidate | None] = {}
-        self.least_s = math.inf
-        """The least floor of all shapes at the nominal rates."""
 
     def find(self, *, sure: bool = True) -> Outcome:
-        """The plan with the least worst regret; the fastest in the nominal scenario, if not `sure`."""
+        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
+
+        In other scenarios it looks at few packings: that of the fastest plan, and those with the least nominal floors.
+        """
         resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
         if resident is not None:  # lanes would only take cores from compute
             self.judge.seconds(resident, self._nominal)
             return self.judge.outcome(resident)
         judge, nominal = self.judge, {self._nominal: 1.0}
-        floors_s = self._approach(nominal, self._families, GAP, self._work)
-        self.least_s = min(floors_s.values(), default=math.inf)
+        looked = self._look(self._families, nominal)
+        self._approach(nominal, looked, GAP, self._work)
         self._look_at_all_of_few()
         if not judge.pool:
             return Outcome(None)
-        best, others = judge.fastest(), judge.scenarios[1:]
-        order = sorted(self._families, key=lambda it: (it.model is not best.model, floors_s[id(it)]))
-        for other in others:
-            self._approach({other: 1.0}, order[: PACKINGS + 1], NEAR, self._work // OTHERS)
-        if others:
-            self._approach(judge.known, order[: PACKINGS + 1], TIE, self._work)
+        best = judge.fastest()
+        if others := judge.scenarios[1:]:
+            families = list(dict.fromkeys(shape.family for _, shape in looked))
+            families.sort(key=lambda family: family.model is not best.model)
+            near = families[: PACKINGS + 1]
+            for other in others:
+                self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, self._work // OTHERS)
+            self._approach(judge.known, self._look(near, judge.known), TIE, self._work)
         if sure:
             self._look_at_less_on_host(judge.fastest())
         return judge.outcome(judge.surest() if sure else judge.fastest())
@@ -128,37 +140,29 @@ class ShapeSearch:
                 return self._weigh(family.model, *placed, 0)
         return None
 
-    def _approach(self, aim: Aim, families: Sequence[Family], gap: float, work: int) -> dict[int, float]:
+    def _approach(self, aim: Aim, looked: Sequence[tuple[float, Shape]], gap: float, work: int) -> None:
         """Simulates the candidates with the least floors, and climbs from the best of them.
 
         Args:
             aim: what is to be small.
-            families: packings whose shapes are looked at.
+            looked: shapes, the least floor first, and these floors as scores.
             gap: a score this little above the least floor needs no improvement.
-            work: simulations times chunks.
-
-        Returns:
-            The least floor by `id` of the family, as a score.
+            work: simulations times chunks, next to those of the pool.
         """
-        looked, judge = self._look(families, aim), self.judge
-        least = dict.fromkeys(map(id, families), math.inf)
-        for floor, shape in reversed(looked):
-            least[id(shape.family)] = floor
         if not looked:
-            return least
-        enough, most = looked[0][0] * (1 + gap), work // max(looked[0][1].family.count, FEW_CHUNKS)
-        until, tries = judge.simulations + most, _Tries(judge, aim)
+            return
+        judge, tries, enough = self.judge, _Tries(self.judge, aim), looked[0][0] * (1 + gap)
+        most = KNOWN * len(aim) + work // max(looked[0][1].family.count, FEW_CHUNKS)
+        until = judge.simulations + most
         for candidate in self._promising(looked, tries):
             if tries.best <= enough or judge.simulations > until - most / 2:
                 break
             tries.show(candidate)
         for start in tries.starts(lambda it: (id(it.model), it.schedule.blocks, bool(it.placement.early)))[:STARTS]:
             self._climb(start, tries, self._near_shapes, enough, until, most // PATIENCE)
-        if len(aim) > 1 or self._nominal in aim:
-            for start in tries.starts(lambda it: id(it.model))[:2]:
-                few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
-                self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
-        return least
+        for start in tries.starts(lambda it: id(it.model))[:2]:
+            few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
+            self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
 
     def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
         """Candidates of the pool, and others of the shapes with the least floors, until these are above the best."""
@@ -177,7 +181,7 @@ class ShapeSearch:
         """Shapes with small floors, the least first, each with that floor as a score: the least for each packing and
         number of blocks."""
         first = tuple(aim) == (self._nominal,)
-        found: list[tuple[float, Shape]] = []
+        found: dict[Shape, float] = {}
         for family in families:
             for blocks in self._counts(family, few=not first):
                 grid = spread(family.least_away, family.most_away)
@@ -187,13 +191,13 @@ class ShapeSearch:
                     if floors[best] == np.inf:
                         break
                     depth = family.depth(blocks)
-                    found.append((float(floors[best]), Shape(family, int(grid[best]), blocks, depth)))
+                    found[Shape(family, int(grid[best]), blocks, depth)] = float(floors[best])
                     low, high = int(grid[max(best - 1, 0)]), int(grid[min(best + 1, len(grid) - 1)])
                     if not first or high - low <= 2:
                         break
                     grid = spread(low, high)
         # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
-        return sorted(found, key=lambda each: (each[0], -each[1].depth))
+        return sorted(((floor, shape) for shape, floor in found.items()), key=lambda each: (each[0], -each[1].depth))
 
     def _of_grid(self, family: Family, grid: Ints, blocks: int, aim: Aim) -> Floats:
         """Scores that floors allow with so many states away; those of all scenarios are worked out at once."""
@@ -254,14 +258,14 @@ class ShapeSearch:
             for away in (shape.away - step, shape.away + step):
                 yield replace(shape, away=min(max(away, family.least_away), family.most_away))
             step //= 2
-        if streams:
-            yield from self._other_blocks(shape)
         if shape.speed:
             yield from (replace(shape, rule=rule) for rule in range(3))
             speeds = (shape.speed * factor for factor in (1.15, 1 / 1.15, 1.4, 1 / 1.4, 0.5, 2.0))
             yield from (replace(shape, speed=speed) for speed in speeds if 0.2 <= speed <= 4)
         elif self._early:
             yield replace(shape, speed=1.0)
+        if streams:
+            yield from self._other_blocks(shape)
 
     def _other_blocks(self, shape: Shape) -> Iterator[Shape]:
         """The shape with other blocks, fetched less or further ahead, and with other weights on the device."""
@@ -334,6 +338,8 @@ class ShapeSearch:
         """
         here: Candidate | None = start
         best, seen = tries.scores[key_of(start)], set[Key]()
+        if best > tries.best * SLOW:
+            return
         while here is not None and tries.best > enough:
             at, here, most = here, None, min(until, self.judge.simulations + patience)
             for other in near(at, tries):
@@ -443,7 +449,7 @@ class _Tries:
         return score
 
     def starts(self, kind: Callable[[Candidate], object]) -> list[Candidate]:
-        """The best candidate of each kind, the best first."""
+        """The best candidate of each kind; the one with the least score comes first."""
         found: dict[object, Candidate] = {}
         for candidate in sorted(self._candidates, key=lambda it: self.scores[key_of(it)]):
             found.setdefault(kind(candidate), candidate)

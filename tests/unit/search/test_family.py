@@ -73,3 +73,18 @@ def test_outsized_chunks_of_several_ranks_keep_their_states_longest() -> None:
         assert set(family.steps[: len(outsized)].tolist()) == outsized
         return
     raise AssertionError("no seed has outsized chunks")
+
+
+def test_the_least_number_of_states_away_is_found_by_a_look_at_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir.search.propose.family.GRID", 3)
+    draw, compared = random.Random(1), 0
+    for seed in range(30):
+        space = random_space(draw, seed)
+        model = space.model(min(space.sizes(outsized=True)))
+        family = family_of(draw, space, model)
+        budgets = Budgets(family.budgets.device_bytes, 1 << 60)
+        family = Family(model, space.cost.known(model.work).times, budgets, gathered=family.gathered)
+        fits = np.flatnonzero(family.rows(np.arange(family.most_away + 1), family.fewest[0]).fits)
+        assert family.least_away == (fits[0] if len(fits) else family.most_away + 1)
+        compared += family.most_away > 3
+    assert compared
