@@ -151,9 +151,9 @@ def _in_budgets(
     for replicas in request.divisions(setting.ranks_per_host):
         for size in sizes_of_passes(question):
             plan(question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas)))
-    moved = with_moved_inputs(question, min(seconds), least_s) if moves and not briefly else None
-    if moved is not None:
-        plan(moved)
+    for floor_s, moved in with_moved_inputs(question, min(seconds), least_s) if moves and not briefly else ():
+        if WORTHWHILE * floor_s < min(seconds):
+            plan(moved)
     # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
     return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
 

@@ -21,26 +21,28 @@ def sizes_of_passes(question: Question) -> tuple[int, ...]:
     return sizes if passes_together(question.trace.step) or len(sizes) == 1 else sizes[:1]
 
 
-def with_moved_inputs(question: Question, fastest_s: float, least_s: Callable[[Question], float]) -> Question | None:
-    """Looks for the pass that seems fastest, if half of the layers, or all, have their inputs on the host.
+def with_moved_inputs(
+    question: Question, fastest_s: float, least_s: Callable[[Question], float]
+) -> list[tuple[float, Question]]:
+    """The passes in which half of the layers, or all, have their inputs on the host, by about the least seconds of
+    their plans.
 
-    None if none is faster, by what is worthwhile, than the fastest plan without. The device has more room then, which
-    does not help a step that takes hardly longer than its compute.
+    None are if the step takes hardly longer than its compute: more room on the device does not help it.
 
     Args:
         question: with a trace of one micro-batch.
         fastest_s: seconds of the fastest plan without.
-        least_s: about the seconds of the fastest plan for a question.
+        least_s: about the least seconds of a plan for a question.
     """
     trace, hardware, request = question
     sizes = [size for size in sizes_of_passes(question) if size > 1]
     units = movable_inputs(trace) if sizes and trace.pass_size == 1 and not trace.step.swap_bytes else ()
     if not units:
-        return None
+        return []
     ranks_per_host = hardware.ranks_per_host(request.world_size)
     rates = Rates(hardware, main_dtype(trace), request.world_size, ranks_per_host)
     if fastest_s <= WORTHWHILE * request.accumulation * float(rates.accesses_s(trace).sum()):
-        return None
+        return []
     found = []
     for count in (len(units) // 2, len(units)):
         moving = with_inputs_on_host(trace, units[:count])
@@ -49,5 +51,4 @@ def with_moved_inputs(question: Question, fastest_s: float, least_s: Callable[[Q
                 asked = replace(request.in_replicas(replicas), pass_size=size)
                 of_pass = Question(pass_trace(moving, size), hardware, asked)
                 found.append((least_s(of_pass), of_pass))
-    nearly_s = WORTHWHILE * min(step_s for step_s, _ in found)
-    return next(of_pass for step_s, of_pass in found if step_s <= nearly_s) if nearly_s < fastest_s else None
+    return sorted(found, key=lambda each: each[0])
