@@ -40,7 +40,7 @@ SLOW = 1.05
 """No climb begins this far above the best."""
 WORK, OTHERS = 20_000, 4
 """Simulations times chunks for one aim, and how many times fewer for the seconds of a scenario but the nominal one."""
-PLACEMENTS, EXACT = 7_000, 300
+PLACEMENTS, EXACT = 7_000, 600
 """Placements of one packing that are all looked at, and simulations for all such packings together."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
