@@ -108,7 +108,7 @@ class ShapeSearch:
             near = families[: PACKINGS + 1]
             for other in others:
                 self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, WORK // OTHERS)
-            self._approach(judge.known, self._look(near, judge.known), TIE, WORK)
+            self._approach(judge.known, self._look(near, judge.known), TIE / 2, WORK)
             best = judge.surest()
         best = replace(best, cost=self._space.cost)
         return Outcome(best, None, judge.best_s(self._nominal), None, judgements=judge.judgements(best))
