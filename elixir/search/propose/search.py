@@ -43,7 +43,7 @@ WORK, BRIEF_WORK, OTHERS = 20_000, 2_500, 4
 scenario but the nominal one."""
 LESS = 5
 """Shapes that leave less to the host, and the fastest one."""
-EXACT = 300
+EXACT = 600
 """Simulations for all packings together of which all placements are looked at."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
@@ -112,7 +112,7 @@ class ShapeSearch:
             near = families[: PACKINGS + 1]
             for other in others:
                 self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, self._work // OTHERS)
-            self._approach(judge.known, self._look(near, judge.known), TIE, self._work)
+            self._approach(judge.known, self._look(near, judge.known), TIE / 2, self._work)
         if sure:
             self._look_at_less_on_host(judge.fastest())
         return judge.outcome(judge.surest() if sure else judge.fastest())
