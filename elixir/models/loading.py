@@ -22,7 +22,6 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
-from elixir.models.adapters import adapted
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
 from elixir.models.settings import restored
 from elixir.models.user_code import called, imported
@@ -81,10 +80,14 @@ def build(
         _check_options(dtype, checkpoint, max_positions)
         built = _call_factory(str(model), dtype, device)
         enable_checkpointing(built, checkpoint)
+    if lora is None and quantised is None:
+        return built.train()
+    from elixir.models.adapters import adapted  # late, since torch takes long to register its operator
+
     first = next(built.parameters(), None)
     with _constructing(dtype, "meta" if first is None else str(first.device)):
         made = adapted(built.train(), lora=lora, quantised=quantised)
-    if made is not built and checkpoint != "none" and hasattr(built, "enable_input_require_grads"):
+    if lora is not None and checkpoint != "none" and hasattr(built, "enable_input_require_grads"):
         built.enable_input_require_grads()  # type: ignore[operator]  # as peft does
     return made
 
