@@ -35,11 +35,8 @@ _OF_THE_STEP = {
 
 
 def asked(args: argparse.Namespace, optimizer: str | None) -> SearchRequest:
-    """Options of a search by the flags that bear their names."""
-
-    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    if given.get("accumulation", 1) is None:
-        del given["accumulation"]
+    """Options of a search by the flags that bear their names and were given."""
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS and value is not None}
     return SearchRequest(**{"world_size": 1, "optimizer_type": optimizer, **given})
 
 
