@@ -1,4 +1,4 @@
-"""The arguments of every command, from one table of arguments and one of commands. Imports no torch.
+"""The arguments of every command, from the table in ``command_line.ini``. Imports no torch.
 
 A flag whose name is that of a field of `elixir.search.request.SearchRequest` reaches the search by that alone.
 """
@@ -135,13 +135,7 @@ _KINDS: dict[str, tuple[str | None, Callable[[str], object]]] = {
     "checkpointing": ("FORM", _form),
     "generation": ("PROMPT+NEW", _generation),
 }
-"""Kind of a value in ``arguments.ini`` -> what stands for it in a help, and what reads it."""
-
-
-def _table(name: str) -> configparser.ConfigParser:
-    found = configparser.ConfigParser(interpolation=configparser.ExtendedInterpolation(), delimiters="=")
-    found.read(Path(__file__).with_name(name), encoding="utf-8")
-    return found
+"""Kind of a value in the table -> what stands for it in a help, and what reads it."""
 
 
 def _flag(section: Mapping[str, str]) -> Flag:
@@ -155,11 +149,13 @@ def _flag(section: Mapping[str, str]) -> Flag:
     return {"help": "", "metavar": metavar, "type": _converter(parse), **flag}
 
 
-FLAGS = {name: _flag(section) for name, section in _table("arguments.ini").items() if section}
-"""Every argument by its name, or by name and command where commands differ."""
+_TABLE = configparser.ConfigParser(interpolation=configparser.ExtendedInterpolation(), delimiters="=")
+_TABLE.read(Path(__file__).with_name("command_line.ini"), encoding="utf-8")
+_COMMANDS = {name.removeprefix("elixir "): _TABLE[name] for name in _TABLE.sections() if name.startswith("elixir ")}
 _TITLES = {"arguments": "", "step": STEP, "retraced": RETRACED, "results": " "}
-"""Key of a command in ``commands.ini`` -> the title of these arguments in its help."""
-_COMMANDS = {name: section for name, section in _table("commands.ini").items() if "examples" in section}
+"""Key of a command in the table -> the title of these arguments in its help."""
+FLAGS = {name: _flag(_TABLE[name]) for name in _TABLE.sections() if " " not in name and name != "groups"}
+"""Every argument by its name, or by name and command where commands differ."""
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     name: (section["help"], {title: section[key] for key, title in _TITLES.items() if key in section})
     for name, section in _COMMANDS.items()
