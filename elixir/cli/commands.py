@@ -134,8 +134,7 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
 def _plan_shown(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan) -> Iterator[Said]:
     """Saves and draws a plan, and says it, with the memory that must be free, and what would make it better."""
     written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
-    hardware = answer.question.hardware
-    need, ranks = answer.process_need, hardware.ranks_per_host(plan.world_size)
+    need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
     free_bytes = need.machine_bytes(ranks)
     if args.json:
         free = {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}
@@ -149,8 +148,6 @@ def _plan_shown(args: argparse.Namespace, answer: Answer, choice: BatchChoice | 
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
     yield str(plan)
     yield f"  must be free  {format_bytes(free_bytes)}{of_given} of each machine's memory{of_each}: {parts}"
-    if hardware.has_unified_memory and plan.predicted.host_step_bytes:
-        yield "  one memory    of device and host: what is on the host frees none of it; plan with --placement cuda"
     if not args.brief:
         yield from tables.plan_tables(plan)
     if plan.uses_disk:

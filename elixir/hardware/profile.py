@@ -44,8 +44,9 @@ _NO_PART_OF_PLANS = "sources measured_at fits host_pin_bytes_per_s step_range le
 _EVEN_IF_UNKNOWN = ("compute_capability", "host_memory_bytes", "contention")
 """Fields that have a part in a fingerprint even if they are None."""
 
-_UNIFIED = ("GB10",)
-"""Ends of the names of CUDA devices whose memory is that of the host."""
+UNIFIED = ("GB10",)
+"""Ends of the names of CUDA devices whose memory is that of the host, so that a plan may count a part of it for
+each."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +224,6 @@ class HardwareProfile(Artifact):
         if not (found is None if on_cpu else found and len(found) == 2 and found[0] >= 1 and found[1] >= 0):
             expected = "null for a cpu" if on_cpu else "(major, minor) for a cuda device"
             raise InputError(f"hardware field 'compute_capability' must be {expected}, found {found}")
-
-    @property
-    def has_unified_memory(self) -> bool:
-        """Whether a CUDA device has the memory of the host, of which a plan may count a part for each."""
-        return self.device_kind == "cuda" and self.device_name.endswith(_UNIFIED)
 
     @property
     def knows_disk(self) -> bool:
