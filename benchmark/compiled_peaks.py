@@ -25,8 +25,7 @@ from benchmark.cpu_peaks import build_case, innermost, percent, predict, seeded_
 from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
 from elixir.cli.trial import quiet_profiler
-from elixir.models.compiled_layers import layers_compiled
-from elixir.models.layer_units import repeated_layers
+from elixir.models.layer_units import layers_compiled, repeated_layers
 from elixir.step_trace import UnitActivations
 from elixir.units import dtype_name
 

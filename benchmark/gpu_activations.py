@@ -38,7 +38,7 @@ from benchmark.proof.lifetime import end_with
 from benchmark.proof.models import Filling, micro_batches, on_meta
 from benchmark.proof.place import SETTINGS, Place
 from elixir.hardware.profile import HardwareProfile
-from elixir.models.compiled_layers import layers_compiled
+from elixir.models.layer_units import layers_compiled
 from elixir.models.step import default_step
 from elixir.plan.activations import activations_text
 from elixir.plan.chunk_plan import Home

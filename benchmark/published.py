@@ -42,7 +42,7 @@ from benchmark.common import append_rows, conditions, print_table
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.scenario import extremes
-from elixir.models.loading import build, build_config
+from elixir.models.loading import build
 from elixir.models.step import default_step, input_to_trace
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
@@ -200,7 +200,7 @@ def traced(point: dict[str, Any], hardware: HardwareProfile) -> StepTrace:
         values = dict(point["model"])
         if "attention" in point:
             values["attn_implementation"] = point["attention"]
-        model = build_config(values, dtype=dtype, checkpoint=point["checkpoint"])
+        model = build(values, dtype=dtype, checkpoint=point["checkpoint"])
     inp = input_to_trace(model, batch=point["batch"], seq=point["seq"])
     fused = bool(point.get("fused"))
     return trace_step(model, inp, default_step, dtype=dtype, hardware=hardware, use_fused_kernels=fused)

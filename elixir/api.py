@@ -26,8 +26,8 @@ from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
 from elixir.kernels.adam.step import COPIED, ONE_PASS
-from elixir.models.compiled_layers import layers_compiled
 from elixir.models.inner_tensors import taken_apart
+from elixir.models.layer_units import layers_compiled
 from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
 from elixir.plan.plan import HasPlan, Plan, plan_of

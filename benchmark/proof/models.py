@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models.loading import build, build_config
+from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
@@ -40,7 +40,7 @@ def numel_of(shape: ModelShape) -> int:
 
 @functools.cache
 def _built_numel(config: str) -> int:
-    return sum(parameter.numel() for parameter in build_config(json.loads(config)).parameters())
+    return sum(parameter.numel() for parameter in build(json.loads(config)).parameters())
 
 
 def on_meta(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:

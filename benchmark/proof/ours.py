@@ -19,7 +19,7 @@ from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.when_compiled import absent_kernels
-from elixir.models.compiled_layers import layers_compiled
+from elixir.models.layer_units import layers_compiled
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer

@@ -33,7 +33,7 @@ _MODULES = {
     **dict.fromkeys(("show", "compare", "models"), "show"),
     **dict.fromkeys(("profile", "plan", "check"), "commands"),
     **dict.fromkeys(("sweep", "fit", "explain", "timeline"), "whatif"),
-    **{"hardware": "hardware", "checkpoint": "checkpoints", "try": "try_model"},
+    **{"hardware": "hardware", "checkpoint": "checkpoints", "try": "trial"},
 }
 """Command -> the module that runs it: one imports only what its command needs."""
 

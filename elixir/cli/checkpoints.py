@@ -16,7 +16,7 @@ from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
-from elixir.units import format_bytes
+from elixir.show.records import record_table
 
 if TYPE_CHECKING:
     from elixir.cli.output import Said
@@ -51,8 +51,7 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[Said]:
             yield records[0] if _is_one(folder) else {"checkpoints": records}
             return
         for record in records:
-            width = max(map(len, record))
-            yield "\n".join(f"{name:<{width}}  {_in_words(name, value)}" for name, value in record.items()) + "\n"
+            yield record_table("checkpoint", record)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -73,16 +72,6 @@ def _record(folder: Path) -> dict[str, Any]:
         "values": [*index.values, *(index.rank_values[0] if index.rank_values else {})],
         "frozen": index.has_frozen,
     }
-
-
-def _in_words(name: str, value: Any) -> str:
-    if name == "bytes":
-        return format_bytes(value)
-    if isinstance(value, bool) or value is None:
-        return {True: "saved", False: "left out", None: "-"}[value]
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    return f"{value:,}" if isinstance(value, int) and name == "parameters" else str(value)
 
 
 def _pruned(folder: Path, keep: int | None) -> Iterator[str]:

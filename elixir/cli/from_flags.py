@@ -24,6 +24,8 @@ STEP_FLAGS = (
     "quantised positions"
 ).split()
 """Flags of the step, which a trace has settled; None where they are not given."""
+_OF_THE_QUESTION = "batch seq checkpoint compile forward generate lora quantised positions".split()
+"""Flags of the step that have the names of fields of `StepQuestion`."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
 """Words of an error -> the flag that gives the code it asks for."""
 _OF_PROFILE = " (of `elixir profile`: the trace has settled it)"
@@ -35,11 +37,8 @@ _OF_THE_STEP = {
 
 
 def asked(args: argparse.Namespace, optimizer: str | None) -> SearchRequest:
-    """Options of a search by the flags that bear their names."""
-
-    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    if given.get("accumulation", 1) is None:
-        del given["accumulation"]
+    """Options of a search by the flags that bear their names and were given."""
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS and value is not None}
     return SearchRequest(**{"world_size": 1, "optimizer_type": optimizer, **given})
 
 
@@ -74,27 +73,16 @@ def trains_nothing(args: argparse.Namespace) -> bool:
 
 def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
-
+    given = {name: value for name, value in vars(args).items() if name in _OF_THE_QUESTION and value is not None}
     inp, step = getattr(args, "inp", None), getattr(args, "step", None)
-    batch = getattr(args, "batch", None)
-    if inp and (batch or args.seq):
+    if inp and ("batch" in given or "seq" in given):
         raise InputError("--inp settles the input; leave out --batch and --seq")
-    return StepQuestion(
-        forward=bool(getattr(args, "forward", None)),
-        generate=getattr(args, "generate", None),
-        lora=args.lora,
-        quantised=args.quantised,
-        positions=args.positions,
-        batch=batch or 1,
-        seq=args.seq,
-        dtype={None: "bf16", "as-built": None}.get(args.dtype, args.dtype),
-        checkpoint=args.checkpoint or "none",
-        use_fused_kernels=bool(args.fused_kernels),
-        compile=bool(args.compile),
-        inp=partial(user_code.called, inp, user_code.imported(inp)) if inp else None,
-        step_fn=partial(_run, step, user_code.imported(step)) if step else None,
-        **fields,
-    )
+    if inp:
+        given["inp"] = partial(user_code.called, inp, user_code.imported(inp))
+    if step:
+        given["step_fn"] = partial(_run, step, user_code.imported(step))
+    dtype = {None: "bf16", "as-built": None}.get(args.dtype, args.dtype)
+    return StepQuestion(**given, **fields, dtype=dtype, use_fused_kernels=bool(args.fused_kernels))
 
 
 def _run(text: str, step: Callable[[Any, Any], Any], model: Any, inp: Any) -> Any:

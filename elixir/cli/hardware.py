@@ -74,7 +74,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile | None:
     from elixir.microbench.ranks import joined
 
     for folder in args.disk_folder or ():
-        check_folder(folder, quick=args.quick)
+        check_folder(folder, quick=bool(args.quick))
     with joined() as ranks, output.progress(lines=True, bar=ranks.rank == 0) as progress:
-        profile = measure(progress, quick=args.quick, ranks=ranks, disk_folder=args.disk_folder)
+        profile = measure(progress, quick=bool(args.quick), ranks=ranks, disk_folder=args.disk_folder)
     return profile if ranks.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Tries a model on this machine: `elixir try`. A few steps of made-up data under a plan, predicted next to measured.
+"""``elixir try``: a few steps of a model on this machine, of made-up data under a plan, predicted next to measured.
 
 The machine is measured briefly, a plan is made with these rates, and ten steps run under it. Weights and batch are
 random, so nothing has to be downloaded; seconds and bytes do not depend on their values.
@@ -6,6 +6,7 @@ random, so nothing has to be downloaded; seconds and bytes do not depend on thei
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -16,20 +17,28 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from elixir.api import wrap
+from elixir.artifact import write_atomically
+from elixir.cli import files
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure, measure_briefly
+from elixir.models.loading import build
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
+from elixir.show import tables
+from elixir.units import format_bytes, format_seconds, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.engine import engine_of
+
+if TYPE_CHECKING:
+    from elixir.cli.output import Said
 
 STEPS = 10
 WARM_UP_STEPS = 2
@@ -42,6 +51,8 @@ NEAR = 0.002
 """Share of predicted bytes by which observed ones may differ: a loss, a norm, what is rounded up to a page."""
 KIND = "trial"
 """The field ``artifact`` of a saved trial."""
+MOST_RANGE = 2.0
+"""Upper end of the printed range of seconds over its lower end: a wider one says little."""
 
 
 class Compared(NamedTuple):
@@ -65,6 +76,50 @@ class Prepared(NamedTuple):
     inp: dict[str, Any]
     module: ElixirModule
     optimizer: ElixirOptimizer
+
+
+def run_try(args: argparse.Namespace) -> Iterator[Said]:
+    """Measures the machine, plans, takes ten steps, and prints what was predicted next to what was measured."""
+    files.check_outputs(data=[args.out])
+    files.refuse_artifact(args.model)
+    default = "bf16" if torch.cuda.is_available() else "fp32"
+    dtype = parse_dtype(default if args.dtype is None else args.dtype)
+    names = ("device_memory", "host_memory", "host_budget", "moments")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    model = build(args.model, dtype=dtype, checkpoint=args.checkpoint or "none")
+    made = prepared(model, batch=args.batch or 1, seq=args.seq, dtype=dtype, **given)
+    try:
+        if not args.json:
+            yield str(made.module.plan)
+        compared, record = tried(args.model, made)
+        range_s = made.module.plan.predicted.range_s or (1.0, 1.0)
+    finally:
+        made.module.close()
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    written = files.written((args.out, lambda path: write_atomically(path, text)))
+    if args.json:
+        yield record
+        return
+    rows = []
+    for each in compared:
+        shown = format_bytes if each.unit == "bytes" else format_seconds
+        rows.append([each.name, shown(each.predicted), shown(each.measured), _verdict(each)])
+    title = f"{args.model}: {STEPS} steps on {made.machine.device_name}"
+    yield tables.list_table(title, ("of one step", "predicted", "measured", ""), rows)
+    missed = ", ".join(each.name for each in compared if each.agrees is False)
+    said = f"Not as predicted: {missed}. Other work on the machine changes seconds alone." if missed else ""
+    said = said or "All as predicted."
+    if range_s[1] > MOST_RANGE * range_s[0]:
+        said += f" The range spans a factor of {range_s[1] / range_s[0]:.1f}: `elixir hardware --measure` narrows it."
+    yield f"{said} --out FILE saves this, to hand on or for `elixir hardware --learn FILE --out hw.json`."
+    yield from written
+
+
+def _verdict(each: Compared) -> str:
+    if each.range_s is not None:
+        low_s, high_s = map(format_seconds, each.range_s)
+        return f"{'within' if each.agrees else 'NOT within'} {low_s} to {high_s}"
+    return "" if each.agrees is None else "as predicted" if each.agrees else "NOT as predicted"
 
 
 def prepared(model: nn.Module, *, batch: int, seq: int | None, **options: Any) -> Prepared:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,10 +140,9 @@ def run_timeline(args: argparse.Namespace) -> Iterator[Said]:
     plan, trace, hardware = _planned(args)
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     title = f"{plan.model_name} on {plan.world_size} x {hardware.name}"
-    draw: Callable[[str], object] = lambda path: plot_timeline(simulated, path, title=title)  # noqa: E731
-    written = files.written(
-        (args.out, (lambda path: save_chrome_trace(simulated, path, plan, trace)) if chrome else draw)
-    )
+    picture = partial(plot_timeline, simulated, title=title)
+    save = partial(save_chrome_trace, simulated, plan=plan, trace=trace)
+    written = files.written((args.out, save if chrome else picture))
     if args.json:
         names = ("step_s", "bound_by", "phases_s", "busy_s", "critical_s")
         yield {**{name: getattr(simulated, name) for name in names}, "written": args.out}

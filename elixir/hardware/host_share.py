@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from elixir.errors import InputError, unknown_name
-from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups, own_group
+from elixir.hardware.memory import MEMBERSHIP, ROOT, control_groups, own_group
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from elixir.artifact import digest
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, Learned
-from elixir.hardware.rate_fit import RateFit, is_finite
+from elixir.hardware.rate_fit import PLAIN_FIELDS, RateFit, is_finite
 
 LEARNED_RANGE = (0.93, 1.07)
 """The multiples of the predicted seconds between which steps of other plans are expected after a run on the machine.
@@ -24,10 +24,6 @@ LARGEST_FACTOR = 20.0
 TELLING_SHARE = 0.1
 """A resource that was busy for less of the steps has no part in their seconds that would tell its rate."""
 
-_RATES = (
-    "device_memory_bytes_per_s", "host_memory_bytes_per_s", "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
-    "device_to_device_bytes_per_s", "host_adam_numel_per_s", "device_adam_numel_per_s", "network_bytes_per_s",
-)  # fmt: skip
 _LANES = {"host_adam_least": ("host_adam",), "link_least": ("fetch", "offload", "refresh")}
 """Field that says how little is known of a rate -> lanes of a report that work at this rate."""
 _DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
@@ -81,7 +77,8 @@ def learn(
     spread = max(max(ratios) / factor, factor / min(ratios))
     of_disk = _disk_factor(profile, reports)
     disk_factor = factor if of_disk is None else of_disk
-    factors = dict.fromkeys(_RATES, 1 / factor) | dict.fromkeys(_DISK_RATES, 1 / disk_factor)
+    factors = dict.fromkeys((*PLAIN_FIELDS.values(), "network_bytes_per_s"), 1 / factor)
+    factors |= dict.fromkeys(_DISK_RATES, 1 / disk_factor)
     factors |= dict.fromkeys(_TIMES, factor)
     known = {name: getattr(profile, name) for name in factors}
     changed: dict[str, Any] = {name: value * factors[name] for name, value in known.items() if value is not None}

@@ -44,6 +44,10 @@ _NO_PART_OF_PLANS = "sources measured_at fits host_pin_bytes_per_s step_range le
 _EVEN_IF_UNKNOWN = ("compute_capability", "host_memory_bytes", "contention")
 """Fields that have a part in a fingerprint even if they are None."""
 
+UNIFIED = ("GB10",)
+"""Ends of the names of CUDA devices whose memory is that of the host, so that a plan may count a part of it for
+each."""
+
 
 @dataclass(frozen=True)
 class Learned:

@@ -162,7 +162,7 @@ class AdaptedModel(nn.Module):
 
 
 def adapted(model: nn.Module, *, lora: int | None = None, quantised: str | None = None) -> nn.Module:
-    """The model with its linear layers quantised, and with adapters over them; itself if neither is asked for.
+    """The model with its linear layers quantised, with adapters over them, or both.
 
     Both leave out the layer that gives the logits, as transformers and peft's ``target_modules="all-linear"`` do.
     Everything but the adapters is frozen.
@@ -179,8 +179,6 @@ def adapted(model: nn.Module, *, lora: int | None = None, quantised: str | None 
         raise unknown_name("form of quantised weights", quantised, QUANTISED_FORMS)
     if lora is not None and lora < 1:
         raise InputError(f"lora must be the rank of the adapters, 1 or more, found {lora}")
-    if lora is None and quantised is None:
-        return model
     found = list(_linear_layers(model))
     if not found:
         raise InputError(f"{type(model).__name__} has no linear layers for adapters or quantised weights")

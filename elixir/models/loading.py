@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
-from elixir.models.adapters import adapted
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
 from elixir.models.settings import restored
 from elixir.models.user_code import called, imported
@@ -39,7 +38,7 @@ _FACTORY = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_][\w.]*
 
 
 def build(
-    model: str | ModelShape,
+    model: str | ModelShape | Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
     checkpoint: str = "none",
@@ -52,8 +51,8 @@ def build(
 
     Args:
         model: one of `model_names()`, or a shape such as ``describe("opt-13b").changed(layers=2)``; or a Hugging Face
-            ``config.json``, or a folder with one; or ``module:function``, a function without arguments that returns an
-            `nn.Module`. A name wins over a file.
+            ``config.json``, a folder with one, or its values; or ``module:function``, a function without arguments that
+            returns an `nn.Module`. A name wins over a file.
         dtype: of the parameters at construction. None: the dtype in ``config.json`` if it has one, else torch's
             default. A ``module:function`` that chooses a dtype itself keeps it.
         checkpoint: activation checkpointing by the model's own `gradient_checkpointing_enable`: ``none``,
@@ -73,23 +72,27 @@ def build(
     if quantised is not None and device != "meta":
         raise InputError("quantised= plans on meta; for a real model load it with bitsandbytes")
     config = config_of(model)
+    _check_options(dtype, checkpoint, max_positions)
     if config is not None:
-        built = build_config(config, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
+        built = _from_config(config, dtype, device, max_positions)
     elif max_positions is not None:
         raise InputError(f"max_positions (--positions) cannot be set for {model}; set it inside the function")
     else:
-        _check_options(dtype, checkpoint, max_positions)
         built = _call_factory(str(model), dtype, device)
-        enable_checkpointing(built, checkpoint)
+    enable_checkpointing(built, checkpoint)
+    if lora is None and quantised is None:
+        return built.train()
+    from elixir.models.adapters import adapted  # late, since torch takes long to register its operator
+
     first = next(built.parameters(), None)
     with _constructing(dtype, "meta" if first is None else str(first.device)):
         made = adapted(built.train(), lora=lora, quantised=quantised)
-    if made is not built and checkpoint != "none" and hasattr(built, "enable_input_require_grads"):
+    if lora is not None and checkpoint != "none" and hasattr(built, "enable_input_require_grads"):
         built.enable_input_require_grads()  # type: ignore[operator]  # as peft does
     return made
 
 
-def config_of(model: str | ModelShape) -> Mapping[str, Any] | None:
+def config_of(model: str | ModelShape | Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The values of a model's ``config.json``; None for ``module:function``, which is not called.
 
     Raises:
@@ -97,6 +100,8 @@ def config_of(model: str | ModelShape) -> Mapping[str, Any] | None:
     """
     if isinstance(model, ModelShape):
         return model.config
+    if isinstance(model, Mapping):
+        return model
     if not isinstance(model, str):
         raise InputTypeError(f"model must be a name, a path or 'module:function', found {type(model).__name__}")
     path, shape = Path(model).expanduser(), find(model)
@@ -109,20 +114,14 @@ def config_of(model: str | ModelShape) -> Mapping[str, Any] | None:
     raise InputError(f"{unknown_name('model', model, model_names())}; or give a config.json, or module:function")
 
 
-def build_config(
-    values: Mapping[str, Any],
-    *,
-    dtype: torch.dtype | None = None,
-    checkpoint: str = "none",
-    device: str = "meta",
-    max_positions: int | None = None,
+def _from_config(
+    values: Mapping[str, Any], dtype: torch.dtype | None, device: str, max_positions: int | None
 ) -> nn.Module:
-    """The model of the values of a ``config.json``; see `build`.
+    """The model of the values of a ``config.json``.
 
     The class is the first of ``architectures`` if that one computes a loss, else the family's language model or
     image classifier.
     """
-    _check_options(dtype, checkpoint, max_positions)
     family = values["model_type"]
     config = _make_config(family, values)
     if max_positions is not None:
@@ -143,13 +142,12 @@ def build_config(
         config.dtype = dtype
     with _constructing(dtype, device):
         try:
-            built = model_class(config)
+            built: nn.Module = model_class(config)
         except Exception as error:  # transformers raises what it likes on values that do not go together
             raise InputError(f"transformers cannot build {model_class.__name__} from this config: {error}") from error
     if model_class.__name__.endswith("LMHeadModel") and getattr(built, "loss_type", "") is None:
-        built.loss_type = "ForCausalLM"  # transformers takes this loss anyway, after a warning
-    enable_checkpointing(built, checkpoint)
-    return cast(nn.Module, built.train())
+        built.loss_type = "ForCausalLM"  # type: ignore[assignment]  # as transformers does, after a warning
+    return built
 
 
 def _check_options(dtype: torch.dtype | None, checkpoint: str, max_positions: int | None) -> None:

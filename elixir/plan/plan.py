@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, check_bounds, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware.profile import preset_names
+from elixir.hardware.profile import UNIFIED, preset_names
 from elixir.optimizer_states import (
     DIRECTION_BYTES,
     MASTER_BYTES,
@@ -481,6 +481,9 @@ class Plan(Artifact):
             else "none: every chunk is resident",
             "device peak": _peak(predicted.device_peak_bytes, self.device_budget_bytes, self.device_reserve_bytes),
             "host peak": _peak(predicted.host_step_bytes, self.host_budget_bytes, self.host_reserve_bytes) + save,
+            "one memory": "of device and host: what is on the host frees none of it; plan with --placement cuda"
+            if self.device_name.endswith(UNIFIED) and predicted.host_step_bytes
+            else "",
             "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
             "moved a step": ", ".join(links) + per_step,
             "step": f"{predicted.time_text()}{per_step}"

@@ -48,17 +48,9 @@ class AlikeChunks:
         return ", ".join(runs[:_MOST_RUNS]) + (f" and {len(runs) - _MOST_RUNS} runs more" if runs[_MOST_RUNS:] else "")
 
 
-def runs(explanation: Explanation) -> list[AlikeChunks]:
-    """Neighbours that live in the same spot, the greatest effect first."""
-    return _grouped(explanation, explanation.chunks)
-
-
 def kinds(explanation: Explanation) -> list[AlikeChunks]:
     """All chunks that live in the same spot, wherever they are in the order; the greatest effect first."""
-    return _grouped(explanation, sorted(explanation.chunks, key=lambda chunk: str(chunk.spot)))
-
-
-def _grouped(explanation: Explanation, chunks: Sequence[ChunkReasons]) -> list[AlikeChunks]:
+    chunks = sorted(explanation.chunks, key=lambda chunk: str(chunk.spot))
     groups = [_alike(spot, list(members), explanation) for spot, members in groupby(chunks, key=lambda each: each.spot)]
     return sorted(groups, key=lambda group: (-round(group.effect_s, 9), group.runs))
 
@@ -115,7 +107,6 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
         "bound_by": explanation.bound_by,
         "critical_s": explanation.critical_s,
         "kinds": [dataclasses.asdict(group) for group in kinds(explanation)],
-        "runs": [dataclasses.asdict(group) for group in runs(explanation)],
         "chunks": [
             {
                 **dataclasses.asdict(dataclasses.replace(chunk, elsewhere=())),

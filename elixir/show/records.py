@@ -212,6 +212,7 @@ _LABELS = {
 """Fields whose name alone would not tell a person what they are."""
 _UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "_bytes": ("", format_bytes),
+    "bytes": ("bytes", format_bytes),
     "_bytes_per_s": (" bandwidth", lambda rate: f"{rate / 1e9:,.1f} GB/s"),
     "_flops_per_s": (
         " peak rate",

@@ -190,9 +190,8 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
     if any(not row.fits for row in rows):
         handles.append(style.swatch(style.PALE, "does not fit"))
     style.legend(axes, handles, columns=len(handles), title="bound by", below=0.42 / (_CELL_IN * len(down)))
-    style.finish(figure, None)
     axes.spines[:].set_visible(False)
-    return style.finish(figure, path) if path is not None else figure
+    return style.finish(figure, path)
 
 
 def _amount(row: SweepRow) -> float | None:

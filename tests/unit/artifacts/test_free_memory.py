@@ -10,8 +10,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.hardware import memory as free_memory
-from elixir.hardware.control_groups import control_groups
-from elixir.hardware.memory import free_device_bytes, free_host_bytes, total_host_bytes
+from elixir.hardware.memory import control_groups, free_device_bytes, free_host_bytes, total_host_bytes
 from elixir.units import MIB
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.models.adapters import adapted
-from elixir.models.compiled_layers import check_compile, layers_compiled
+from elixir.models.layer_units import check_compile, layers_compiled
 from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe, model_names

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from elixir.hardware import process_memory
-from elixir.hardware.control_groups import own_group
 from elixir.hardware.host_share import HostView, host_share
+from elixir.hardware.memory import own_group
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
 from elixir.hardware.profile import preset
 from elixir.optimizer_states import MASTER_BYTES

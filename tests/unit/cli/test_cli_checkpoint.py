@@ -34,7 +34,9 @@ def test_show(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["step"] for each in found] == [30, 20, 10]
     assert found[0]["parameters"] == 32
     assert main(["checkpoint", "show", str(runs / "step-00000010")]) == 0
-    assert "epoch" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "epoch" in shown
+    assert " KiB" in shown
 
 
 def test_verify(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

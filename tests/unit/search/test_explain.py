@@ -30,7 +30,6 @@ from elixir.show.explanation_tables import (
     kinds,
     levers_table,
     places_table,
-    runs,
 )
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
@@ -302,13 +301,12 @@ def test_faster_scales_rates_and_fits_but_no_latency() -> None:
 
 
 def test_groups_hold_every_chunk_once_and_the_greatest_effect_first(found: Explanation) -> None:
-    for groups in (kinds(found), runs(found)):
-        numbers = [n for group in groups for first, last in group.runs for n in range(first, last + 1)]
-        assert sorted(numbers) == [chunk.chunk for chunk in found.chunks]
-        effects = [round(group.effect_s, 9) for group in groups]
-        assert effects == sorted(effects, reverse=True)
-    assert len({group.spot for group in kinds(found)}) == len(kinds(found))
-    assert all(len(group.runs) == 1 for group in runs(found))
+    groups = kinds(found)
+    numbers = [n for group in groups for first, last in group.runs for n in range(first, last + 1)]
+    assert sorted(numbers) == [chunk.chunk for chunk in found.chunks]
+    effects = [round(group.effect_s, 9) for group in groups]
+    assert effects == sorted(effects, reverse=True)
+    assert len({group.spot for group in groups}) == len(groups)
 
 
 def test_what_would_be_faster_but_has_no_room_says_what_it_lacks(found: Explanation) -> None:
