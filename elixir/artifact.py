@@ -114,6 +114,8 @@ class Artifact:
 
     artifact: ClassVar[str]
     schema_version: ClassVar[int]
+    earlier: ClassVar[tuple[int, ...]] = ()
+    """Earlier schema versions that it reads as well."""
     anew: ClassVar[str] = "make the file anew"
     """How a user replaces a file of another schema version."""
     printed: ClassVar[tuple[str, ...]] = ()
@@ -146,7 +148,8 @@ class Artifact:
             if data[key] == expected and type(data[key]) is type(expected):
                 continue
             found = shortened(repr(data[key]))
-            problem = f"field '{key}' is {found}, this version of Elixir reads {expected!r}; {cls.anew}"
+            read = " or ".join(map(str, (*cls.earlier, expected)))
+            problem = f"field '{key}' is {found}, this version of Elixir reads {read}; {cls.anew}"
             if key == "artifact":
                 problem = f"expected a {cls.artifact.replace('_', ' ')}, but field 'artifact' is {found}"
             raise ArtifactError(f"{source}: {problem}", field=key)

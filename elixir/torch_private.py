@@ -214,6 +214,24 @@ def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]] | None:
     return result, [e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc"]
 
 
+# --- TorchScript ------------------------------------------------------------------------------------------------------
+
+ScriptMethod: Any = torch._C.ScriptMethod
+"""The class of the methods of TorchScript modules: a call of ``forward``, or of an exported one, calls one of them."""
+
+
+def script_parameters(owner: Any) -> list[torch.Tensor]:
+    """The parameters of the module that is a `ScriptMethod`'s ``owner``, and of all modules in it; none of the instance
+    of a TorchScript class."""
+    try:
+        own: Any = torch._C.ParameterDict(owner)
+    except RuntimeError:  # it is no module
+        return []
+    inner: Any = torch._C.ModuleDict(owner)
+    found = [parameter for _, parameter in own.items()]
+    return found + [parameter for _, module in inner.items() for parameter in script_parameters(module)]
+
+
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode

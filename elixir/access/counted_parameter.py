@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ def plain_copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
+def _is_read_to_clip(reader: FrameType | None) -> bool:
+    """Whether a function of torch that clips reads a gradient, itself or from a generator such as
+    ``get_total_norm(p.grad for p in parameters)``."""
+    if reader is not None and reader.f_code.co_name == "<genexpr>":
+        reader = reader.f_back
+    return reader is not None and reader.f_globals.get("__name__") == nn.utils.clip_grad.__name__
+
+
 class CountedParameter(nn.Parameter):
     """A parameter whose ``data`` is read through a function, so that writes through it can be counted.
 
@@ -37,8 +46,7 @@ class CountedParameter(nn.Parameter):
     def _read_gradient(self) -> torch.Tensor | None:
         """The gradient. Functions of torch that clip gradients would compare their limit with scaled ones."""
         gradient: torch.Tensor | None = GRADIENT.__get__(self)
-        scaled = self.elixir_gradient_is_scaled and gradient is not None
-        if scaled and sys._getframe(1).f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+        if self.elixir_gradient_is_scaled and gradient is not None and _is_read_to_clip(sys._getframe(1)):
             raise InputError(
                 "in float16 gradients carry the loss scale until step(), so functions of torch.nn.utils would clip "
                 "them to a limit that is too low by that factor; clip with max_norm= or model.clip_grad_norm_(), "

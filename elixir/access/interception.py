@@ -50,13 +50,15 @@ from elixir.access.functions import (
 )
 from elixir.access.interrupts import runs
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
-from elixir.access.placeholders import is_absent, marks_are_off, remarked, storage_of, unmarked, watch
+from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
 from elixir.access.whole import Whole
 from elixir.errors import InputError
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
+    ScriptMethod,
     functorch_level,
+    script_parameters,
     torch_function_is_enabled,
     tree_leaves,
 )
@@ -151,8 +153,8 @@ class Interception:
             attributes.
         listener: learns of every use.
         parameters: the parameters to track, by default all; modules without any are left alone.
-        scripts: whether to announce calls of TorchScript functions, by replacing a method of PyTorch's class for all
-            threads. A trace does not need it, since its dispatch mode sees their operators.
+        scripts: whether to announce calls of TorchScript functions and methods, by replacing a method of PyTorch's
+            classes for all threads. A trace does not need it, since its dispatch mode sees their operators.
         units: modules whose parameters are all announced when one starts, and nothing inside of it; compiled or not.
     """
 
@@ -169,7 +171,7 @@ class Interception:
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
         self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
-        self._scripts = _script_functions_announce() if scripts else None
+        self._scripts = _scripts_announce() if scripts else None
         self._checkpoints: list[OwnCheckpoint] = []
         compiled = [unit for unit in units if is_compiled(unit)]
         plain = [unit for unit in units if not is_compiled(unit)]
@@ -299,8 +301,8 @@ class Interception:
         self._listener.entered(module)
         if begins and weights is not None:
             opened.end = partial(weights.end, weights.begin())
-        if isinstance(module, torch.jit.ScriptModule):
-            # Modules inside of it call no hooks, and fused kernels of TorchScript are no operators.
+        if self._scripts is None and isinstance(module, torch.jit.ScriptModule):
+            # Modules inside of it call no hooks.
             tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
             if tracked:
                 self._listener.used(tracked, "TorchScript")
@@ -400,7 +402,8 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 watch(_reached)
 
 _call_script: Callable[..., Any] = torch.jit.ScriptFunction.__call__
-_attached = 0  # how many calls of `_script_functions_announce` are active
+_call_method: Callable[..., Any] = ScriptMethod.__call__
+_attached = 0  # how many calls of `_scripts_announce` are active
 _attaching = threading.Lock()
 
 
@@ -414,25 +417,26 @@ def _announced_script(function: torch.jit.ScriptFunction[Any, Any], *args: Any, 
         return _read(seen, args, kwargs, str(function.name), found, [])
 
 
-def _announced_script_module(module: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
-    # In a unit, weights of other units have no memory, and nothing but this notices a module without our hooks.
-    away = [each for each in module.parameters() if type(each) in TRACKED_PARAMETERS] if marks_are_off() else []
-    if away:
-        away[0].elixir_listener.used(away, "TorchScript")  # type: ignore[attr-defined]
-    return nn.Module.__call__(module, *args, **kwargs)
+def _announced_method(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Announces all weights of the module whose method is called, forward or another: modules inside call no hooks."""
+    found: list[Any] = [each for each in script_parameters(method.owner) if type(each) in TRACKED_PARAMETERS]
+    if found:
+        found[0].elixir_listener.used(found, "TorchScript")
+    return _call_method(method, *args, **kwargs)
 
 
-def _script_functions_announce() -> Callable[[], None]:
-    """Makes calls of TorchScript functions and modules announce uses; returns the function that ends it.
+def _scripts_announce() -> Callable[[], None]:
+    """Makes calls of TorchScript functions and methods announce uses, for all threads; returns the function that ends
+    it.
 
-    TorchScript's methods look for `__torch_function__` in their arguments, its functions do not. Marks are not enough,
-    since a fused kernel takes the addresses of its arguments without an operator.
+    TorchScript's methods look for `__torch_function__` in their arguments, its functions do not. Marks are not enough:
+    a fused kernel takes the addresses of its arguments without an operator, and in a unit marks are off.
     """
     global _attached
     with _attaching:
         _attached += 1
         torch.jit.ScriptFunction.__call__ = _announced_script  # type: ignore[method-assign, assignment]
-        torch.jit.ScriptModule.__call__ = _announced_script_module  # type: ignore[method-assign]
+        ScriptMethod.__call__ = _announced_method
 
     def back() -> None:
         global _attached
@@ -440,7 +444,7 @@ def _script_functions_announce() -> Callable[[], None]:
             _attached -= 1
             if not _attached:
                 torch.jit.ScriptFunction.__call__ = _call_script  # type: ignore[method-assign]
-                del torch.jit.ScriptModule.__call__
+                ScriptMethod.__call__ = _call_method
 
     return back
 

@@ -88,11 +88,6 @@ def marked(memory: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def marks_are_off() -> bool:
-    """Whether operators of this thread treat marked tensors as ordinary ones now."""
-    return key_is_excluded(_KEY)
-
-
 def is_absent(item: Any) -> bool:
     """Whether `item` is a marked tensor without memory."""
     if not isinstance(item, torch.Tensor):

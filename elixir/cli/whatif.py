@@ -21,12 +21,12 @@ from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.sweep import FitInterrupted, fit, sweep
+from elixir.search.whatif.sweep import SweepInterrupted, fit, sweep
 from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
 from elixir.show.explanation_tables import explanation_record, explanation_shown
 from elixir.show.perfetto import save_chrome_trace
 from elixir.show.style import FORMATS, RESOURCE_LABELS
-from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, sweep_table, to_frame
+from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame
 from elixir.show.tables import plan_levers_table
 from elixir.show.timeline import plot_timeline
 from elixir.step_trace import StepTrace
@@ -45,19 +45,25 @@ def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
     for model in args.models:
         files.refuse_artifact(model)
     prices, machines = _prices(args), _machines(args, args.hardware)
-    with output.progress() as progress:
-        rows = sweep(args.models, machines, args.world_sizes, args.batches, progress=progress, **_asked(args))
+    interrupted: SweepInterrupted | None = None
+    try:
+        with output.progress() as progress:
+            rows = sweep(args.models, machines, args.world_sizes, args.batches, progress=progress, **_asked(args))
+    except SweepInterrupted as stop:
+        interrupted, rows = stop, stop.found
     written = files.written(
         (args.csv, lambda path: write_atomically(path, to_frame(rows).to_csv(index=False))),
         (args.plot, lambda path: plot_sweep(rows, path)),
     )
     if args.json:
         yield _rows_record(rows, prices)
-        return
-    yield from _rows_shown(rows, "on paper", prices)
-    yield from _cheapest(rows, prices, args.tokens)
-    _note_host_memory(args, machines)
-    yield from written
+    else:
+        yield from _rows_shown(rows, "on paper", prices)
+        yield from _cheapest(rows, prices, args.tokens)
+        _note_host_memory(args, machines)
+        yield from written
+    if interrupted is not None:
+        yield _cut_short("sweep", interrupted)
 
 
 def run_fit(args: argparse.Namespace) -> Iterator[Said]:
@@ -67,12 +73,12 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
     machines = None if names is None else _machines(args, names)
-    interrupted: FitInterrupted | None = None
+    interrupted: SweepInterrupted | None = None
     try:
         with output.progress() as progress:
             tried = {"batch": args.batch or 1, "counts": args.world_sizes, "progress": progress}
             found = fit(args.model, machines, **tried, **_asked(args))
-    except FitInterrupted as stop:
+    except SweepInterrupted as stop:
         interrupted, found = stop, stop.found
     best = found.best
     if args.json:
@@ -87,8 +93,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
         yield from _cheapest(found.rows, prices, args.tokens)
         _note_host_memory(args, machines)
     if interrupted is not None:
-        print(f"elixir fit: {interrupted}; all rows so far are printed", file=sys.stderr)
-        yield INTERRUPTED_STATUS
+        yield _cut_short("fit", interrupted)
     elif best is None:
         last = found.rows[-1]
         given = zip(names or (), machines or (), strict=True)
@@ -104,13 +109,20 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The step and the search that a sweep or a fit is about."""
+    """The step and the search that a sweep or a fit is about; tells on standard error of each row as it comes."""
     optimizer = from_flags.optimizer_class(args.optimizer)
     return {
         "step": from_flags.step_asked(args),
         "asked": from_flags.asked(args, optimizer),
         "network_bytes_per_s": args.network,
+        "each": lambda row: print(row_text(row), file=sys.stderr, flush=True),
     }
+
+
+def _cut_short(command: str, interrupted: SweepInterrupted) -> int:
+    """Says that an interrupt ended a command whose rows so far are printed; the exit status."""
+    print(f"elixir {command}: {interrupted}; all rows so far are printed", file=sys.stderr)
+    return INTERRUPTED_STATUS
 
 
 def _machines(args: argparse.Namespace, names: Sequence[str]) -> list[HardwareProfile]:

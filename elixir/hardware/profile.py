@@ -80,12 +80,13 @@ class HardwareProfile(Artifact):
     `None` means unknown; the search then names the field it needs.
 
     Raises:
-        InputError: a number is not positive and finite, the efficiency is not in (0, 1], the device kind is neither
-            ``cuda`` nor ``cpu``, or a dtype is none of torch's; the message names the field.
+        InputError: a number is not positive and finite, a share is not in (0, 1], a range is reversed, the device kind
+            is neither ``cuda`` nor ``cpu``, or a dtype is none of torch's; the message names the field.
     """
 
     artifact: ClassVar[str] = "hardware_profile"
     schema_version: ClassVar[int] = 9
+    earlier: ClassVar[tuple[int, ...]] = tuple(_LACKED)
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -138,12 +139,13 @@ class HardwareProfile(Artifact):
     """Rate of writing, until the bytes are on the disk."""
     disk_free_bytes: _Size | None = None
     """Free there when it was measured."""
-    sustained_flops_share: _Positive | None = None
+    sustained_flops_share: _PositiveShare | None = None
     """Share of `flops_per_s` that the matrix products of a whole training step reach, which run at the clocks of a warm
     device, next to collectives. Asked where no fit was measured; None: `matmul_efficiency`."""
     sustained_memory_share: _Positive | None = None
-    """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it."""
-    sustained_attention_share: _Positive | None = None
+    """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it. Above
+    1 on a CPU whose caches hold what they work on."""
+    sustained_attention_share: _PositiveShare | None = None
     """Share of `flops_per_s` that attention reaches, masked scores not counted; None: `sustained_flops_share`."""
     step_range: tuple[_Positive, _Positive] | None = None
     """The multiples of the predicted seconds between which steps fell on machines like this one; None if no run is
@@ -198,6 +200,10 @@ class HardwareProfile(Artifact):
         check_bounds(self, "hardware field '{}'")
         self._check_capability()
         self._check_rates()
+        if self.step_range is not None and self.step_range[0] > self.step_range[1]:
+            raise InputError(
+                f"hardware field 'step_range' must be two numbers, the lower first, found {list(self.step_range)}"
+            )
         if self.measured_at is not None:
             try:
                 datetime.date.fromisoformat(self.measured_at)

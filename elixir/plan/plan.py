@@ -399,8 +399,12 @@ class Plan(Artifact):
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of all ranks together, as predicted; None where samples are no tokens."""
-        tokens, step_s = self.step.tokens, self.predicted.step_s
-        return None if tokens is None or not step_s else tokens * self.accumulation * self.world_size / step_s
+        return self._per_s(self.step.tokens)
+
+    def _per_s(self, amount: int | None) -> float | None:
+        """The speed of all ranks together, of an amount per rank and micro-batch; None where either is not known."""
+        step_s = self.predicted.step_s
+        return None if amount is None or not step_s else amount * self.accumulation * self.world_size / step_s
 
     @property
     def fingerprint(self) -> str:
@@ -499,9 +503,12 @@ class Plan(Artifact):
         }
 
     def _speed_text(self) -> str:
-        tokens, share = self.tokens_per_s, self.predicted.peak_share
-        parts = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
-        return ", ".join(parts + ([] if share is None else [f"{100 * share:.0f} % of the device's peak"]))
+        speeds = (self.tokens_per_s, "tokens"), (self._per_s(self.step.samples), "samples")
+        parts = [f"{speed:,.0f} {unit}/s" for speed, unit in speeds if speed is not None][:1]
+        share = self.predicted.peak_share
+        if share is not None:
+            parts.append(f"{f'{100 * share:.0f}' if share >= 0.01 else 'less than 1'} % of the device's peak")
+        return ", ".join(parts)
 
 
 class HasPlan(Protocol):

@@ -130,6 +130,14 @@ def fit_text(model: str, best: SweepRow) -> str:
     )
 
 
+def row_text(row: SweepRow) -> str:
+    """One line on a combination: its time a step and its speed, or why it does not fit."""
+    named = f"{row.model}, batch {row.batch}, {row.world_size} x {row.machine}"
+    if not row.fits:
+        return f"{named}: does not fit: {row.reason}"
+    return f"{named}: {range_text(row.step_s or 0.0, _range(row))} a step, {_speed(row)} per s"
+
+
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = None) -> Figure:
     """Speed of every combination as a heat map: a row per model and batch, a column per machine and world size.
 

@@ -7,11 +7,11 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elixir.errors import InputError, PlanError
+from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.search.question import StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
@@ -43,15 +43,16 @@ class Fit:
     """Per machine: its fewest devices that can, in order of size; then those that cannot, with their most devices."""
 
 
-class FitInterrupted(KeyboardInterrupt):
-    """An interrupt (Ctrl-C) of `fit`, with the machines that were tried before it: at least one."""
+class SweepInterrupted(KeyboardInterrupt):
+    """An interrupt (Ctrl-C) of `sweep` or `fit`, with what was found before it: at least one row."""
 
-    def __init__(self, found: Fit, tried: int, count: int) -> None:
-        super().__init__(f"interrupted after {tried} of {count} machines and numbers of devices")
+    def __init__(self, found: Any, tried: int, count: int) -> None:
+        super().__init__(f"interrupted after {tried} of {count} combinations")
         self.found = found
+        """The rows of `sweep`, or the `Fit` of `fit`, so far."""
 
 
-def sweep(
+def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
     models: Sequence[str],
     machines: Sequence[HardwareProfile | str],
     world_sizes: Sequence[int] = (1,),
@@ -61,6 +62,7 @@ def sweep(
     asked: SearchRequest | None = None,
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
+    each: Callable[[SweepRow], None] | None = None,
     **options: Any,
 ) -> list[SweepRow]:
     """A row for every model, batch, machine and world size, in this order of nesting.
@@ -75,12 +77,14 @@ def sweep(
         network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
             machine's own devices are the most.
         progress: called before each combination.
+        each: called with each row once it is made, if its combination could be planned or lacks memory.
         options: fields of `SearchRequest`, which change `asked`. Memory whose size is not given is what the profile
             says, host memory otherwise `HOST_PER_DEVICE_BYTE`, less a reserve.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or no combination could even be planned.
         TraceError: no combination could even be traced. One that fails alone is a row with its reason.
+        SweepInterrupted: Ctrl-C after the first row; it has the rows so far.
     """
     request = SearchRequest.of(asked or ON_PAPER, **options)
     profiles = [with_network(profile_for(machine), network_bytes_per_s) for machine in machines]
@@ -103,19 +107,27 @@ def sweep(
         for hardware in profiles
         for world_size in world_sizes
     ]
-    rows, errors = [], []
+    rows: list[SweepRow] = []
+    errors = []
     for done, (model, batch, hardware, world_size) in enumerate(cases):
         if progress is not None:
             progress(f"{model}, batch {batch}, {world_size} x {hardware.name}", done, len(cases))
-        row, error = try_out(traces, replace(request, world_size=world_size), model, batch, hardware)
+        try:
+            row, error = try_out(traces, replace(request, world_size=world_size), model, batch, hardware)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            raise SweepInterrupted(rows, done, len(cases)) from None
+        if each is not None and _was_planned(error):
+            each(row)
         rows.append(row)
         errors.append(error)
-    if all(error is not None and not isinstance(error, PlanError) for error in errors):
+    if not any(map(_was_planned, errors)):
         raise next(error for error in errors if error is not None)
     return rows
 
 
-def fit(
+def fit(  # noqa: PLR0913 - as `sweep`
     model: str,
     machines: Sequence[HardwareProfile | str] | None = None,
     *,
@@ -125,6 +137,7 @@ def fit(
     asked: SearchRequest | None = None,
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
+    each: Callable[[SweepRow], None] | None = None,
     **options: Any,
 ) -> Fit:
     """The smallest of the machines and device counts that can train `model`, and how fast; with what comes next.
@@ -136,9 +149,6 @@ def fit(
         counts: numbers of devices; by default 1, 2, 4, ... up to what one machine holds.
 
     The other arguments and the errors are those of `sweep`.
-
-    Raises:
-        FitInterrupted: Ctrl-C; it has the rows so far.
     """
     request = SearchRequest.of(asked or ON_PAPER, **options)
     profiles = [
@@ -171,12 +181,19 @@ def fit(
         except KeyboardInterrupt:
             if not (found or failed):
                 raise
-            raise FitInterrupted(_fit_of(found, failed), done, len(candidates)) from None
+            raise SweepInterrupted(_fit_of(found, failed), done, len(candidates)) from None
+        if each is not None and _was_planned(error):
+            each(row)
         (found if row.fits else failed)[place] = row
         errors.append(error)
-    if all(error is not None and not isinstance(error, PlanError) for error in errors):
+    if not any(map(_was_planned, errors)):
         raise next(error for error in errors if error is not None)
     return _fit_of(found, failed)
+
+
+def _was_planned(error: ElixirError | None) -> bool:
+    """Whether a combination got as far as a plan, or to the memory that it lacks."""
+    return error is None or isinstance(error, PlanError)
 
 
 def _fit_of(found: Mapping[int, SweepRow], failed: Mapping[int, SweepRow]) -> Fit:

@@ -325,6 +325,16 @@ def test_the_share_of_the_peak_is_known_where_both_numbers_are() -> None:
     assert dataclasses.replace(predicted, seconds={"total": 0.0}).flops_per_s == 0.0
 
 
+def test_a_plan_without_tokens_says_its_samples_and_no_share_of_zero() -> None:
+    plan = make_plan()
+    predicted = dataclasses.replace(plan.predicted, flops=10**9, peak_flops_per_s=1e12, seconds={"total": 0.5})
+    step = dataclasses.replace(plan.step, tokens=None, samples=4)
+    plan = dataclasses.replace(plan, predicted=predicted, step=step, accumulation=3, world_size=1)
+    assert "24 samples/s, less than 1 % of the device's peak" in str(plan)
+    faster = dataclasses.replace(plan, predicted=dataclasses.replace(predicted, flops=10**10))
+    assert "24 samples/s, 2 % of the device's peak" in str(faster)
+
+
 EXPERTS = Weight("layers.0.mlp.experts.gate_up_proj", "bfloat16", 3 << 20, False)
 
 

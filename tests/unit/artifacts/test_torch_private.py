@@ -133,6 +133,35 @@ def autograd() -> None:
     assert [kept for *_, kept in asked] == [True, False]
 
 
+class Count:
+    def __init__(self, count: int):
+        self.count = count
+
+    def more(self) -> int:
+        return self.count + 1
+
+
+def scripts() -> None:
+    called = []
+
+    def call(method: Any, *args: Any) -> Any:
+        called.append((method.name, private.script_parameters(method.owner)))
+        return original(method, *args)
+
+    scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    counts: Any = torch.jit.script(Count(1))
+    original, x = private.ScriptMethod.__call__, torch.ones(1, 2)
+    private.ScriptMethod.__call__ = call
+    try:
+        scripted(x)
+        scripted.forward(x)
+        assert counts.more() == 2
+    finally:
+        private.ScriptMethod.__call__ = original
+    assert [(name, len(found)) for name, found in called] == [("forward", 1), ("forward", 1), ("more", 0)]
+    assert all(found[0] is next(scripted.parameters()) for _, found in called[:2])
+
+
 def tensors() -> None:
     rnn = nn.RNN(2, 2)  # keeps weak references to its parameters
     parameter = next(rnn.parameters())
@@ -241,7 +270,7 @@ def contexts() -> None:
 
 
 @pytest.mark.parametrize(
-    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, optimizers, contexts]
+    "used", [modes, transforms, keys, autograd, kernels, scripts, tensors, compiled_code, optimizers, contexts]
 )
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()

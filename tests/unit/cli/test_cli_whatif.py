@@ -111,26 +111,32 @@ def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixtu
     assert json.loads(out)["best"]["machine"] == "t4"
 
 
+@pytest.mark.parametrize("command", ["fit", "sweep"])
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_an_interrupted_fit_prints_the_rows_that_it_has(
-    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_rows_come_one_by_one_and_an_interrupt_loses_none(
+    command: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = iter((True, False))
+    tried: list[str] = []
+    shown: list[str] = []
 
     def try_out(_: object, request: SearchRequest, model: str, batch: int, hardware: HardwareProfile) -> Any:
-        if next(tried, None) is None:
+        shown.append(capsys.readouterr().err)
+        if len(tried) in (2, 3):
             raise KeyboardInterrupt
+        tried.append(hardware.name)
         row = SweepRow(model, hardware.name, request.world_size, batch, 8, "bfloat16", True, "", 1, 1, step_s=2.5)
         return row, None
 
     monkeypatch.setattr("elixir.search.whatif.sweep.try_out", try_out)
-    argv = ("fit", "opt-125m", "--hardware", "t4,rtx3090,h200", "--world-sizes", "1", "--host-memory", "8GiB", *more)
+    argv = (command, "opt-125m", "--hardware", "t4,rtx3090,h200", "--world-sizes", "1", "--host-memory", "8GiB", *more)
     status, out, err = run(capsys, *argv)
     assert status == 130
-    assert err.endswith("interrupted after 2 of 3 machines and numbers of devices; all rows so far are printed\n")
-    assert all(machine in out for machine in ("t4", "rtx3090"))
+    assert shown == ["", *(f"opt-125m, batch 1, 1 x {machine}: 2.500 s a step, - per s\n" for machine in tried)]
+    assert err.endswith("interrupted after 2 of 3 combinations; all rows so far are printed\n")
+    assert all(machine in out for machine in tried)
     assert "h200" not in out
     assert not more or len(json.loads(out)["rows"]) == 2
+    tried.append("")
     status, out, err = run(capsys, *argv)
     assert (status, out, err) == (130, "", "elixir: interrupted\n")  # nothing had been tried
 
@@ -200,8 +206,9 @@ def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.Ca
     status, out, err = run(capsys, *argv)
     assert status == 2
     assert "[1] opt-13b" in out
-    assert err.count("\n") == 1
-    assert "`elixir plan opt-13b --hardware t4 --world-size 1`" in err
+    row, advice = err.splitlines()
+    assert row.startswith("opt-13b, batch 1, 1 x t4: does not fit: opt-13b: weights and optimizer states exceed")
+    assert "`elixir plan opt-13b --hardware t4 --world-size 1`" in advice
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 2
     assert json.loads(out)["best"] is None

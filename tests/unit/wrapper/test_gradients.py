@@ -168,6 +168,7 @@ CLIPPERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "norm, each": lambda weights: torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=False),
     "value": lambda weights: torch.nn.utils.clip_grad_value_(weights, 0.1),
     "given norm": lambda weights: torch.nn.utils.clip_grads_with_norm_(weights, 1.0, torch.tensor(2.0)),
+    "norm of what is read": lambda weights: torch.nn.utils.get_total_norm(weight.grad for weight in weights),
 }
 
 
