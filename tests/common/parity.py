@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
 from tests.common.audit import audit
@@ -42,13 +43,42 @@ A weight whose gradient is rounding error alone moves by up to the learning rate
 NEVER = 1e6
 """No gradient of these models is as long: a limit from here on clips nothing."""
 
-_KINDS = (  # (resident, weight home, state home)
-    (True, "device", "device"),
-    (False, "host", "host"),
-    (True, "device", "host"),
-    (False, "device", "device"),
-    (False, "device", "host"),
-)
+HOMES: dict[str, tuple[tuple[bool, str, str], ...]] = {  # resident, weight home, state home
+    "resident": ((True, "device", "device"),),
+    "streamed": ((False, "host", "host"),),
+    "states": ((True, "device", "host"),),
+    "device": ((False, "device", "device"),),
+    "device, states": ((False, "device", "host"),),
+}
+"""Homes that the chunks of a plan have in turn."""
+HOMES["mixed"] = tuple(home for homes in HOMES.values() for home in homes)
+
+
+def report_of(module: ElixirModule) -> StepReport:
+    """The report of the last step; there must be one."""
+    assert module.last_report is not None
+    return module.last_report
+
+
+COUNTED = ("loads", "host_to_device", "device_to_host")
+
+
+def assert_as_planned(module: ElixirModule, counted: Sequence[str] = COUNTED) -> StepReport:
+    """Asserts that the last step fetched nothing late, and of what is `counted` took what was predicted. Returns its
+    report."""
+    report = report_of(module)
+    assert report.demand_loads == report.deviations == 0
+    assert {name: report.observed.get(name) for name in counted} == {
+        name: report.predicted.get(name) for name in counted
+    }
+    return report
+
+
+def take_step(optimizer: ElixirOptimizer, loss: torch.Tensor) -> None:
+    """The backward of a loss and a step, after which there are no gradients."""
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -133,14 +163,19 @@ def contents(value: Any) -> bytes | None:
     return file.getvalue()
 
 
-def mixed(plan: Plan) -> Plan:
-    """The same packing with chunks of every kind in turn; what it predicts is no longer meant."""
+def rehomed(plan: Plan, homes: str) -> Plan:
+    """The same packing with other `HOMES`; what it predicts is no longer meant."""
     chunks: list[ChunkPlan] = []
     for index, chunk in enumerate(plan.chunks):
-        resident, weights, states = _KINDS[index % len(_KINDS)]
+        resident, weights, states = HOMES[homes][index % len(HOMES[homes])]
         states = states if chunk.trainable else weights
         chunks.append(replace(chunk, resident=resident, weight_home=weights, state_home=states))  # type: ignore[arg-type]
     return replace(plan, chunks=tuple(chunks))
+
+
+def mixed(plan: Plan) -> Plan:
+    """The same packing with chunks of every kind in turn."""
+    return rehomed(plan, "mixed")
 
 
 class Pair:

@@ -7,7 +7,9 @@ fraction of a second and in a clean process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -56,6 +58,34 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **optio
         others = "".join(f"\n--- rank {o.rank}: {str(o.error).strip().splitlines()[-1]}" for o in failed[1:])
         raise AssertionError(f"rank {failed[0].rank} of {world_size} failed:\n{failed[0].error}{others}")
     return [outcome.result for outcome in outcomes]
+
+
+def on_each_rank(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each rank does, ``test(rank, world_size, *parameters)``: pytest gives the parameters, and so
+    many ranks run it. Options are those of `run_ranks`."""
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            run_ranks(world_size, _Wrapped(test), *(given[name] for name in names), **options)
+
+        signature = inspect.signature(function)
+        names = list(signature.parameters)[2:]
+        parameters = [signature.parameters[name] for name in names]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
+@dataclass
+class _Wrapped:
+    """The function inside of a test, which pickle finds by the test's name."""
+
+    test: Callable[..., None]
+
+    def __call__(self, *args: Any) -> None:
+        self.test.__wrapped__(*args)  # type: ignore[attr-defined]
 
 
 def as_launched(rank: int, world_size: int) -> None:

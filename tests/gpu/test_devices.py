@@ -22,7 +22,7 @@ from tests.common import gpu, inside
 from tests.common.early import chain
 from tests.common.failing import fails_at
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, report_of, square_loss, take_step
 from tests.common.twins import step_alike
 from tests.cuda_emulator.races import watching
 
@@ -115,9 +115,7 @@ def test_with_a_default_device(dtype: str, tmp_path: Path) -> None:
             optimizer = ElixirOptimizer(module, adamw(module), max_norm=1.0)
             for _ in range(3):
                 loss = it.loss(module, it.inp)
-                optimizer.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, loss)
                 losses.append(loss.item())
             module.load_state_dict(module.state_dict())
             state = {"model": module, "optimizer": optimizer}
@@ -282,8 +280,7 @@ def test_what_the_device_held_before_the_first_step_is_not_the_peak_of_a_step() 
     with Pair(it, make_plan(it, "streamed")) as pair:
         torch.empty(2**28, dtype=torch.uint8, device=gpu.DEVICE)  # such as that of an evaluation
         pair.train(2)
-        report = pair.module.last_report
-        assert report is not None
+        report = report_of(pair.module)
         assert "device_peak" not in report.observed
         torch.cuda.reset_peak_memory_stats()
         pair.train(1)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
 from tests.common import inside
-from tests.common.parity import MODES, Case, Pair, make_plan
+from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan
 
 NAMES = ("second.weight", "last.bias")
 
@@ -63,9 +63,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         assert not any(chunk.pins for chunk in inside.chunks(it.module))
         it.train(2)  # with nothing left over
         it.assert_same_weights()
-        report = it.module.last_report
-        assert report is not None
-        assert report.demand_loads == report.deviations == 0
+        assert_as_planned(it.module, ())
 
 
 def both(pair: Pair) -> list[tuple[nn.Module, Any]]:

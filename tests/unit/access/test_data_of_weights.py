@@ -17,7 +17,7 @@ from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
-from tests.common.parity import Case, Pair, adamw, make_plan, square_loss
+from tests.common.parity import Case, Pair, adamw, make_plan, square_loss, take_step
 
 FACTOR = 1.03125  # exact in bfloat16
 Write = Callable[[list[nn.Parameter]], object]
@@ -125,9 +125,7 @@ def test_masters_follow_as_they_follow_a_write_to_the_weight(how: str, fused: bo
             if step == 1:
                 with torch.no_grad():
                     write(list(module.module.parameters()))
-            optimizer.backward(square_loss(module, inp))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square_loss(module, inp))
         states.append(module.state_dict())
         module.close()
         assert all(type(parameter) is nn.Parameter for parameter in it.model.parameters())
@@ -141,9 +139,7 @@ def test_weights_that_are_swapped_in_by_assignment_are_read_and_come_back(dtype:
     plan, moved = (_plan(it, home, unified_dtype=dtype) for home in ("device", "host"))
     module = ElixirModule(it.model, plan, device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, adamw(module.module))
-    optimizer.backward(square_loss(module, gpu.there(it.inp, module.device)))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, square_loss(module, gpu.there(it.inp, module.device)))
     before = module.state_dict()
     parameters = list(module.module.parameters())
     kept = [parameter.data for parameter in parameters]
@@ -174,9 +170,7 @@ def test_two_weights_may_exchange_their_memory(dtype: torch.dtype, steps: bool, 
     values = first.detach().clone(), second.detach().clone()
     first.data, second.data = second.data, first.data
     if steps:
-        optimizer.backward(square_loss(module, gpu.there(it.inp, module.device)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, square_loss(module, gpu.there(it.inp, module.device)))
     save_checkpoint(tmp_path / "saved", {"model": module, "optimizer": optimizer}, wait=True)
     with open_checkpoint(tmp_path / "saved") as saved:
         weights = saved.weights()

@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +17,7 @@ from elixir.access.interception import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
-from tests.common.early import rehomed
-from tests.common.parity import Case, Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan, rehomed
 
 
 class Net(nn.Module):
@@ -241,19 +239,6 @@ def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     mixed.assert_same_weights()
 
 
-def test_a_forward_cannot_gather(pair: Pair) -> None:
-    def gathers(net: Net, x: torch.Tensor) -> torch.Tensor:
-        with pair.module.gathered():
-            return x
-
-    pair.module.module.middle = gathers
-    with pytest.raises(InputError, match="outside of the model's forward"):
-        pair.module(**pair.case.inp)
-    pair.module.module.middle = pair.plain.middle
-    pair.train(2)
-    pair.assert_same_weights()
-
-
 def test_a_module_may_return_its_own_weight() -> None:
     class Weight(nn.Module):
         def __init__(self, form: str) -> None:
@@ -392,18 +377,6 @@ def test_a_write_by_a_function_whose_name_does_not_say_so_is_noticed(pair: Pair)
         pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
 
 
-def test_a_view_kept_beyond_its_module_is_the_same_weight(pair: Pair) -> None:
-    def keep(module: nn.Linear, args: Any, kept: list[torch.Tensor]) -> None:
-        kept.append(module.weight.t())
-
-    for model in (pair.module.module, pair.plain):
-        kept: list[torch.Tensor] = []
-        model.first.register_forward_pre_hook(partial(keep, kept=kept))
-        model.middle = lambda net, x, kept=kept: x @ kept.pop()
-    pair.train(3)
-    pair.assert_same_weights()
-
-
 def test_memory_taken_from_a_weight_is_not_read_after_its_module(pair: Pair) -> None:
     """A view that is no `TrackedView` is noticed where it is saved."""
     kept: list[torch.Tensor] = []
@@ -470,25 +443,6 @@ def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
     pair.optimizer.zero_grad()
     pair.train(2)
     pair.assert_same_weights()
-
-
-MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "to": lambda module: module.to(torch.bfloat16),
-    "half": lambda module: module.half(),
-    "meta": lambda module: module.to("meta"),
-    # Memory on CUDA is shared as it is: there torch's function does nothing.
-    **({} if gpu.DEVICE == "cuda" else {"share": lambda module: module.share_memory()}),
-}
-
-
-@pytest.mark.parametrize("how", MOVES)
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_cannot_be_moved_or_cast(how: str, mode: str) -> None:
-    it = net_case()
-    with Pair(it, make_plan(it, mode)) as pair:
-        for module in (pair.module, pair.module.module):
-            with pytest.raises(InputError, match="the plan says where"):
-                MOVES[how](module)
 
 
 def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:

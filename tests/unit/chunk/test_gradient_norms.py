@@ -14,7 +14,7 @@ from torch import nn
 from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
 from elixir.wrapper.step import gradient_norm
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan, report_of
 
 
 class Reads:
@@ -151,8 +151,7 @@ def test_gradients_that_stay_are_read_once_for_one_norm(reads: Reads) -> None:
             assert reads.take() == changed
             assert pair.optimizer.grad_norm is not None
             assert torch.equal(pair.optimizer.grad_norm, limit)
-            report = pair.module.last_report
-            assert report is not None
+            report = report_of(pair.module)
             assert report.to_dict()["grad_norm"] == float(limit)
             pair.optimizer.zero_grad()
             pair.plain_optimizer.zero_grad()

@@ -27,7 +27,7 @@ from elixir.optimizer_states import MomentKind
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
-from tests.common.parity import Pair, adamw, case, make_plan
+from tests.common.parity import Pair, adamw, case, make_plan, take_step
 from tests.common.smaps import all_present, kernel_flags
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -227,9 +227,7 @@ def test_training_goes_on_while_and_after_forked_workers_live(fused: bool) -> No
             for (batch,) in loader:
                 loss = module(input_ids=batch, labels=batch).loss
                 found.append(loss.item())
-                optimizer.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, loss)
         weights = module.state_dict()
         module.close()
         return found, weights

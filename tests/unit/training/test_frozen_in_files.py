@@ -24,7 +24,7 @@ from elixir.wrapper.assemble.frozen_weights import weight_records
 from tests.common import inside
 from tests.common.in_files import HARDWARE, frozen_model, on_meta, plan_in_files, same, save_frozen
 from tests.common.on_disk import BrokenDisk
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, report_of, take_step
 
 
 class Pair:
@@ -77,8 +77,7 @@ def test_bits_bytes_and_resume(tmp_path: Path, every: int) -> None:
     (tmp_path / "weights").mkdir()
     pair = Pair(tmp_path / "weights", every)
     pair.train()
-    report = pair.module.last_report
-    assert report is not None
+    report = report_of(pair.module)
     assert report.observed["disk_read"] == report.predicted["disk_read"] > 0
     assert not report.surprises()
     assert report.demand_loads == 0
@@ -263,9 +262,7 @@ def test_wrap_remembers_the_files(tmp_path: Path) -> None:
     common: dict[str, Any] = {"weights": folder, "strict": False}
     module, optimizer = elixir.wrap(model, adamw(model), inp=inp, frozen_weights="files", **small, **common)
     for _ in range(7):  # the plan is compared with the first steps
-        optimizer.backward(hf_loss(module, inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, hf_loss(module, inp))
     plan = module.plan
     assert plan.reads_files
     assert [file.name for file in plan.weight_files] == ["part-0.safetensors", "part-1.safetensors"]

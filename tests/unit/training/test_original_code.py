@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir import ElixirModule, ElixirOptimizer, HybridAdam, optimal_search
 from tests.common import gpu, inside
-from tests.common.parity import case, make_plan
+from tests.common.parity import case, make_plan, take_step
 
 ADAMS = {
     "Adam": torch.optim.Adam,
@@ -42,9 +42,7 @@ def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None)
     losses = []
     for _ in range(3):
         loss = it.loss(model, it.inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     after = copy.deepcopy(model.state_dict())
     model.close()

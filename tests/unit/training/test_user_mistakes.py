@@ -18,6 +18,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
+from tests.common.parity import take_step
 
 BATCH = {"x": torch.ones(4, 32)}
 
@@ -240,9 +241,7 @@ def test_float16_gradients_that_were_not_scaled() -> None:
     with pytest.raises(InputError, match=r"by the loss scale, 8, .* call optimizer\.backward\(loss\)"):
         optimizer.step()
     optimizer.zero_grad()
-    optimizer.backward(loss(module))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss(module))
     for zero_grad in (optimizer.zero_grad, module.zero_grad):
         optimizer.backward(loss(module))
         zero_grad()

@@ -21,6 +21,7 @@ from elixir.models.model_shape import describe
 from elixir.models.step import default_step, input_to_trace
 from elixir.search.question import StepQuestion
 from elixir.tracer.trace import trace_step
+from tests.common.parity import assert_as_planned, take_step
 from tests.common.quantised import quantise
 
 FORMS = {None: None, "nf4": "nf4", "nf4-double": "nf4 double"}
@@ -93,19 +94,13 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
     plain = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad])
     for _ in range(3):
         loss = module(**inp).loss
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         alone = twin(**inp).loss
         alone.backward()
         plain.step()
         plain.zero_grad()
         assert torch.equal(loss, alone)
-    report = module.last_report
-    assert report is not None
-    assert report.demand_loads == 0
-    for key in ("loads", "fetch"):
-        assert report.observed.get(key) == report.predicted.get(key), key
+    assert_as_planned(module)
     module.close()
 
 

@@ -23,9 +23,9 @@ from elixir.search.replan import Correction
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, case, mixed
+from tests.common.parity import MODES, Case, Pair, adamw, assert_as_planned, case, mixed, rehomed, take_step
 from tests.common.twins import step_alike
-from tests.unit.wrapper.test_compiled_layers import COUNTED, compiled, counted, fresh, plan_of, train
+from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
 POISON = Debug(poison=True)
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -63,11 +63,8 @@ def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.L
         losses = pair.train(2)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         assert not torch._dynamo.utils.counters["graph_break"]
-        report = pair.module.last_report
-        assert report is not None
-        assert report.demand_loads == 0, "the accesses of a layer follow one another, and it takes them as one"
-        if mode == "streamed":
-            assert report.observed["loads"] == report.predicted["loads"]
+        # The accesses of a layer follow one another, and it takes them as one.
+        assert_as_planned(pair.module, ("loads",) if mode == "streamed" else ())
         assert ("compiled after the plan was made" in caplog.text) == (mode != "resident")
         pair.module.rehome(mixed(plan) if mode == "streamed" else plan)
         compiled(it.model, "eager")  # anew, over the unit
@@ -222,10 +219,7 @@ def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
         assert pair.module.plan.step.compiled == ("layers.0", "layers.1", "layers.2")
         pair.train(3)
         pair.assert_same_weights()
-        report = pair.module.last_report
-        assert report is not None
-        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
-        assert report.demand_loads == 0
+        assert_as_planned(pair.module)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
@@ -254,13 +248,7 @@ def test_homes_change_under_compiled_layers() -> None:
     plain = compiled(copy.deepcopy(it.model))
     compiled(it.model)
     plans = {mode: plan_of(it, mode) for mode in MODES}
-    plans["resident"] = replace(
-        plans["streamed"],
-        chunks=tuple(
-            replace(chunk, resident=True, weight_home="device", state_home="device")
-            for chunk in plans["streamed"].chunks
-        ),
-    )
+    plans["resident"] = rehomed(plans["streamed"], "resident")
     with Pair(it, plans["streamed"], plain=plain, debug=POISON) as pair:
         for mode in ("mixed", "resident", "streamed", "mixed"):
             pair.train(2)
@@ -322,9 +310,7 @@ def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     found = []
     for _ in range(3):
         loss = again.loss(model, again.inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         found.append(loss.item())
     assert found == losses
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())

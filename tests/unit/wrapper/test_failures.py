@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import StepError
 from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, make_plan
@@ -140,26 +139,6 @@ def test_weights_that_are_loaded_end_it() -> None:
         assert same_weights(pair.module.state_dict(), before)
         pair.train(1)
         pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("fetch", ["parameters", "units"])
-def test_an_interrupted_forward_leaves_no_hooks_and_training_goes_on(fetch: str) -> None:
-    """PyTorch calls no hook of a module after an interruption, as by Ctrl-C in a notebook."""
-    it = case("opt")
-    with Pair(it, make_plan(it, "streamed", fetch=fetch), device="cpu") as pair:
-        pair.train(1)
-        layer = it.model.get_submodule("model.decoder.layers.1.fc1")
-        handle = layer.register_forward_pre_hook(lambda *_: _interrupt())
-        with pytest.raises(KeyboardInterrupt):
-            it.loss(pair.module, it.inp)
-        handle.remove()
-        assert innermost_saved_tensors_hooks() is None
-        pair.train(2)
-        pair.assert_same_weights()
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])

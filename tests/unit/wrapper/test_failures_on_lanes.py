@@ -17,11 +17,11 @@ from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard
 from tests.common import gpu, inside
-from tests.common.early import all_early, attempts, backward_watched, chain, early_fails, rehomed
+from tests.common.early import all_early, attempts, backward_watched, chain, early_fails
 from tests.common.failing import fails_at
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
-from tests.common.parity import Pair, case, make_plan
+from tests.common.parity import Pair, case, make_plan, rehomed
 from tests.common.resuming import Run, two_groups
 
 

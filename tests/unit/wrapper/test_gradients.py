@@ -63,20 +63,6 @@ def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_module_clips(mode: str) -> None:
-    it = case("opt")
-    with Pair(it, make_plan(it, mode)) as pair:
-        for _ in range(3):
-            pair.backward()
-            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
-            assert pair.agree(pair.module.clip_grad_norm_(0.1), norm, are_norms=True)
-            pair.step()
-        pair.assert_same_weights()
-        with pytest.raises(InputError, match="2-norm"):
-            pair.module.clip_grad_norm_(0.1, norm_type=1.0)
-
-
 def test_a_limit_may_be_a_tensor() -> None:
     """Ranks compare their limits, and must not see on which device one lies."""
     it = case("opt", layers=1)
@@ -93,7 +79,14 @@ def test_a_limit_may_be_a_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("max_norm", "limits"),
-    [(None, (0.1, float("inf"))), (0.1, (float("inf"),)), (0.1, (5.0,)), (0.5, (0.1, 0.2)), (None, (0.0,))],
+    [
+        (None, (0.1, float("inf"))),
+        (None, (0.3, 0.1)),
+        (0.1, (float("inf"),)),
+        (0.1, (5.0,)),
+        (0.5, (0.1, 0.2)),
+        (None, (0.0,)),
+    ],
 )
 def test_of_several_limits_the_least_holds(max_norm: float | None, limits: tuple[float, ...]) -> None:
     """A second call, as for a log, does not take the first one back; nor what the optimizer was made with."""
@@ -289,26 +282,6 @@ def test_a_dropped_gradient_is_none(pair: Pair) -> None:
     with pytest.raises(InputError, match="clip_grad_norm_"):
         weights[1].grad  # noqa: B018
     pair.module.zero_grad()
-
-
-def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
-    with pair.module.no_sync():
-        pair.backward()
-    pair.backward()
-    pair.step()
-    pair.assert_same_weights()
-
-
-def test_a_skipped_step_is_reported_too() -> None:
-    it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), initial_scale=2.0**60)
-    optimizer.backward(it.loss(module, it.inp))
-    optimizer.step()
-    assert optimizer.loss_scale == 2.0**59
-    assert module.last_report is not None
-    assert module.last_report.observed["loads"] == module.last_report.predicted["loads"]
-    module.close()
 
 
 def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,19 +187,6 @@ def test_4_router_logits_that_hooks_catch_are_outputs_of_their_layer() -> None:
     assert not in_passes(make, steps).same_as(without)
 
 
-def with_hidden_states(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    out = model(**batch, output_hidden_states=True)
-    loss: torch.Tensor = out.loss + 0.01 * sum(state.square().mean() for state in out.hidden_states)
-    return loss
-
-
-def test_5_a_graph_may_reach_past_layers() -> None:
-    make, steps = family("llama"), batches("llama", 3)
-    plan = plan_for(make(), steps[0][0], with_hidden_states, accumulation=3)
-    found = in_passes(make, steps, plan, with_hidden_states)
-    assert found.same_as(plainly(make, steps, with_hidden_states))
-
-
 class Mixing(Stack):
     """Computes with a tensor from before all layers between two of them."""
 

@@ -85,21 +85,6 @@ def test_a_models_device_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture)
     module.close()
 
 
-def test_release_gives_the_model_back_with_its_weights() -> None:
-    it = case("gpt2")
-    model, kind = it.model, type(it.model)
-    with Pair(it, make_plan(it, "mixed")) as pair:
-        pair.train(2)
-        given = pair.module.release()
-        assert given is model
-        assert type(given) is kind
-        assert all(type(parameter) is nn.Parameter for parameter in given.parameters())
-        plain = pair.plain.state_dict()
-        assert all(torch.equal(value.cpu(), plain[name].cpu()) for name, value in given.state_dict().items())
-        pair.case.loss(given, it.inp).backward()  # an ordinary module, that anything can train
-        assert pair.module.release() is model
-
-
 def test_only_a_wrapped_model_has_an_engine() -> None:
     with pytest.raises(InputTypeError, match="Linear"):
         inside.chunks(nn.Linear(1, 1))

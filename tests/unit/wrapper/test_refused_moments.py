@@ -81,7 +81,7 @@ del OUTSIDE["state_dict"]  # reads weights, which may be done at any time
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_call_inside_of_a_forward_is_refused(name: str, opened: Pair) -> None:
     handle = opened.module.module[0].register_forward_hook(lambda *_: OUTSIDE[name](opened))
-    with pytest.raises(InputError, match="outside"):
+    with pytest.raises(InputError, match="is for outside of the model's forward and backward"):
         opened.module(**opened.case.inp)
     handle.remove()
     opened.train(1)

@@ -26,7 +26,7 @@ from tests.common import gpu, inside
 from tests.common.failing import Fault
 from tests.common.observed import steady
 from tests.common.on_disk import on_disk
-from tests.common.parity import ROUNDED, case, distance, hf_loss, make_plan, mixed
+from tests.common.parity import ROUNDED, case, distance, hf_loss, make_plan, mixed, rehomed
 from tests.common.tiny_models import tiny
 from tests.common.twins import step_alike
 
@@ -91,19 +91,15 @@ def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     model.close()
 
 
-def on_host(plan: Plan) -> Plan:
-    """Weights on the device, states on the host."""
-    chunks = tuple(replace(c, resident=True, weight_home="device", state_home="host") for c in plan.chunks)
-    return replace(plan, chunks=chunks)
-
-
 def test_a_correction_that_fails_is_logged_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     it = case("llama")
     plain = copy.deepcopy(it.model)
     plain_optimizer = adamw(plain)
-    monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
+    monkeypatch.setattr(
+        api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(rehomed(plan, "states"), "")
+    )
     model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     before, fault, count = model.plan, Fault("zeros"), api.WARM_UP_STEPS + api.MEASURED_STEPS
     losses = trained(model, optimizer, it.inp, count)
@@ -122,7 +118,9 @@ def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pyte
         raise RuntimeError("a rank is gone")
 
     it = case("llama", layers=1)
-    monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
+    monkeypatch.setattr(
+        api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(rehomed(plan, "states"), "")
+    )
     monkeypatch.setattr(ElixirModule, "rehome", closes)
     model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB")
     with pytest.raises(RuntimeError, match="a rank is gone"):
@@ -448,14 +446,6 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
         with pytest.raises(InputError, match="is no folder"):
             call(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path / "absent")
     assert api.dry_run(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path) == found
-
-
-@pytest.mark.slow
-def test_plans_for_as_many_batches_a_step_as_are_said() -> None:
-    it = case("gpt2")
-    model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_budget="1GiB", accumulation=3)
-    assert model.plan.accumulation == 3
-    model.close()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
 from tests.common.in_files import plan_in_files
-from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss, take_step
 
 Share = Callable[["Net"], object]
 
@@ -117,9 +117,7 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
         again = []
         for _ in range(2):
             again.append(square_loss(pair.module, gpu.there(it.inp, pair.module.device)))
-            pair.optimizer.backward(again[-1])
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
+            take_step(pair.optimizer, again[-1])
         assert [loss.item() for loss in again] == losses
         pair.assert_same_weights()
         state_dict = pair.module.state_dict()

@@ -26,7 +26,7 @@ from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
 from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
-from tests.common.parity import Pair, case, hf_loss, make_plan
+from tests.common.parity import Pair, case, hf_loss, make_plan, report_of
 from tests.common.tiny_models import FAMILIES
 from tests.unit.wrapper.step.test_states_on_disk import OPTIMIZERS, assert_same, run
 
@@ -46,8 +46,7 @@ def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_p
             hf_loss(trained, it.inp).backward()
             stepped.step()
             stepped.zero_grad()
-    report = model.last_report
-    assert report is not None
+    report = report_of(model)
     for name in ("disk_read", "disk_write", "disk_peak"):
         assert report.observed[name] == report.predicted[name] > 0
     assert report.observed["host_peak"] <= report.predicted["host_peak"] <= 960 * 2**10

@@ -12,7 +12,7 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.early import attempts, chain
-from tests.common.parity import Pair
+from tests.common.parity import Pair, take_step
 from tests.unit.wrapper.step.test_early_updates import chain_plan, every_home, settled, train
 
 SLOW_HOST = replace(preset("cpu"), host_adam_numel_per_s=1e5)
@@ -29,9 +29,7 @@ def test_the_second_set_of_states_is_counted() -> None:
     numel = sum(chunk.numel for chunk in plan.chunks)
     assert parts["new_states"] == numel * (4 + 8 + 2)
     for _ in range(3):
-        optimizer.backward(it.loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, it.loss(module, it.inp))
     assert arena.parts("host")["new_states"] == parts["new_states"]
     module.close()
 

@@ -20,7 +20,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.shard import Shard
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
+from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss, take_step
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
@@ -254,9 +254,7 @@ def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: 
     before = [list(map(id, each.tensors)) for each in stored]
     optimizer = ElixirOptimizer(module, AtOnce(it.model.parameters(), lr=1e-3))
     for _ in range(3):
-        optimizer.backward(it.loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, it.loss(module, it.inp))
     optimizer.load_state_dict(optimizer.state_dict())
     for each, first in zip(stored, before, strict=True):
         found = list(map(id, each.tensors))

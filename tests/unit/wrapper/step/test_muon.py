@@ -23,7 +23,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import MODES, ROUNDED, Case, assert_alike, case, distance, make_plan
+from tests.common.parity import MODES, ROUNDED, Case, assert_alike, case, distance, make_plan, report_of
 from tests.common.tiny_models import FAMILIES
 
 CASES = (*FAMILIES, "encoder")
@@ -129,8 +129,7 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
             each.step()
             each.zero_grad()
     module.settle()
-    report = module.last_report
-    assert report is not None
+    report = report_of(module)
     seen, said = report.observed, report.predicted
     assert (seen["host_to_device"], seen["device_to_host"]) == (said["host_to_device"], said["device_to_host"])
     if mode != "mixed":  # whose prediction is that of another plan
@@ -164,8 +163,7 @@ def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path
                 each.zero_grad()
         module.settle()
         states = mine[0].state_dict()["state"]
-        report = module.last_report
-        assert report is not None
+        report = report_of(module)
         if homes.uses_disk:
             assert any(chunk.matrices and chunk.state_home == "disk" for chunk in homes.chunks)
             assert not all(chunk.matrices for chunk in homes.chunks if chunk.state_home == "disk")

@@ -6,7 +6,6 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, rehomed, square_loss
 from tests.common.twins import step_alike
 
 
@@ -324,10 +323,9 @@ class _Unused(nn.Module):
 def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> None:
     """Loaded weights are followed once, and not while the other optimizer's step is on its way."""
     it = Case(_Unused(), {"x": torch.randn(4, 8)}, square_loss)
-    plan = make_plan(it, "streamed", split_number=1)
-    chunks = tuple(replace(chunk, resident=True, weight_home="device", state_home="host") for chunk in plan.chunks)
+    plan = rehomed(make_plan(it, "streamed", split_number=1), "states")
     plain = copy.deepcopy(it.model).to(gpu.DEVICE)
-    module = ElixirModule(it.model, replace(plan, chunks=chunks), device=gpu.DEVICE)
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE)
     lanes = inside.lanes(module)
     both: list[tuple[nn.Module, list[Any]]] = []
     weights = dict(plain.named_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
 from tests.common.early import chain, needs_kernel, updating_early
-from tests.common.parity import NEVER, Pair, case, make_plan, mixed
+from tests.common.parity import NEVER, Pair, case, make_plan, mixed, rehomed
 from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, steps
 
 
@@ -103,11 +102,9 @@ def test_one_call_steps_all_chunks_on_the_device(max_norm: float | None, monkeyp
 def test_shards_that_share_a_call_are_stepped_once_after_a_move() -> None:
     it = case("gpt2")
     plan = mixed(make_plan(it, "streamed"))
-    chunks = [replace(chunk, resident=True, weight_home="device", state_home="device") for chunk in plan.chunks]
-    resident = replace(plan, chunks=tuple(chunks))
     with Pair(it, plan, optimizer=lambda model: fused(model.parameters()), max_norm=1e-2) as pair:
         pair.train(2)
-        pair.module.rehome(resident)
+        pair.module.rehome(rehomed(plan, "resident"))
         pair.train(2)
         pair.module.rehome(plan)
         pair.train(2)

@@ -16,7 +16,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step import class_states
 from tests.common import gpu
-from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan
+from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan, take_step
 from tests.common.tiny_models import FAMILIES
 from tests.common.twins import step_alike
 
@@ -109,9 +109,7 @@ def test_same_bits_as_with_master_weights(
     monkeypatch.setattr(class_states, "step_like", seen)
     for _ in range(STEPS):
         loss = hf_loss(module, it.inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         assert torch.equal(loss, reference.step(it.inp))
     assert optimizer.loss_scale == scale
     state = module.state_dict()
@@ -186,17 +184,13 @@ def test_a_step_whose_gradients_overflow_is_left_out(mode: str) -> None:
     it = case("opt", layers=1)
     module, optimizer = wrapped(it, mode, torch.float16, initial_scale=2.0**40)
     before = module.state_dict()
-    optimizer.backward(hf_loss(module, it.inp))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, hf_loss(module, it.inp))
     assert optimizer.loss_scale == 2.0**39
     after = module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     for _ in range(60):  # until the scale has come down far enough
         scale = optimizer.loss_scale
-        optimizer.backward(hf_loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, hf_loss(module, it.inp))
         if optimizer.loss_scale == scale:
             break
     trained = module.state_dict()
@@ -221,9 +215,7 @@ def test_the_loss_scale_grows_after_steps_without_overflow() -> None:
     module, optimizer = wrapped(it, "streamed", torch.float16, initial_scale=64.0, growth_interval=3)
     scales = []
     for _ in range(6):
-        optimizer.backward(hf_loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, hf_loss(module, it.inp))
         scales.append(optimizer.loss_scale)
     assert scales == [64, 64, 128, 128, 128, 256]
     module.close()

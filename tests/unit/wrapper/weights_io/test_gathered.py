@@ -15,7 +15,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
+from tests.common.parity import MODES, Case, Pair, make_plan, square_loss, take_step
 
 Write = Callable[[nn.Parameter], object]
 
@@ -165,9 +165,7 @@ def test_one_inside_another(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_masters_follow_what_was_written_and_only_that(mode: str) -> None:
     with make_pair(mode, "bfloat16") as pair:
-        pair.optimizer.backward(square_loss(pair.module, pair.case.inp))
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        take_step(pair.optimizer, square_loss(pair.module, pair.case.inp))
         before = pair.module.state_dict()
         with pair.module.gathered():
             for parameter in pair.module.module.parameters():

@@ -14,7 +14,7 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss, take_step
 
 
 @pytest.fixture(params=MODES)
@@ -129,9 +129,7 @@ def test_low_precision_is_saved_and_loaded_as_its_masters(mode: str) -> None:
     fresh = {name: value.clone() for name, value in it.model.state_dict().items()}
     with Pair(copy.deepcopy(it), plan) as pair:
         assert all(torch.equal(value, fresh[name]) for name, value in pair.module.state_dict().items())
-        pair.optimizer.backward(it.loss(pair.module, it.inp))
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        take_step(pair.optimizer, it.loss(pair.module, it.inp))
         state = pair.module.state_dict()
         inner = pair.module.module.state_dict()
         assert all(value.dtype == torch.float32 for value in state.values())
