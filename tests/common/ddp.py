@@ -57,7 +57,7 @@ def plan_for(
     if dist.get_rank() == 0:
         common = {"inp": inp, "step_fn": step, "hardware": "cpu"} | options
         if kind == "resident":
-            memory = {"device_memory": "64GiB", "host_budget": "64GiB"}
+            memory = {"device_memory": "64GiB", "host_budget": "64GiB", "assume": "nominal"}
             plan = optimal_search(model, dist.get_world_size(), **memory, **common).plan
         else:
             plan = simple_search(

@@ -358,7 +358,7 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
     def search(device_memory: int) -> Any:
         return optimal_search(
             model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
-            device_memory=device_memory, host_budget="1GiB",
+            device_memory=device_memory, host_budget="1GiB", assume="nominal",
         ).plan  # fmt: skip
 
     with pytest.raises(PlanError) as caught:

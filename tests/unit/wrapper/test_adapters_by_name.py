@@ -85,7 +85,14 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
     named = build(shape_of("llama-3-8b"), lora=4, quantised="nf4")
     inp = input_to_trace(model, batch=2, seq=32)
     sr = elixir.optimal_search(
-        named, 1, inp=inp, step_fn=default_step, hardware="cpu", device_memory="1200KB", host_budget="64MiB"
+        named,
+        1,
+        inp=inp,
+        step_fn=default_step,
+        hardware="cpu",
+        device_memory="1200KB",
+        host_budget="64MiB",
+        assume="nominal",
     )
     assert any(not chunk.resident for chunk in sr.plan.chunks)
     twin = copy.deepcopy(model)

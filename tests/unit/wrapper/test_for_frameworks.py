@@ -15,7 +15,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
 from elixir.wrapper.weights_io import model_state
 from tests.common import inside
 
-ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB"}
+ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB", "assume": "nominal"}
 
 
 def make_model() -> nn.Module:

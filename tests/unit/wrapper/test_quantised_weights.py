@@ -248,7 +248,7 @@ def test_files_of_bitsandbytes_may_be_given(form: str, frozen: str, tmp_path: An
         for place in buffer_places(it.model):
             if place.name in names:
                 place.buffer.zero_()
-    options = {"frozen_weights": frozen, "device_memory": "8MiB", "host_budget": "1GiB", "hardware": "cpu"}
+    memory = {"device_memory": "8MiB", "host_budget": "1GiB", "hardware": "cpu", "assume": "nominal"}
     optimizer = torch.optim.AdamW([each for each in it.model.parameters() if each.requires_grad], lr=1e-3)
     module, optimizer = elixir.wrap(
         it.model,
@@ -258,7 +258,8 @@ def test_files_of_bitsandbytes_may_be_given(form: str, frozen: str, tmp_path: An
         strict=False,
         disk_folder=str(tmp_path),
         placement="cpu",
-        **options,
+        frozen_weights=frozen,
+        **memory,
     )
     assert module.plan.reads_files == (frozen == "files")
     for _ in range(2):

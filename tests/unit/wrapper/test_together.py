@@ -105,7 +105,7 @@ def wrapped(step: Step, memory: str, accumulation: int = 1, **options: Any) -> t
 
     return elixir.wrap(
         model, optimizer_of(model), inp=batch(0), step_fn=traced, hardware="cpu", host_budget="1GiB",
-        accumulation=accumulation, **MEMORY[memory], **options,
+        accumulation=accumulation, assume="nominal", **MEMORY[memory], **options,
     )  # fmt: skip
 
 

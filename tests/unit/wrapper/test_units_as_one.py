@@ -244,7 +244,7 @@ def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
         both = [
             optimal_search(
                 it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_budget="64MiB",
-                placement="cpu", fetch=fetch,
+                placement="cpu", fetch=fetch, assume="nominal",
             )
             for fetch in ("parameters", "units")
         ]  # fmt: skip

@@ -38,7 +38,7 @@ def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_p
     machine = replace(preset("cpu"), disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9, disk_free_bytes=2**30)
     model, optimizer = elixir.wrap(
         it.model, OPTIMIZERS["AdamW"](it.model), inp=it.inp, hardware=machine, replan=False,
-        device_memory="1600KiB", host_budget="960KiB", disk_memory="1GiB", disk_folder=tmp_path,
+        device_memory="1600KiB", host_budget="960KiB", disk_memory="1GiB", disk_folder=tmp_path, assume="nominal",
     )  # fmt: skip
     assert model.plan.uses_disk
     for trained, stepped in ((model, optimizer), (plain, its_optimizer)):
