@@ -151,6 +151,11 @@ class Twins:
             apart = (state[name].float() - value.float()).abs()
             assert bool((apart <= limits).all()), f"{name} differs by up to {apart.max().item():g}"
 
+    def finish(self) -> None:
+        """Checks, and stops lanes and groups."""
+        self.check()
+        self.close()
+
     def close(self) -> None:
         """Stops lanes and groups."""
         self.module.close()
@@ -168,5 +173,4 @@ def parity(rank: int, world_size: int, family: str, kind: str, checkpoint: Any, 
     inp = batch_of(model, rank, world_size, seq=None if family == "vit" else 24)
     twins = Twins(model, inp, kind, **options)
     twins.train()
-    twins.check()
-    twins.close()
+    twins.finish()

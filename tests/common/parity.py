@@ -179,7 +179,7 @@ def mixed(plan: Plan) -> Plan:
 
 
 class Pair:
-    """One model under a plan and its twin in plain PyTorch.
+    """One model under a plan and its twin in plain PyTorch, whose weights must be the same at the end of a ``with``.
 
     Args:
         case: its model is taken over; the twin is a copy, unless `plain` is given.
@@ -187,6 +187,7 @@ class Pair:
         optimizer: makes the optimizer of each from named parameters; None for AdamW.
         after: build the optimizer before (False) or after wrapping.
         device: where both run; None for that of the test run, the CPU or with ``--cuda`` CUDA.
+        alike: whether they have the same weights at the end.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Pair:
         max_norm: float | None = None,
         plain: nn.Module | None = None,
         device: str | None = None,
+        alike: bool = True,
         **options: Any,
     ) -> None:
         make = optimizer or adamw
@@ -215,6 +217,7 @@ class Pair:
         """Whether all steps so far must have given the same bits on both sides."""
         self.audited = True
         """Whether `train` ends with an audit of the counted memory."""
+        self.alike = alike
         self._one_kind = device == "cpu" or gpu.pretended()
         self.optimizer = ElixirOptimizer(
             self.module, make(self.module.module) if built is None else built, max_norm=max_norm
@@ -223,8 +226,12 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.module.close()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None and self.alike and not inside.engine_of(self.module).phase.closed:
+                self.assert_same_weights()
+        finally:
+            self.module.close()
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""

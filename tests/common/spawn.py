@@ -29,6 +29,9 @@ GROUP_TIMEOUT_S = 60.0
 """Timeout of collectives, unless a test asks for another."""
 WAIT_S = 120.0
 """How long a whole run may take."""
+USED_S = [0.0]
+"""Processor seconds of all ranks so far that have answered. They are children of the server: `resource` of this process
+does not have them."""
 ALONE: dict[str, float] = {"group_timeout_s": 24 * 3600.0, "wait_s": 900.0}
 """Seconds for ranks that must end because they learn of something: no collective ends by its timeout. A rank that waits for ever
 has the error `no answer`, and a slow machine changes nothing."""
@@ -190,7 +193,8 @@ def _collect(answers: list[multiprocessing.connection.Connection], started: floa
         for answer in ready:
             rank = answers.index(answer)  # type: ignore[arg-type]
             try:
-                result, error = answers[rank].recv()
+                result, error, used_s = answers[rank].recv()
+                USED_S[0] += used_s
             except EOFError:
                 result, error = None, "the process ended without an answer"
             outcomes[rank] = Outcome(rank, result, error, time.perf_counter() - started)
@@ -226,9 +230,10 @@ def _rank_main(
         timeout=timedelta(seconds=group_timeout_s),
     )
     try:
-        answer.send((function(rank, world_size, *args), None))
+        result = function(rank, world_size, *args)
+        answer.send((result, None, time.process_time()))
     except BaseException:
-        answer.send((None, traceback.format_exc()))
+        answer.send((None, traceback.format_exc(), time.process_time()))
         # As a program whose main raised: gone at once, without a goodbye to the others.
         answer.close()
         os._exit(1)

@@ -118,8 +118,7 @@ def test_the_users_own_collectives_do_not_interfere(rank: int, world_size: int) 
         dist.all_reduce(total)
         assert total.item() == world_size
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 class _Clamped(nn.Module):
@@ -156,8 +155,7 @@ def test_a_forward_writes_what_is_alike_on_all_ranks(rank: int, world_size: int,
     rows = torch.randn(world_size, 4, 8)
     twins = Twins(model, {"input": rows[rank]}, kind, loss=square_loss, split_number=6)
     twins.train(4)
-    twins.check()
-    twins.close()
+    twins.finish()
     torch.manual_seed(0)
     model = nn.Sequential(*(_Clamped() for _ in range(3)))
     plan = plan_for(model, {"input": rows[rank]}, kind, loss=square_loss, split_number=6)

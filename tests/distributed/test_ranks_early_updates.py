@@ -78,8 +78,7 @@ def test_losses_and_weights_are_those_of_ddp(rank: int, world_size: int) -> None
         report = report_of(twins.module)
         assert report.early == EarlyCounts(len(made), len(made), len(made) if norm > 1 else 0)
     twins.train(3)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow

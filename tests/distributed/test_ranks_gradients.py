@@ -73,8 +73,7 @@ def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone:
         twins.plain_optimizer.step()
         _drop(twins, 0, by=1)  # as good as zero_grad
         assert not inside.holds_gradients(twins.module)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow
@@ -95,8 +94,7 @@ def test_a_step_after_all_were_dropped_changes_nothing(rank: int, world_size: in
     after = twins.module.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     twins.train(2)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 class _Two(nn.Module):
@@ -135,8 +133,7 @@ def test_zeros_instead_of_gradients_that_one_rank_has(rank: int, world_size: int
         parameter.grad = torch.zeros_like(parameter)
     twins.optimizer.step()
     twins.plain_optimizer.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.parametrize("kind", ["host", "mixed"])
@@ -152,8 +149,7 @@ def test_hooks_that_drop_gradients(rank: int, world_size: int, kind: str) -> Non
         for parameter in list(twins.plain.parameters())[::3]:  # DDP reduces first
             parameter.grad = None
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +179,7 @@ def test_gradients_of_some_weights(rank: int, world_size: int, kind: str, checkp
             gradient /= world_size
         twins.step()
         twins.train(1)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 def _between_layers(side: nn.Module, inner: Any, inp: dict[str, Any]) -> torch.Tensor:
@@ -211,8 +206,7 @@ def test_backwards_that_begin_in_the_middle(rank: int, world_size: int, kind: st
         assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
         assert not any(chunk.pins for chunk in inside.chunks(twins.module))
         twins.train(1)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @on_each_rank(2)
@@ -234,8 +228,7 @@ def test_backward_and_writes_inside_gathered(rank: int, world_size: int) -> None
                 parameter.mul_(1.25)
         twins.backward()
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @on_each_rank(2)
@@ -252,8 +245,7 @@ def test_writes_inside_gathered_for_reading_are_refused_or_undone(rank: int, wor
     after = twins.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     twins.train(2)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"reduce_always_fp32": True})])
@@ -283,5 +275,4 @@ def test_the_norm_is_summed_on_the_way(rank: int, world_size: int, kind: str, wr
         twins.plain_optimizer.step()
         twins.optimizer.zero_grad()
         twins.plain_optimizer.zero_grad()
-    twins.check()
-    twins.close()
+    twins.finish()

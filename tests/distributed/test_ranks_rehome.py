@@ -28,8 +28,7 @@ def test_weights_are_those_of_ddp_wherever_they_live(rank: int, world_size: int)
         twins.train(2)
         twins.module.rehome(rehomed(plan, kind))
     twins.train(2)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 def disagreeing(rank: int, world_size: int) -> None:

@@ -167,8 +167,7 @@ def test_replicas_sum_once_whatever_the_number_of_backwards(rank: int, world_siz
             assert report.observed[name] == report.predicted[name], f"{name} with {alone}"
     answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
     assert answers[rank] == answers[(rank + 2) % 4]
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @on_each_rank(4)

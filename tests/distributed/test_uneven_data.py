@@ -172,8 +172,7 @@ def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(rank: int, wo
     twins.step()
     moved = twins.module.last_report
     assert moved.observed["network"] == moved.predicted["network"]
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow
@@ -218,8 +217,7 @@ def test_mixtral_with_tokens_for_other_experts(rank: int, world_size: int, kind:
         inp = {name: torch.full_like(value, 7) for name, value in inp.items()}
     twins = Twins(model, inp, kind, loss=hf_loss, unused=True)
     twins.train()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 class _Twice(nn.Module):
@@ -245,8 +243,7 @@ def test_what_the_plan_does_not_foresee_may_happen_on_all_ranks_alike(rank: int,
         twins.step()
         assert twins.module.last_report is not None
         assert (twins.module.last_report.deviations > 0) == (step % 2 == 1)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow
@@ -266,8 +263,7 @@ def test_two_forwards_before_one_backward(rank: int, world_size: int) -> None:
     for _ in range(5):
         twins.backward({"a": xs[0], "b": xs[1]})
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow
@@ -284,8 +280,7 @@ def test_two_models_in_turn(rank: int, world_size: int) -> None:
         for twins in pairs:
             twins.step()
     for twins in pairs:
-        twins.check()
-        twins.close()
+        twins.finish()
 
 
 def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:
@@ -296,8 +291,7 @@ def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:
         twins.train(1)
         options = {"input_ids": ids, "max_new_tokens": 4 + longer * rank, "do_sample": False}
         assert torch.equal(twins.module.generate(**options), twins.plain.module.generate(**options))
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.parametrize("kind", ["host", "mixed"])

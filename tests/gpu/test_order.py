@@ -255,7 +255,6 @@ def test_forward_and_backward_are_submitted_without_waiting(
         # One number, the norm, for the host to multiply by; none where nobody but the device needs it, or the host has
         # summed.
         assert len(waits) <= (mode != "resident" and (batches == 1 or mode == "mixed")), (step, waits)
-    module.close()
 
 
 def far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +281,6 @@ def test_a_step_without_clipping_waits_for_nothing(mode: str, moments: str, monk
     for step in range(3):
         optimizer.backward(it.loss(module, it.inp))
         assert not waits_of_step(optimizer), step
-    module.close()
 
 
 def tickets_of(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:

@@ -267,7 +267,6 @@ def test_inference_mode_too(holding: Pair) -> None:
     for layer in (*layers_of(holding), *list(holding.plain)[1:]):  # type: ignore[call-overload]
         layer.kept = []
     holding.train(1)
-    holding.assert_same_weights()
 
 
 def test_a_view_from_before_a_step_is_refused(holding: Pair) -> None:
@@ -277,7 +276,6 @@ def test_a_view_from_before_a_step_is_refused(holding: Pair) -> None:
     for layer in (*layers_of(holding), *list(holding.plain)[1:]):  # type: ignore[call-overload]
         layer.kept = []
     holding.train(1)
-    holding.assert_same_weights()
 
 
 def test_a_view_from_before_a_write_is_refused(holding: Pair) -> None:
@@ -285,6 +283,7 @@ def test_a_view_from_before_a_write_is_refused(holding: Pair) -> None:
         holding.module(**holding.case.inp)
         with holding.module.gathered(write=True):
             layers_of(holding)[0].weight.mul_(2)
+        holding.alike = False
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             holding.module(**holding.case.inp)
 
@@ -328,7 +327,6 @@ def test_a_weight_that_a_module_returns_unread(mode: str) -> None:
     it = Case(nn.Sequential(*(Around() for _ in range(3))), {"input": torch.randn(WIDTH, WIDTH)}, square_loss)
     with Pair(it, make_plan(it, mode, split_number=20)) as pair:
         pair.train(3)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
@@ -343,7 +341,6 @@ def test_a_weight_that_the_model_returns(mode: str) -> None:
     it = Case(model, {"input": torch.randn(WIDTH, WIDTH)}, loss)
     with Pair(it, make_plan(it, mode, split_number=20)) as pair:
         pair.train(3)
-        pair.assert_same_weights()
 
 
 class Positions(nn.Module):
@@ -445,7 +442,6 @@ def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
     it = case_of(forward, layers=1)
     with Pair(it, make_plan(it, "streamed", split_number=4), optimizer=sgd) as pair:
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_backward_inside_gathered_reads_what_is_gathered() -> None:
@@ -457,7 +453,6 @@ def test_backward_inside_gathered_reads_what_is_gathered() -> None:
         losses[1].backward()
         pair.step()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 # --- fast paths of attention ----------------------------------------------------------------------------------------
@@ -503,7 +498,6 @@ def test_evaluation_has_the_bits_of_plain_pytorch(mode: str) -> None:
             pair.train(2)
             inp = gpu.there({**pair.case.inp, **more}, pair.module.device)
             assert torch.equal(_evaluated(pair.module, inp), _evaluated(pair.plain, inp))
-        pair.assert_same_weights()
 
 
 def test_a_hook_of_the_users_is_called_as_in_plain_pytorch() -> None:

@@ -39,7 +39,6 @@ def test_what_uses_new_weights_waits_for_them_and_the_step_does_not(what: str) -
         if "state dict" not in what:
             pair.backward()  # its loss is that of the new weights
             pair.step()
-        pair.assert_same_weights()
 
 
 def test_gradients_that_are_cleared_on_their_way_leave_the_next_ones_alone() -> None:
@@ -55,7 +54,6 @@ def test_gradients_that_are_cleared_on_their_way_leave_the_next_ones_alone() -> 
         open_later(gate)
         pair.backward()
         pair.step()
-        pair.assert_same_weights()
 
 
 def test_a_norm_waits_for_its_gradients() -> None:
@@ -68,7 +66,6 @@ def test_a_norm_waits_for_its_gradients() -> None:
         norm = pair.module.clip_grad_norm_(0.1)
         assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
         pair.step()
-        pair.assert_same_weights()
 
 
 def test_a_step_waits_for_those_who_still_read_the_weights() -> None:

@@ -30,8 +30,10 @@ from elixir.errors import InputError
 
 
 @pytest.fixture
-def lane() -> ThreadLane:
-    return ThreadLane("test")
+def lane() -> Iterator[ThreadLane]:
+    found = ThreadLane("test")
+    yield found
+    found.close()
 
 
 def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
@@ -41,7 +43,6 @@ def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
     assert [i for i, _ in seen] == list(range(50))
     assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
     assert all(ticket.done() for ticket in tickets)
-    lane.close()
 
 
 def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
@@ -51,7 +52,6 @@ def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
     gate.set()
     ticket.synchronize()
     assert ticket.done()
-    lane.close()
 
 
 def test_work_comes_after_that_of_other_lanes() -> None:
@@ -82,7 +82,6 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
     assert not ran  # what it builds on is not there
     lane.submit(lambda: ran.append(2)).wait()
     assert ran == [2]
-    lane.close()
     other.close()
 
 
@@ -103,7 +102,6 @@ def test_an_error_counts_as_reported_once_it_is_raised_to_another_thread_than_a_
     with pytest.raises(RuntimeError, match="the work failed"):
         ticket.wait()
     assert is_reported(error)
-    lane.close()
     other.close()
 
 
@@ -117,7 +115,6 @@ def test_settled_work_is_waited_for(lane: ThreadLane, how: str) -> None:
     assert not (found if how == "failed" else found())
     assert ran == [1]
     assert ticket.done()
-    lane.close()
 
 
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
@@ -135,7 +132,6 @@ def test_work_builds_no_graph(lane: ThreadLane) -> None:
     weight, target = torch.ones(2, requires_grad=True), torch.zeros(2)
     lane.submit(lambda: target.copy_(weight)).wait()
     assert not target.requires_grad
-    lane.close()
 
 
 class Opening(threading.Event):
@@ -475,7 +471,6 @@ def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
-    lane.close()
 
 
 class _Event:
@@ -519,7 +514,6 @@ def test_an_error_that_many_lanes_hand_on_keeps_the_traceback_of_its_work(lane: 
     names = [entry.name for entry in caught.traceback]
     assert names[-1] == "fails"
     assert len(names) <= 6
-    lane.close()
     other.close()
 
 

@@ -355,7 +355,6 @@ def test_a_plan_made_with_them_is_kept(caplog: pytest.LogCaptureFixture) -> None
         "fused kernels: rms_norm by elixir in 5 modules, cross_entropy by elixir in 1 module, swiglu by elixir in 2 "
         "modules"
     ]
-    module.close()
 
 
 def test_a_model_that_could_not_be_wrapped_has_its_own_code(tmp_path: Path) -> None:
@@ -461,7 +460,6 @@ def test_a_parameter_in_between_keeps_its_value(whose: str, dtype: torch.dtype |
     assert not any(
         torch.equal(before[slot.name], after[slot.name]) for slot in chunk.parameters if slot.name != BETWEEN
     )
-    module.close()
 
 
 def test_two_optimizers_over_one_chunk_step_as_two_of_torch() -> None:
@@ -485,4 +483,3 @@ def test_two_optimizers_over_one_chunk_step_as_two_of_torch() -> None:
         plain.zero_grad()
     expected = plain.get_parameter(BETWEEN)
     torch.testing.assert_close(module.state_dict()[BETWEEN], expected.detach(), rtol=1e-4, atol=1e-6)
-    module.close()

@@ -98,7 +98,6 @@ def test_bits_bytes_and_resume(tmp_path: Path, every: int) -> None:
     model = other.module.module
     other.module.close()
     assert same(model.state_dict(), pair.plain.state_dict())
-    pair.module.close()
 
 
 def test_moves_between_files_and_memory(tmp_path: Path) -> None:
@@ -109,7 +108,6 @@ def test_moves_between_files_and_memory(tmp_path: Path) -> None:
         pair.module.rehome(plan)
     pair.train(1)
     assert same(pair.module.state_dict(), pair.plain.state_dict())
-    pair.module.close()
 
 
 def _removed(file: Path) -> None:
@@ -218,7 +216,6 @@ def test_weights_do_not_move_to_files_that_were_not_given() -> None:
     with pytest.raises(InputError, match=r"leaves .* in its files, which the model was not wrapped with; wrap it with"):
         module.rehome(plan)
     hf_loss(module, inp).backward()
-    module.close()
 
 
 def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:
@@ -232,7 +229,6 @@ def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{name} lives in"), pair.module.gathered(weight, write=True):
         weight.data.zero_()
     pair.train(1)
-    pair.module.close()
 
 
 def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +247,6 @@ def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog:
     _other_values(tmp_path / "part-0.safetensors")
     with pytest.raises(FileError, match="part-0.safetensors: the file has changed since the run began"):
         pair.train(1)
-    pair.module.close()
 
 
 def test_wrap_remembers_the_files(tmp_path: Path) -> None:

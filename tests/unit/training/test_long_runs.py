@@ -47,4 +47,3 @@ def test_memory_and_files_do_not_grow(mode: str) -> None:
     grown = resident_bytes() - before
     assert open_files() <= files
     assert grown < GROWTH_BYTES, f"{STEPS} steps took {grown / 2**20:.1f} MiB"
-    module.close()

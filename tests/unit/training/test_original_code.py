@@ -70,7 +70,6 @@ def test_another_class_is_accepted_and_logged(caplog: pytest.LogCaptureFixture) 
     assert "init_step=True has no effect: SGD" in caplog.text
     optimizer.backward(it.loss(model, it.inp))
     optimizer.step()
-    model.close()
 
 
 def test_the_printed_code_runs() -> None:
@@ -92,4 +91,3 @@ def test_the_printed_code_runs() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    model.close()

@@ -108,7 +108,6 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
         plain.zero_grad()
         assert torch.equal(loss, alone)
     assert_as_planned(module)
-    module.close()
 
 
 def test_a_plan_needs_neither_library_and_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

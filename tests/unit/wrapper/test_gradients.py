@@ -48,7 +48,6 @@ def test_a_gradient_that_has_left_is_not_none(pair: Pair, how: str) -> None:
     pair.step()
     READERS[how](pair)  # there is none now, as after zero_grad in plain PyTorch
     pair.train(1)
-    pair.assert_same_weights()
 
 
 def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
@@ -60,7 +59,6 @@ def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
     pair.backward()
     assert torch.equal(seen[0], seen[1])
     pair.step()
-    pair.assert_same_weights()
 
 
 def test_a_limit_may_be_a_tensor() -> None:
@@ -74,7 +72,6 @@ def test_a_limit_may_be_a_tensor() -> None:
         assert stepper.user.options_to_compare(stepper.norm.limit)["the limit of the norm"] == "0.125"
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.125)
         pair.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,6 @@ def test_of_several_limits_the_least_holds(max_norm: float | None, limits: tuple
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), min(*limits, max_norm or 9.0))
         pair.max_norm = None  # the twin is clipped
         pair.step()
-        pair.assert_same_weights()
 
 
 def test_a_clip_does_not_outlive_the_gradients(pair: Pair) -> None:
@@ -126,7 +122,6 @@ def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
             pair.train(1)
             for scheduler in schedulers:
                 scheduler.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -153,7 +148,6 @@ def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
     assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     with pytest.raises(InputError, match="several optimizers"):
         mine[0].zero_grad(set_to_none=False)
-    module.close()
 
 
 CLIPPERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
@@ -196,7 +190,6 @@ def test_clipping_needs_an_optimizer() -> None:
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     with pytest.raises(InputError, match="needs an ElixirOptimizer"):
         module.clip_grad_norm_(1.0)
-    module.close()
 
 
 @pytest.mark.sampled
@@ -218,7 +211,6 @@ def test_zeros_in_the_place_of_gradients(mode: str) -> None:
         pair.plain_optimizer.zero_grad(set_to_none=False)
         pair.backward()
         pair.step()
-        pair.assert_same_weights()
 
 
 DROPS: dict[str, Callable[[nn.Parameter], None]] = {
@@ -241,7 +233,6 @@ def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) ->
                 for parameter in model.parameters():
                     DROPS[how](parameter)
             assert not inside.holds_gradients(pair.module)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -260,7 +251,6 @@ def test_dropping_some_gradients_leaves_the_others(mode: str) -> None:
             for _ in range(backwards_after):
                 pair.backward()
             pair.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -271,7 +261,6 @@ def test_a_hook_may_drop_the_gradient_that_has_just_come(mode: str) -> None:
             for parameter in list(model.parameters())[::3]:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         pair.train(3)
-        pair.assert_same_weights()
 
 
 def test_a_dropped_gradient_is_none(pair: Pair) -> None:
@@ -294,7 +283,6 @@ def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) 
         inside.pretend_device(patched, module, torch.device("cuda"))
         with pytest.raises(InputError, match="CUDA graph"):
             module(**it.inp)
-    module.close()
 
 
 _LEFT_OPEN = """
@@ -351,7 +339,6 @@ def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -
             for _ in range(3):
                 pair.backward()
             pair.step()
-        pair.assert_same_weights()
 
 
 def test_gradients_that_a_failed_backward_left_may_be_given_up(tmp_path: Path) -> None:
@@ -389,7 +376,6 @@ def test_gradients_that_a_failed_backward_left_may_be_given_up(tmp_path: Path) -
     for optimizer in optimizers:
         optimizer.zero_grad()
     assert is_as_before()
-    module.close()
 
 
 def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_steps() -> None:
@@ -405,4 +391,3 @@ def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_step
     first.step()
     with pytest.raises(InputError, match="step all of them"):
         first.backward(it.loss(module, it.inp))
-    module.close()

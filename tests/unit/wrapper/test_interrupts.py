@@ -265,7 +265,6 @@ def test_a_model_trains_on_after_an_interrupt_of_a_second_forward() -> None:
         pair.optimizer.zero_grad()
         assert inside.phase(pair.module) is Phase.IDLE
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_models_under_one_plan_train_on_after_an_interrupt() -> None:
@@ -288,7 +287,6 @@ def test_models_under_one_plan_train_on_after_an_interrupt() -> None:
         with pytest.raises(KeyboardInterrupt):
             it.loss(pair.module, it.inp)
         handle.remove()
-        pair.assert_same_weights()
 
 
 def test_models_under_one_plan_have_passes_after_an_interrupted_backward() -> None:

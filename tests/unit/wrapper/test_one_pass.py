@@ -229,7 +229,6 @@ def test_an_evaluation_and_a_loop_run_under_the_same_plan() -> None:
             module(**step[0])
     weights = module.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in plainly(make, steps).weights.items())
-    module.close()
 
 
 def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
@@ -349,7 +348,6 @@ def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch)
     assert seen == [2]
     expected = plainly(make, steps)
     assert all(torch.allclose(one, two, rtol=1e-4) for one, two in zip(losses, expected.losses, strict=True))
-    module.close()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +375,6 @@ def test_what_needs_all_gradients_is_refused_inside_of_a_pass(early: str, severa
     module.zero_grad()
     optimizer.accumulate(stepping(optimizer, hf_loss, 2), steps[1])
     optimizer.step()
-    module.close()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

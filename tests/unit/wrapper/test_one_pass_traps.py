@@ -545,7 +545,6 @@ def test_10_a_gradient_that_is_read_before_all_have_come_is_refused(name: str, h
 
     with pytest.raises(InputError, match=r"grad is read inside of accumulate\(\).*pass_size=1"):
         optimizer.accumulate(reading, steps[0])
-    module.close()
 
 
 def test_11_the_weights_of_the_tail_stay_while_its_forward_and_backward_alternate() -> None:

@@ -89,7 +89,6 @@ def test_a_run_again_may_fetch_other_weights_than_the_first_run() -> None:
     plan = simple_plan(trace, preset("cpu"), request, split_number=5, allocate_factor=0.5, shard_device="cpu")
     with Pair(it, plan, device="cpu") as pair:
         pair.train(4)
-        pair.assert_same_weights()
 
 
 def test_layers_that_are_compiled_later_are_refused() -> None:
@@ -164,7 +163,6 @@ def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(it.loss(model, it.inp))
     assert len(calls) == 2
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,6 @@ def test_layers_that_run_again_leave_the_cache_as_it_was(name: str, training: bo
     it = replace(it, loss=loss)
     with Pair(it, plan_that_keeps(it, "products"), device="cpu") as pair:
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_a_cache_that_is_written_in_place_is_copied_for_each_run() -> None:
@@ -210,7 +207,6 @@ def test_a_second_backward_over_kept_results_is_refused_in_words() -> None:
     optimizer.backward(loss, retain_graph=True)
     with pytest.raises(InputError, match="results of its operators for one backward only; add the losses up"):
         optimizer.backward(loss)
-    model.close()
 
 
 def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
@@ -227,7 +223,6 @@ def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
     layer.forward = changing
     with pytest.raises(InputError, match="a layer did something else when it ran again in backward than in forward"):
         optimizer.backward(it.loss(model, it.inp))
-    model.close()
 
 
 def test_what_is_refused() -> None:

@@ -139,7 +139,6 @@ def test_batches_of_other_lengths_take_the_planned_host_memory_or_say_so(caplog:
     assert [
         record.message for record in caplog.records if "larger than the one that was traced" in record.message
     ] != []
-    model.close()
 
 
 class Sending:
@@ -197,7 +196,6 @@ def test_a_layer_whose_results_move_is_not_compiled_late(place: str) -> None:
     it.model.get_submodule(name).compile(backend="eager")
     with pytest.raises(InputError, match=rf"{name} was compiled after the plan was made, which keeps or moves"):
         it.loss(module, it.inp)
-    module.close()
 
 
 # --- steps that move activations themselves -------------------------------------------------------------------------
@@ -251,4 +249,3 @@ def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: lis
         reference.zero_grad()
     weights = model.state_dict()
     assert all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())
-    model.close()

@@ -66,7 +66,6 @@ def test_trains_as_plain_pytorch_does(memory: str, replan: bool) -> None:
     assert not inside.may_replan(model)
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
-    model.close()
 
 
 def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,6 @@ def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
-    model.close()
 
 
 def test_a_correction_that_fails_is_logged_and_training_goes_on(
@@ -113,7 +111,6 @@ def test_a_correction_that_fails_is_logged_and_training_goes_on(
     assert "chunks stay where they are" in caplog.text
     losses += trained(model, optimizer, it.inp, 2)
     assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
-    model.close()
 
 
 def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +143,6 @@ def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -
     optimizer.zero_grad()
     hf_loss(model, it.inp)
     assert model.plan is not before
-    model.close()
 
 
 @pytest.mark.slow
@@ -166,7 +162,6 @@ def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
     assert model.plan is before
     assert not inside.may_replan(model)
     assert "8bit" in caplog.text
-    model.close()
 
 
 def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +174,11 @@ def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: p
         loss.backward()
         optimizer.step()
     assert not inside.may_replan(model)
-    model.close()
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Observation]:
-    """What corrections, all of which leave the plan, are made from."""
+    """Gives what corrections are made from; all of them leave the plan."""
     found: list[Observation] = []
 
     def stay(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], optimizer: str) -> Correction:
@@ -206,7 +200,6 @@ def test_counts_the_batches_of_a_step(seen: list[Observation]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert [one.batches for one in seen] == [3]
-    model.close()
 
 
 def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +232,6 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
     assert model.plan.chunks == correction.plan.chunks
     assert not any(chunk.home.early for chunk in model.plan.chunks)
     assert model.last_report.early == EarlyCounts()
-    model.close()
 
 
 @pytest.mark.parametrize(("max_norm", "kept"), [(None, 1.0), (1e9, 1.0), (1e-6, 0.0)])
@@ -250,7 +242,6 @@ def test_a_plan_without_early_states_learns_whether_they_would_be_kept(
     model, optimizer = wrapped(it, max_norm=max_norm)
     trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
     assert [one.early.kept for one in seen] == [kept]
-    model.close()
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +358,6 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(device_memory: str) -
     mine[0].step()
     with pytest.raises(InputError, match="before all of them have stepped"):
         mine[0].backward(it.loss(module, it.inp))
-    module.close()
 
 
 def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
@@ -460,7 +450,6 @@ def test_the_plan_is_that_of_the_search() -> None:
     plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory).plan
     assert model.plan == plan
     assert make_plan(other, "streamed") != plan
-    model.close()
 
 
 @pytest.mark.slow
@@ -484,7 +473,6 @@ def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, famil
     assert model.last_report is not None
     assert not model.last_report.surprises()
     assert inside.peak_bytes(model, "host") <= model.plan.predicted.host_step_bytes
-    model.close()
 
 
 @pytest.mark.parametrize(("verbose", "lines"), [(True, 10), (None, 3), (False, 0)])

@@ -124,7 +124,6 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
         pair.module.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
         pair.plain.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -189,7 +188,6 @@ def test_weights_written_between_steps_show_under_both_names() -> None:
             model.load_state_dict({"layers.2.weight": torch.ones(8, 8)}, strict=False)
         assert torch.equal(pair.module.state_dict()["now"], torch.ones(8, 8))
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None:
@@ -206,7 +204,7 @@ def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None
 
     for mode in ("streamed", "resident"):
         it = _case(share)
-        with Pair(it, make_plan(it, mode, split_number=12), plain=_make(share)) as pair:
+        with Pair(it, make_plan(it, mode, split_number=12), plain=_make(share), alike=False) as pair:
             pair.train(1)
             pair.module.module.writes = pair.plain.writes = True
             if mode == "resident":
@@ -230,7 +228,6 @@ def test_a_buffer_that_is_written_to_between_two_steps_is_refused(kind: str) -> 
                 reads()
         buffer.mul_(2)
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_a_frozen_copy_in_a_block_is_old_once_its_weight_is_written() -> None:

@@ -31,7 +31,6 @@ def test_the_second_set_of_states_is_counted() -> None:
     for _ in range(3):
         take_step(optimizer, it.loss(module, it.inp))
     assert arena.parts("host")["new_states"] == parts["new_states"]
-    module.close()
 
 
 def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
@@ -45,7 +44,6 @@ def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
         arena = inside.arena(pair.module)
         assert 0 < arena.parts("host")["new_states"] <= new_states_bytes
         assert arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
-        pair.assert_same_weights()
 
 
 @every_home
@@ -64,4 +62,3 @@ def test_memory_of_old_states_is_poisoned_once_new_ones_are_kept(homes: str) -> 
         assert all(old[index].isnan().all() for index in begun)
         assert not any(part.states.master.isnan().any() for part in stepper.shards)  # type: ignore[attr-defined]
         pair.train(1)
-        pair.assert_same_weights()

@@ -69,7 +69,6 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     for key, value in plain.state_dict().items():
         if value.is_floating_point() and not key.endswith("key.bias"):  # their gradient is rounding noise
             assert (state[key] - value).norm() <= 1e-5 * value.norm() + 1e-3 * LR * value.numel() ** 0.5, key
-    module.close()
 
 
 @pytest.mark.sampled

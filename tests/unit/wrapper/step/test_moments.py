@@ -100,7 +100,6 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
     report = report_of(run.module)
     assert report.observed["device_buffers"] <= report.predicted["device_peak"]
     assert inside.peak_bytes(run.module, "host") <= plan.predicted.host_step_bytes
-    run.module.close()
 
 
 @functools.cache
@@ -187,7 +186,6 @@ def test_a_step_is_that_of_hybrid_adam_where_shards_are_parameters(kind: str, ma
         reference.step()
         reference.zero_grad()
     assert same(run.weights(), twin.state_dict())
-    run.module.close()
 
 
 @pytest.mark.sampled
@@ -260,7 +258,6 @@ def test_rehome_asks_the_optimizer_first() -> None:
     with pytest.raises(InputError, match="moments"):
         run.module.rehome(replace(plan, optimizer="Adam", moments="8bit", state_size=moments_size("8bit")))
     run.train(1)  # nothing was taken from it
-    run.module.close()
 
 
 @pytest.mark.slow

@@ -66,7 +66,6 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
             for slot in chunk.slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 assert torch.equal(chunk.shard_weights[part].cpu(), chunk.masters[part].to(BF16)), slot.name
-    module.close()
 
 
 def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
@@ -81,7 +80,6 @@ def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
                 parameter.requires_grad_(False)
     for _ in range(3):
         assert torch.equal(step(module, optimizer, it), reference.step(it.inp))
-    module.close()
 
 
 def test_the_host_keeps_what_the_plan_says() -> None:
@@ -95,7 +93,6 @@ def test_the_host_keeps_what_the_plan_says() -> None:
     step(module, optimizer, it)
     report = report_of(module)
     assert report.observed["host_peak"] == report.predicted["host_peak"]
-    module.close()
 
 
 @gpu.on_the_cpu("holds a lane's thread")
@@ -116,7 +113,6 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
         assert not any(ticket.done() for ticket in stepped)
         assert second.home_uses.to_read()
     assert over(idle)
-    module.close()
 
 
 def chain(dtype: str, chunks: int) -> StepTrace:

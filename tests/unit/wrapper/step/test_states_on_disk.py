@@ -138,8 +138,6 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
     one, other = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None][:2]
     with one.in_memory(), pytest.raises(StateError, match="still in use"), other.in_memory():
         pass
-    module.close()
-    twin.close()
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
@@ -160,7 +158,6 @@ def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_pa
             report = pair.module.last_report or pytest.fail("nothing was reported")
             moved.append(report.observed["disk_read"])
         assert moved[0] - moved[1] == resting.stored.used_bytes
-        pair.assert_same_weights()
 
 
 @pytest.mark.sampled
@@ -255,7 +252,6 @@ def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
             take_step(its, other(**it.inp).loss)
         assert_same((other.state_dict(), its.state_dict()), later)
         other.close()
-    module.close()
 
 
 MOMENTS = 50
