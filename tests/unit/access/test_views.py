@@ -489,6 +489,7 @@ def _evaluated(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
 MASK = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
 
 
+@gpu.not_pretended("no nested tensors")
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_has_the_bits_of_plain_pytorch(mode: str) -> None:
