@@ -209,7 +209,18 @@ def test_a_second_backward_over_kept_results_is_refused_in_words() -> None:
         optimizer.backward(loss)
 
 
-def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
+def _fails(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("again", "error", "says"),
+    [
+        (lambda x: x @ torch.eye(4), InputError, "a layer did something else when it ran again in backward than in forward"),
+        (_fails, RuntimeError, "^of its own$"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_does_something_else_when_it_runs_again_is_told(again: Any, error: Any, says: str) -> None:
     it = made("stack", "none")
     model = ElixirModule(it.model, plan_that_keeps(it, "products"), device="cpu")
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
@@ -218,10 +229,10 @@ def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
 
     def changing(x: torch.Tensor) -> torch.Tensor:
         runs.append(x)
-        return forward(x @ torch.eye(4) if len(runs) > 1 else x)
+        return forward(again(x) if len(runs) > 1 else x)
 
     layer.forward = changing
-    with pytest.raises(InputError, match="a layer did something else when it ran again in backward than in forward"):
+    with pytest.raises(error, match=says):
         optimizer.backward(it.loss(model, it.inp))
 
 
