@@ -17,9 +17,8 @@ in place is read and written once. So Adam moves 2 (gradient) + 3 * 8 (master, m
 element, compiled 28, ``a += s * b`` 12, ``a = b + s * c`` 16. The bar compares with the latter, STREAM's triad; the former, of
 whose traffic a third is writes (Adam's: half), is shown next to it.
 
-Further: 100 steps on recorded gradients against float32 `torch.optim.AdamW`; bytes and speed with bfloat16 and 8-bit
-moments; and, in separate processes with an empty cache, the first step and the mean of the first steps while the
-compiler runs in the background, and of eager ones.
+Further: 100 steps on recorded gradients against float32 `torch.optim.AdamW`, and bytes and speed with bfloat16 and 8-bit
+moments.
 
 Appends to ``results/adam_speed.csv``; fails if a bar of `BARS` is missed, except with ``--quick``.
 """
@@ -27,11 +26,8 @@ Appends to ``results/adam_speed.csv``; fails if a bar of `BARS` is missed, excep
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,9 +46,7 @@ from elixir.optimizer_states import moments_size  # noqa: E402
 
 MOVED_BYTES = {"eager": 30, "compiled": 28, "triad in place": 12, "triad": 16}
 """Per element; see above."""
-BARS = {"over peer": 1.8, "over deepspeed": 1.3, "of triad": 0.9, "error": 1e-6, "first step over eager": 1.0}
-NOISE = 1.05
-"""A first step counts as not slower up to this factor."""
+BARS = {"over peer": 1.8, "over deepspeed": 1.3, "of triad": 0.9, "error": 1e-6}
 OPTIONS = AdamOptions(lr=1e-3, weight_decay=0.1)
 KINDS = ("float32", "bfloat16", "8bit")
 
@@ -214,47 +208,6 @@ def accuracy(numel: int = 100_000, steps: int = 100) -> list[Row]:
     return rows
 
 
-def work_first_steps(numel: str, mode: str, count: str) -> dict[str, list[float]]:
-    """Seconds of each of the first steps; runs in a separate process."""
-    os.environ["ELIXIR_COMPILE"] = mode
-    shard = Shard(int(numel))
-    seconds = []
-    for _ in range(int(count)):
-        began = time.perf_counter()
-        shard.step()
-        seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds}
-
-
-def first_steps(numel: int, threads: int, repeats: int, count: int) -> list[Row]:
-    """Compares first steps with an empty cache: eager, the default (which compiles once it pays), and compiling from the first step on."""
-    found: dict[str, list[list[float]]] = {"0": [], "1": [], "now": []}
-    for _ in range(repeats):
-        for mode, runs in found.items():
-            with tempfile.TemporaryDirectory() as cache:
-                runs.append(_in_process(numel, mode, count, threads, cache))
-    eager_first = percentiles([run[0] for run in found["0"]])[1]
-    names = {"0": "eager", "1": "default", "now": "compiling meanwhile"}
-    rows = []
-    for mode, runs in found.items():
-        firsts = [run[0] for run in runs]
-        ratio = round(percentiles(firsts)[1] / eager_first, 3)
-        rows.append(row("cold cache", f"first step, {names[mode]}", numel, firsts, over_eager=ratio))
-        means = [sum(run[1:]) / len(run[1:]) for run in runs]
-        rows.append(row("cold cache", f"mean of the next {count - 1}, {names[mode]}", numel, means))
-    return rows
-
-
-def _in_process(numel: int, mode: str, count: int, threads: int, cache: str) -> list[float]:
-    environment = {**os.environ, "XDG_CACHE_HOME": cache}
-    command = [sys.executable, __file__, "--worker", str(numel), mode, str(count), "--threads", str(threads)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"a worker failed:\n{done.stderr}")
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return seconds
-
-
 COLUMNS = (
     "bytes_per_s",
     "of_triad",
@@ -297,9 +250,6 @@ def missed(rows: list[Row]) -> list[str]:
     for found in rows:
         if found["part"] == "accuracy" and "float32" in found["what"]:
             checks.append(("error", found["error"], float(found["error"]) <= BARS["error"]))
-        if found["what"] == "first step, default":
-            limit = BARS["first step over eager"] * NOISE
-            checks.append(("first step over eager", found["over_eager"], found["over_eager"] <= limit))
     return [f"{name}: {value}, bar {BARS[name]}" for name, value, reached in checks if not reached]
 
 
@@ -310,19 +260,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-record", action="store_true")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.worker:
-        print(json.dumps(work_first_steps(*arguments.worker)))
-        return
     if arguments.quick:
         arguments.numel, arguments.rounds, arguments.no_record = 20_000_000, 3, True
     before = conditions()
     rows = speed(arguments.numel, arguments.rounds)
     rows += other_moments(arguments.numel, min(arguments.rounds, 5))
     rows += accuracy(steps=5 if arguments.quick else 100)
-    rows += first_steps(arguments.numel, arguments.threads, 1 if arguments.quick else 5, 5 if arguments.quick else 60)
     shown = ("part", "what", "p20_s", "p50_s", "p80_s", "numel_per_s", *COLUMNS, *MORE_COLUMNS)
     print_table(
         f"Adam, {arguments.numel / 1e6:.0f} M elements", shown, ([found[key] for key in shown] for found in rows)

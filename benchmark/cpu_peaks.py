@@ -28,6 +28,7 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from benchmark.observe import ObservedMemory, observe, observe_step
+from benchmark.proof.memory import DROPOUTS
 from elixir.cli.trial import quiet_profiler
 from elixir.hardware.profile import preset
 from elixir.models.loading import build
@@ -63,15 +64,6 @@ _SHAPES = {
     "mixtral": "mixtral-8x7b",
 }
 """Family -> the model whose proportions (feed-forward over hidden, head width, experts) the case keeps."""
-_DROPOUTS = {
-    "opt": ("dropout", "attention_dropout"),
-    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "llama": ("attention_dropout",),
-    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "t5": ("dropout_rate",),
-    "mixtral": ("attention_dropout",),
-}
 
 
 def shape_of(family: str, layers: int = _LAYERS, vocabulary: int = VOCABULARY) -> ModelShape:
@@ -96,7 +88,7 @@ def build_case(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A real model with random weights, and its batch; `shape` replaces the family's."""
     torch.manual_seed(0)
-    options = dict.fromkeys(_DROPOUTS[family], dropout)
+    options = dict.fromkeys(DROPOUTS[family], dropout)
     model = build((shape or shape_of(family)).changed(**options), dtype=dtype, checkpoint=checkpoint, device="cpu")
     seq = None if family == "vit" else SEQUENCE
     return model, default_input(model, batch=BATCH, seq=seq)

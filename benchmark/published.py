@@ -13,9 +13,6 @@ simulated. Shown for every point, as predicted over published tokens/s:
 
 The last two come with the range that a plan prints: how many of them contain the published value, and how wide they are.
 
-`--refused` plans every run, those that offload too, with the memory that a plan keeps back of a device by default,
-and appends to ``results/published_refused.csv`` which of them it refuses; fails where it refuses any.
-
 `--fit` prints the shares that all points of a card give, which are those of the presets. Appends a row for every point
 to ``results/published.csv``; fails where a bar is missed.
 """
@@ -39,14 +36,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.common import append_rows, conditions, print_table
-from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.scenario import extremes
 from elixir.models.loading import build
 from elixir.models.step import default_step, input_to_trace
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.budgets import CUDA_CONTEXT_BYTES, default_device_reserve
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -148,9 +143,7 @@ def machine(points: dict[str, Any], name: str) -> HardwareProfile:
     return dataclasses.replace(preset(points["machines"][name]["preset"]), **changed)
 
 
-def planned(
-    point: dict[str, Any], trace: StepTrace, hardware: HardwareProfile, *, device_reserve: int | None = 0
-) -> Plan:
+def planned(point: dict[str, Any], trace: StepTrace, hardware: HardwareProfile) -> Plan:
     """The plan of a point; what others keep back of a device is not known, so nothing is. None of them updates early."""
     return plan_from_trace(
         trace,
@@ -160,35 +153,9 @@ def planned(
         host_budget=point["host_budget"],
         placement=point["placement"],
         moments=point["moments"],
-        device_reserve=device_reserve,
+        device_reserve=0,
         early_updates=False,
     ).plan
-
-
-def refusals(points: dict[str, Any], only: str) -> list[dict[str, Any]]:
-    """Whether each published run is refused with the reserve that a plan keeps back by default."""
-    rows = []
-    for point in points["points"]:
-        if only not in point["id"]:
-            continue
-        hardware = machine(points, point["machine"])
-        there = hardware.device_memory_bytes - CUDA_CONTEXT_BYTES
-        row = {
-            "point": point["id"],
-            "device_bytes": hardware.device_memory_bytes,
-            "kept_bytes": CUDA_CONTEXT_BYTES + default_device_reserve(there, point["world_size"]),
-            "published_peak_gib": point["published"].get("device_peak_gib"),
-            **dict.fromkeys(("needed_bytes", "missing_bytes"), 0),
-        }
-        try:
-            plan = planned(point, traced(point, hardware), hardware, device_reserve=None)
-            row |= {"refused": False, "needed_bytes": plan.predicted.device_peak_bytes}
-        except PlanError as error:
-            missing = error.needed_bytes - error.available_bytes
-            row |= {"refused": True, "needed_bytes": error.needed_bytes, "missing_bytes": missing}
-        print(row, flush=True)
-        rows.append(row | conditions())
-    return rows
 
 
 def traced(point: dict[str, Any], hardware: HardwareProfile) -> StepTrace:
@@ -284,13 +251,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="points whose name contains this text")
     parser.add_argument("--fit", action="store_true", help="print the shares that all points of a card give, and stop")
     parser.add_argument("--no-record", action="store_true")
-    parser.add_argument("--refused", action="store_true", help="only tell which runs a plan refuses, see above")
     args = parser.parse_args()
-    if args.refused:
-        refused = refusals(json.loads(args.points.read_text()), args.only)
-        if not args.no_record:
-            append_rows("published_refused", refused)
-        return int(any(row["refused"] for row in refused))
     runs = known_runs(json.loads(args.points.read_text()), args.only)
     if args.fit:
         for card in sorted({run.card for run in runs}):

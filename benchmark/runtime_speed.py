@@ -1,6 +1,6 @@
 """How long a step takes under a plan, compared with plain PyTorch, with itself without overlap, and with FSDP2.
 
-    python benchmark/runtime_speed.py [--only resident streamed compiled link ranks replicas access units] [--rounds 15] [--no-record]
+    python benchmark/runtime_speed.py [--only resident streamed link ranks replicas access units] [--rounds 15] [--no-record]
 
 Each part runs in a separate process and compares runs that take turns, so that a slow minute of the machine meets all
 of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 256 tokens in float32 and
@@ -8,8 +8,6 @@ of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 
 
 * ``resident``: everything on the device of one rank, over plain PyTorch;
 * ``streamed``: every chunk and state on the host, few blocks, no emulated link, over plain PyTorch;
-* ``compiled``: streamed as above over resident, the layers of both compiled, in seconds of all of the process's threads
-  on processors, transfers included;
 * ``link``: streamed with emulated links on which all transfers of a step take 0.8 of its compute time, over
   everything resident without links, and over the same run without prefetch, every transfer and host step waited for.
   The vocabulary is that of bytes: in 50,272 words the embedding is a third of the weights, and no chunk can be smaller
@@ -59,7 +57,6 @@ WARM_UP = 2
 BARS = {
     "resident over plain": 1.02,
     "streamed over plain": 1.15,
-    "compiled: streamed over resident, CPU seconds": 1.05,
     "link: streamed over resident": 1.15,
     "link: overlapped over not": 0.65,
     "ranks: sharded over FSDP2, gathered once": 1.0,
@@ -180,27 +177,6 @@ def work_streamed(rounds: int) -> Result:
     ours, plain = _take_turns((mine, _plain(model, inp)), rounds)
     module.close()
     return {"streamed": ours, "plain": plain}
-
-
-def work_compiled(rounds: int) -> Result:
-    """Everything streamed and everything resident, with compiled layers."""
-    model, inp = _case()
-    steps, modules = [], []
-    for streamed in (True, False):
-        twin = copy.deepcopy(model)
-        for layer in twin.model.decoder.layers:
-            layer.compile()
-        plan = _streamed_plan(twin, inp) if streamed else _plan(twin, inp, 1, device_memory="16GiB")
-        step, module = _planned(twin, inp, plan, clock=time.process_time)
-        assert len(plan.step.compiled) == len(twin.model.decoder.layers)
-        steps.append(step)
-        modules.append(module)
-    assert not any(chunk.resident for chunk in modules[0].plan.chunks)
-    assert all(chunk.resident for chunk in modules[1].plan.chunks)
-    ours, resident = _take_turns(steps, rounds)
-    for module in modules:
-        module.close()
-    return {"streamed": ours, "resident": resident}
 
 
 def work_link(rounds: int) -> Result:
@@ -386,7 +362,6 @@ def _sharded_plan(model: Any, inp: Any, once: bool, world_size: int, replicas: i
 WORKERS: dict[str, Callable[[int], Result]] = {
     "resident": work_resident,
     "streamed": work_streamed,
-    "compiled": work_compiled,
     "link": work_link,
     "ranks": work_ranks,
     "replicas": work_replicas,
@@ -419,8 +394,6 @@ def figures(part: str, seconds: Result) -> dict[str, list[float]]:
         return {"resident over plain": over("resident", "plain")}
     if part == "streamed":
         return {"streamed over plain": over("streamed", "plain")}
-    if part == "compiled":
-        return {"compiled: streamed over resident, CPU seconds": over("streamed", "resident")}
     if part == "link":
         return {
             "link: streamed over resident": over("overlapped", "resident"),

@@ -1,17 +1,14 @@
-"""How long a trace takes, compared with torch's MemTracker; what `elixir profile` costs as a process; how long planning
-takes.
+"""How long a trace takes, compared with torch's MemTracker, and how long planning takes.
 
-    python benchmark/trace_speed.py [--quick] [--only trace peer profile plan import] [--peer-limit 300] [--no-record]
+    python benchmark/trace_speed.py [--quick] [--only trace peer plan] [--peer-limit 300] [--no-record]
 
-Five parts, each in separate processes, nothing else being loaded there:
+Three parts, each in separate processes, nothing else being loaded there:
 
 * ``trace``: `trace_step` of one step (forward, recompute, backward, AdamW) after imports, with the operator cache and
   without;
 * ``peer``: `torch.distributed._tools.mem_tracker.MemTracker` over the same forward and backward on fake tensors,
   without an optimizer, and the peak of either. Fake tensors on a GPU need a build for one, so both pretend to be a CPU;
-* ``profile``: the whole command ``elixir profile opt-175b ...``, imports included, and its peak resident memory;
-* ``plan``: `plan_from_trace` once the trace is there, and whether the plan's JSON is the same under three hash seeds;
-* ``import``: importing torch, and in turn importing elixir with all its public names.
+* ``plan``: `plan_from_trace` once the trace is there, and whether the plan's JSON is the same under three hash seeds.
 
 Appends to ``results/trace_speed.csv``. Fails if a bar of `BARS` is missed, peaks differ with the cache off, or plans
 differ. On a busy machine compare processor time (``cpu_p50_s``), which waits for nobody.
@@ -43,11 +40,8 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 HOST_MEMORY = "64TiB"
 """Host memory of one machine: enough for the states of any of the plans, which are about time and not about fitting."""
 HASH_SEEDS = ("0", "1", "31337")
-BARS = {"trace": 0.5, "profile": 8.0, "plan": 2.0}
+BARS = {"trace": 0.5, "plan": 2.0}
 """Seconds, for OPT-175B."""
-IMPORT_BAR_S = 0.3
-"""Factor by which importing elixir may exceed importing torch."""
-PROFILE_RESIDENT_BAR_BYTES = int(0.6 * 2**30)
 
 Result = dict[str, Any]
 
@@ -216,7 +210,7 @@ def row(part: str, model: str, what: str, times: list[list[float]], **more: Any)
         "bar_s": None,
         "ratio": None,
         "peak_bytes": None,
-        "resident_bytes": None,
+        "resident_bytes": None,  # of parts that are gone
         "note": "",
     }
     return columns | more | conditions()
@@ -265,20 +259,6 @@ def part_peer(quick: bool, limit_s: float) -> Iterator[Result]:
         yield peer
 
 
-def part_profile(quick: bool) -> Iterator[Result]:
-    """The whole command: wall and processor seconds, and the largest peak resident set of the runs."""
-    command = [sys.executable, "-m", "elixir", "profile", "opt-175b", "--batch", str(BATCH), "--seq", str(SEQUENCE)]
-    command += ["--dtype", "bf16", "--checkpoint", "--json"]
-    times, resident, traced = [], [], []
-    for _ in range(1 if quick else 7):
-        seconds, resident_bytes, output = timed_command(command)
-        times.append(seconds)
-        resident.append(resident_bytes)
-        traced.append(json.loads(output)["trace_s"])
-    note = f"of which tracing {sorted(traced)[len(traced) // 2]:.2f} s"
-    yield row("profile", "opt-175b", "command", times, bar_s=BARS["profile"], resident_bytes=max(resident), note=note)
-
-
 def part_plan(quick: bool) -> Iterator[Result]:
     """The search alone, in one process per hash seed; the note says whether all of them wrote the same plan."""
     sizes = [str(size) for size in (WORLD_SIZES[1:2] if quick else WORLD_SIZES)]
@@ -292,32 +272,6 @@ def part_plan(quick: bool) -> Iterator[Result]:
         yield row("plan", "opt-175b", f"world size {size}", times, bar_s=BARS["plan"], note=same)
 
 
-def part_import(quick: bool) -> Iterator[Result]:
-    """Both imports in turn, so that a busy machine slows both."""
-    code = {"torch": "import torch", "elixir": "import elixir; [getattr(elixir, name) for name in elixir.__all__]"}
-    times: dict[str, list[list[float]]] = {what: [] for what in code}
-    for _ in range(3 if quick else 9):
-        for what, line in code.items():
-            times[what].append(timed_command([sys.executable, "-c", line])[0])
-    alone = row("import", "", "torch", times["torch"])
-    yield alone
-    yield row("import", "", "elixir", times["elixir"], bar_s=round(alone["wall_p50_s"] + IMPORT_BAR_S, 4))
-
-
-def timed_command(command: list[str]) -> tuple[list[float], int, str]:
-    """([wall, processor seconds], peak resident bytes, standard output) of a whole process."""
-    with tempfile.TemporaryFile("w+") as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, cwd=ROOT)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = [time.perf_counter() - started, usage.ru_utime + usage.ru_stime]
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
-        output.seek(0)
-        return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), output.read()
-
-
 def failures(rows: list[Result]) -> list[str]:
     """The rows that miss their bar or are not as they must be."""
     found = []
@@ -325,8 +279,6 @@ def failures(rows: list[Result]) -> list[str]:
         label = f"{line['part']} {line['model']} {line['what']}"
         if line["bar_s"] is not None and line["wall_p50_s"] > line["bar_s"]:
             found.append(f"{label}: {line['wall_p50_s']} s, the bar is {line['bar_s']} s")
-        if line["part"] == "profile" and line["resident_bytes"] > PROFILE_RESIDENT_BAR_BYTES:
-            found.append(f"{label}: {line['resident_bytes']} bytes resident, the bar is {PROFILE_RESIDENT_BAR_BYTES}")
         if "DIFFER" in line["note"]:
             found.append(f"{label}: {line['note']}")
     return found
@@ -336,7 +288,7 @@ def main() -> int:
     """Measures the chosen parts, appends rows, prints a table; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer models and runs, the peer on a small model")
-    parser.add_argument("--only", nargs="+", choices=("trace", "peer", "profile", "plan", "import"))
+    parser.add_argument("--only", nargs="+", choices=("trace", "peer", "plan"))
     parser.add_argument("--peer-limit", type=float, default=300, metavar="S", help="give up on a run of the peer")
     parser.add_argument("--no-record", action="store_true", help="append nothing to the results")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -347,12 +299,10 @@ def main() -> int:
         return 0
     from benchmark.common import append_rows, print_table
 
-    chosen = arguments.only or ["trace", "profile", "plan", "import", "peer"]
+    chosen = arguments.only or ["trace", "plan", "peer"]
     parts = {
         "trace": lambda: part_trace(arguments.quick),
-        "profile": lambda: part_profile(arguments.quick),
         "plan": lambda: part_plan(arguments.quick),
-        "import": lambda: part_import(arguments.quick),
         "peer": lambda: part_peer(arguments.quick, arguments.peer_limit),
     }
     rows: list[Result] = []
@@ -361,7 +311,7 @@ def main() -> int:
             rows.append(line)
             print(f"{line['part']} {line['model']} {line['what']}: {line['wall_p50_s']} s {line['note']}", flush=True)
     columns = ("part", "model", "what", "runs", "wall_p20_s", "wall_p50_s", "wall_p80_s", "cpu_p50_s", "bar_s", "ratio")
-    columns += ("peak_bytes", "resident_bytes", "note")
+    columns += ("peak_bytes", "note")
     cells = [["" if line[key] is None else line[key] for key in columns] for line in rows]
     print_table("seconds; ratio: no cache over cache, MemTracker over Elixir", columns, cells)
     if not arguments.no_record:

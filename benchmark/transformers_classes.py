@@ -4,8 +4,6 @@
     python benchmark/transformers_classes.py [--only bert opt] [--resume]
                                                          judges those on the list, and appends a row for each
 
-    python benchmark/transformers_classes.py --host-peaks    compares the runtime's host memory with the plan's, which it
-                                                         appends to host_peaks_of_classes.csv
 
 Both go on where they were stopped: the list with ``--list``, the rows with ``--resume``. Rows name the processor, and the
 instruction set if ``ONEDNN_MAX_CPU_ISA`` limits oneDNN to one.
@@ -57,7 +55,6 @@ from elixir.wrapper.account.step_report import StepReport
 
 LIST = Path(__file__).parent / "results" / "transformers_classes.json"
 ROWS = LIST.with_suffix(".csv")
-HOST_PEAKS = LIST.with_name("host_peaks_of_classes.csv")
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -338,18 +335,6 @@ def judge(task: str, kind: str, name: str) -> Row:
     return row
 
 
-def host_peak(task: str, kind: str, name: str) -> Row:
-    """The host memory of the runtime under a plan, as predicted and as observed."""
-    report = trained_under_a_plan(*build(task, kind, name))[1]
-    predicted, observed = report.predicted["host_peak"], report.observed["host_peak"]
-    return {
-        "predicted_host_bytes": predicted,
-        "observed_host_bytes": observed,
-        "above_percent": round(100 * (observed / max(predicted, 1) - 1), 3),
-        "error": "",
-    }
-
-
 def _in_bf16(task: str, kind: str, name: str) -> Row:
     model, inp = build(task, kind, name)
     half = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inp.items()}
@@ -475,27 +460,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS, PEFT], choices=[*TASKS, PEFT])
     parser.add_argument("--no-record", action="store_true")
-    parser.add_argument("--host-peaks", action="store_true", help="compare host peaks, see above")
     args = parser.parse_args()
     prepare()
     if args.list:
         make_list(args.limit)
         return 0
-    rows, done = [], judged(HOST_PEAKS if args.host_peaks else ROWS) if args.resume else set()
+    rows, done = [], judged(ROWS) if args.resume else set()
     started = time.monotonic()
     for task, kind, name in listed():
         if name in done or task not in args.tasks or not (args.only is None or kind in args.only):
             continue
         if time.monotonic() - started > args.limit:
             break
-        if args.host_peaks:
-            row = {"class": name, "task": task, **conditions(), "transformers": transformers.__version__}
-            row |= dict.fromkeys(("predicted_host_bytes", "observed_host_bytes", "above_percent", "cpu_s"))
-            rows.append(row | apart(host_peak, task, kind, name))
-            print(f"{name}: {rows[-1]['error'] or rows[-1]['above_percent']}", flush=True)
-            if not args.no_record:
-                append_rows(HOST_PEAKS.stem, rows[-1:])
-            continue
         row = dict.fromkeys(COLUMNS) | {"class": name, "task": task, **conditions()} | apart(judge, task, kind, name)
         row["transformers"] = transformers.__version__
         rows.append(row)
@@ -503,10 +479,6 @@ def main() -> int:
         print(f"{name}: {said}; H200 bf16: {row['traced_h200_bf16']} {row['refused_h200_bf16'] or ''}", flush=True)
         if not args.no_record:
             append_rows("transformers_classes", [row])
-    if args.host_peaks:
-        above = sum((row["above_percent"] or 0) > 0 for row in rows)
-        print(f"observed above predicted: {above} of {len(rows)}")
-        return 0
     for what in ("traced", "identical"):
         print(f"{what}: {sum(bool(row[what]) for row in rows)} of {len(rows)}")
     half = [row for row in rows if row["plain_bf16"]]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
 import shutil
 import signal
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +127,25 @@ def no_launch_is_left() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def models_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes what a test has wrapped in its own thread, for a plan of one rank, and left open; that must not raise."""
+    from elixir.wrapper import ElixirModule  # after `pytest_configure`: it looks for a device
+
+    wrap, wrapped, thread = ElixirModule.__init__, weakref.WeakSet[ElixirModule](), threading.current_thread()
+
+    @functools.wraps(wrap)
+    def noted(self: ElixirModule, *args: Any, **options: Any) -> None:
+        wrap(self, *args, **options)
+        if threading.current_thread() is thread and self.plan.world_size == 1:
+            wrapped.add(self)
+
+    monkeypatch.setattr(ElixirModule, "__init__", noted)
+    yield
+    for module in wrapped:
+        module.close()
 
 
 @pytest.fixture(autouse=True)

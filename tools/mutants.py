@@ -47,7 +47,7 @@ import pytest
 from coverage import Coverage
 
 from benchmark.common import RESULTS
-from tools.raises import ROOT, in_package, repository_copy
+from tools.raises import ROOT, functions, in_package, repository_copy
 
 WRAPPER = ("unit/wrapper", "unit/training", "unit/access", "unit/checkpoint", "unit/artifacts")
 ROOMS = {
@@ -108,20 +108,6 @@ class Change:
     @property
     def place(self) -> str:
         return f"{self.path}:{self.function}"
-
-
-def functions(tree: ast.Module) -> dict[ast.AST, str]:
-    """The name of the innermost function or class around each node."""
-    names: dict[ast.AST, str] = {}
-
-    def name_all(node: ast.AST, name: str) -> None:
-        names[node] = name
-        for inner in ast.iter_child_nodes(node):
-            is_named = isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            name_all(inner, f"{name}.{inner.name}".strip(".") if is_named else name)
-
-    name_all(tree, "")
-    return names
 
 
 def changes_of(path: str, text: bytes) -> Iterator[Change]:

@@ -2,6 +2,8 @@
 
 python tools/raises.py                             all quick tests; benchmark/results/raises.csv has the tests
 python tools/raises.py tests/unit/cli -k plan      arguments of pytest
+
+A row has the function and the text of an error, which outlive its line.
 """
 
 from __future__ import annotations
@@ -39,6 +41,20 @@ def in_package(folder: str = "") -> Iterator[tuple[str, bytes]]:
         yield str(path.relative_to(ROOT)), path.read_bytes()
 
 
+def functions(tree: ast.Module) -> dict[ast.AST, str]:
+    """The name of the innermost function or class around each node."""
+    names: dict[ast.AST, str] = {}
+
+    def name_all(node: ast.AST, name: str) -> None:
+        names[node] = name
+        for inner in ast.iter_child_nodes(node):
+            is_named = isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            name_all(inner, f"{name}.{inner.name}".strip(".") if is_named else name)
+
+    name_all(tree, "")
+    return names
+
+
 @contextlib.contextmanager
 def repository_copy() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
@@ -46,16 +62,18 @@ def repository_copy() -> Iterator[Path]:
         yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
 
 
-def mark_errors(copy: Path) -> dict[str, str]:
-    """Has each ``raise`` in a copy of the repository write down its place and the running test first; gives all."""
+def mark_errors(copy: Path) -> dict[str, tuple[str, str]]:
+    """Has each ``raise`` in a copy of the repository write down its line and the running test first; gives the function
+    and the text of all, by line."""
     errors = {}
     (copy / "sitecustomize.py").write_text(WRITE_RAISED.format(path=str(copy / "raised")))
     for path, text in in_package():
-        lines = text.splitlines(keepends=True)
-        for node in ast.walk(ast.parse(text)):
+        lines, tree = text.splitlines(keepends=True), ast.parse(text)
+        names = functions(tree)
+        for node in ast.walk(tree):
             if isinstance(node, ast.Raise):
                 place, line = f"{path}:{node.lineno}", lines[node.lineno - 1]
-                errors[place] = ast.unparse(node)
+                errors[place] = f"{path}:{names[node]}", ast.unparse(node)
                 mark = f'__raised__("{place}"); '.encode()
                 lines[node.lineno - 1] = line[: node.col_offset] + mark + line[node.col_offset :]
         (copy / path).write_bytes(b"".join(lines))
@@ -69,10 +87,12 @@ def main() -> None:
         for arguments in [sys.argv[1:]] if sys.argv[1:] else [["tests"], ["--cuda", "tests/gpu"]]:
             subprocess.run([*command, *arguments], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=False)
         found = dict(line.split("\t") for line in sorted((copy / "raised").read_text().splitlines()))
-    rows = [(place, shortened(error, 80), found.get(place, "").rpartition(" ")[0]) for place, error in errors.items()]
-    for place, _, test in rows:
+    rows = []
+    for line, (place, error) in errors.items():
+        test = found.get(line, "").rpartition(" ")[0]
+        rows.append((place, shortened(error, 80), test))
         if not test:
-            print(f"{place}: {errors[place]}")
+            print(f"{line}: {error}")
     if not sys.argv[1:]:
         with (RESULTS / "raises.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([("place", "error", "test"), *rows])

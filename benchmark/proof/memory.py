@@ -22,7 +22,7 @@ from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.units import parse_dtype
 
-_DROPOUTS = {
+DROPOUTS = {
     "opt": ("dropout", "attention_dropout"),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "llama": ("attention_dropout",),
@@ -122,7 +122,7 @@ def build(case: MemoryCase, device: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model and its batch on a device; the batch stays on the CPU for a model on meta."""
     torch.manual_seed(0)
     shape = case.shape
-    off = {} if case.dropout is None else dict.fromkeys(_DROPOUTS[shape.family], case.dropout)
+    off = {} if case.dropout is None else dict.fromkeys(DROPOUTS[shape.family], case.dropout)
     model = loading.build(shape.changed(**off), dtype=case.dtype, checkpoint=case.checkpoint, device=device)
     inp = default_input(model, batch=case.batch, seq=case.seq)
     if case.mask:

@@ -17,7 +17,7 @@ from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import ShardState
 from tests.common import inside
-from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
+from tests.common.parity import Case, Pair, make_plan, rehomed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
 """Everything on the host; weights on the device and states on the host; chunks of every kind in turn."""
@@ -57,17 +57,6 @@ def backward_watched(pair: Pair, look: Callable[[torch.Tensor], None]) -> None:
     loss = pair.case.loss(pair.module, pair.case.inp)
     handle.remove()
     pair.optimizer.backward(loss)
-
-
-def rehomed(plan: Plan, homes: str) -> Plan:
-    """The packing of a streamed plan with other homes."""
-    if homes == "states":
-        chunks = [
-            replace(chunk, resident=True, weight_home="device", state_home="host" if chunk.trainable else "device")
-            for chunk in plan.chunks
-        ]
-        return replace(plan, chunks=tuple(chunks))
-    return mixed(plan) if homes == "mixed" else plan
 
 
 def updating_early(case: Case, homes: str = "streamed", **options: Any) -> Plan:

@@ -30,6 +30,7 @@ from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.on_disk import with_states
+from tests.common.parity import take_step
 
 NEVER = 10**9
 
@@ -211,9 +212,7 @@ class Run:
             plain.backward()
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad()
-        self.optimizer.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, loss)
 
     def train(self, steps: int) -> None:
         """Steps of both, after which weights are the same, too."""

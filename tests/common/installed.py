@@ -24,6 +24,7 @@ EXTRA = "hf"
 TEN_STEPS = """
 import elixir
 import torch
+from tests.common.parity import take_step
 
 tokens = torch.arange(64).reshape(4, 16)
 
@@ -41,9 +42,7 @@ trained, optimizer = elixir.wrap(trained, optimizer, inp={"tokens": tokens}, ste
 losses = []
 for _ in range(10):
     loss = trained(tokens)
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     losses.append(float(loss.detach()))
 assert losses[-1] < losses[0], losses
 print("ten steps:", losses)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
 from tests.common.audit import audit
@@ -42,13 +43,42 @@ A weight whose gradient is rounding error alone moves by up to the learning rate
 NEVER = 1e6
 """No gradient of these models is as long: a limit from here on clips nothing."""
 
-_KINDS = (  # (resident, weight home, state home)
-    (True, "device", "device"),
-    (False, "host", "host"),
-    (True, "device", "host"),
-    (False, "device", "device"),
-    (False, "device", "host"),
-)
+HOMES: dict[str, tuple[tuple[bool, str, str], ...]] = {  # resident, weight home, state home
+    "resident": ((True, "device", "device"),),
+    "streamed": ((False, "host", "host"),),
+    "states": ((True, "device", "host"),),
+    "device": ((False, "device", "device"),),
+    "device, states": ((False, "device", "host"),),
+}
+"""Homes that the chunks of a plan have in turn."""
+HOMES["mixed"] = tuple(home for homes in HOMES.values() for home in homes)
+
+
+def report_of(module: ElixirModule) -> StepReport:
+    """The report of the last step; there must be one."""
+    assert module.last_report is not None
+    return module.last_report
+
+
+COUNTED = ("loads", "host_to_device", "device_to_host")
+
+
+def assert_as_planned(module: ElixirModule, counted: Sequence[str] = COUNTED) -> StepReport:
+    """Asserts that the last step fetched nothing late, and of what is `counted` took what was predicted. Returns its
+    report."""
+    report = report_of(module)
+    assert report.demand_loads == report.deviations == 0
+    assert {name: report.observed.get(name) for name in counted} == {
+        name: report.predicted.get(name) for name in counted
+    }
+    return report
+
+
+def take_step(optimizer: ElixirOptimizer, loss: torch.Tensor) -> None:
+    """The backward of a loss and a step, after which there are no gradients."""
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -133,18 +163,23 @@ def contents(value: Any) -> bytes | None:
     return file.getvalue()
 
 
-def mixed(plan: Plan) -> Plan:
-    """The same packing with chunks of every kind in turn; what it predicts is no longer meant."""
+def rehomed(plan: Plan, homes: str) -> Plan:
+    """The same packing with other `HOMES`; what it predicts is no longer meant."""
     chunks: list[ChunkPlan] = []
     for index, chunk in enumerate(plan.chunks):
-        resident, weights, states = _KINDS[index % len(_KINDS)]
+        resident, weights, states = HOMES[homes][index % len(HOMES[homes])]
         states = states if chunk.trainable else weights
         chunks.append(replace(chunk, resident=resident, weight_home=weights, state_home=states))  # type: ignore[arg-type]
     return replace(plan, chunks=tuple(chunks))
 
 
+def mixed(plan: Plan) -> Plan:
+    """The same packing with chunks of every kind in turn."""
+    return rehomed(plan, "mixed")
+
+
 class Pair:
-    """One model under a plan and its twin in plain PyTorch.
+    """One model under a plan and its twin in plain PyTorch, whose weights must be the same at the end of a ``with``.
 
     Args:
         case: its model is taken over; the twin is a copy, unless `plain` is given.
@@ -152,6 +187,7 @@ class Pair:
         optimizer: makes the optimizer of each from named parameters; None for AdamW.
         after: build the optimizer before (False) or after wrapping.
         device: where both run; None for that of the test run, the CPU or with ``--cuda`` CUDA.
+        alike: whether they have the same weights at the end.
     """
 
     def __init__(
@@ -164,6 +200,7 @@ class Pair:
         max_norm: float | None = None,
         plain: nn.Module | None = None,
         device: str | None = None,
+        alike: bool = True,
         **options: Any,
     ) -> None:
         make = optimizer or adamw
@@ -180,6 +217,7 @@ class Pair:
         """Whether all steps so far must have given the same bits on both sides."""
         self.audited = True
         """Whether `train` ends with an audit of the counted memory."""
+        self.alike = alike
         self._one_kind = device == "cpu" or gpu.pretended()
         self.optimizer = ElixirOptimizer(
             self.module, make(self.module.module) if built is None else built, max_norm=max_norm
@@ -188,8 +226,12 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.module.close()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None and self.alike and not inside.engine_of(self.module).phase.closed:
+                self.assert_same_weights()
+        finally:
+            self.module.close()
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""

@@ -7,7 +7,9 @@ fraction of a second and in a clean process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,6 +29,9 @@ GROUP_TIMEOUT_S = 60.0
 """Timeout of collectives, unless a test asks for another."""
 WAIT_S = 120.0
 """How long a whole run may take."""
+USED_S = [0.0]
+"""Processor seconds of all ranks so far that have answered. They are children of the server: `resource` of this process
+does not have them."""
 ALONE: dict[str, float] = {"group_timeout_s": 24 * 3600.0, "wait_s": 900.0}
 """Seconds for ranks that must end because they learn of something: no collective ends by its timeout. A rank that waits for ever
 has the error `no answer`, and a slow machine changes nothing."""
@@ -56,6 +61,34 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **optio
         others = "".join(f"\n--- rank {o.rank}: {str(o.error).strip().splitlines()[-1]}" for o in failed[1:])
         raise AssertionError(f"rank {failed[0].rank} of {world_size} failed:\n{failed[0].error}{others}")
     return [outcome.result for outcome in outcomes]
+
+
+def on_each_rank(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each rank does, ``test(rank, world_size, *parameters)``: pytest gives the parameters, and so
+    many ranks run it. Options are those of `run_ranks`."""
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            run_ranks(world_size, _Wrapped(test), *(given[name] for name in names), **options)
+
+        signature = inspect.signature(function)
+        names = list(signature.parameters)[2:]
+        parameters = [signature.parameters[name] for name in names]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
+@dataclass
+class _Wrapped:
+    """The function inside of a test, which pickle finds by the test's name."""
+
+    test: Callable[..., None]
+
+    def __call__(self, *args: Any) -> None:
+        self.test.__wrapped__(*args)  # type: ignore[attr-defined]
 
 
 def as_launched(rank: int, world_size: int) -> None:
@@ -160,7 +193,8 @@ def _collect(answers: list[multiprocessing.connection.Connection], started: floa
         for answer in ready:
             rank = answers.index(answer)  # type: ignore[arg-type]
             try:
-                result, error = answers[rank].recv()
+                result, error, used_s = answers[rank].recv()
+                USED_S[0] += used_s
             except EOFError:
                 result, error = None, "the process ended without an answer"
             outcomes[rank] = Outcome(rank, result, error, time.perf_counter() - started)
@@ -196,9 +230,10 @@ def _rank_main(
         timeout=timedelta(seconds=group_timeout_s),
     )
     try:
-        answer.send((function(rank, world_size, *args), None))
+        result = function(rank, world_size, *args)
+        answer.send((result, None, time.process_time()))
     except BaseException:
-        answer.send((None, traceback.format_exc()))
+        answer.send((None, traceback.format_exc(), time.process_time()))
         # As a program whose main raised: gone at once, without a goodbye to the others.
         answer.close()
         os._exit(1)

@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 
 import pytest
 
+from tests.common import spawn
 from tests.common.tiny_models import FAMILIES, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ class Cost(TypedDict, total=False):
     """The record of a test; a number that is left out is zero."""
 
     cpu_s: float
-    """Processor seconds of its dearest quick case, ended children included."""
+    """Processor seconds of its dearest quick case, ended children and ranks included."""
     found: int
     """Number of recorded changes that it was first to notice, and of errors that it reaches."""
     processes: bool
@@ -152,4 +153,4 @@ def first_finders() -> Counter[str]:
 
 def _used_s() -> float:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    return time.process_time() + ended.ru_utime + ended.ru_stime + spawn.USED_S[0]

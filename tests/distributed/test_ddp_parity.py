@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,20 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from tests.common.ddp import LR, PLANS, Twins, batch_of, parity
-from tests.common.parity import case, hf_loss
-from tests.common.spawn import run_ranks
+from tests.common import user_optimizers as own
+from tests.common.ddp import LR, PLANS, Twins, batch_of, parity, steady_adamw
+from tests.common.parity import assert_as_planned, case, hf_loss
+from tests.common.quantised import TORCHAO, quantised_case
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import FAMILIES, tiny
 
 CHECKPOINTS = ("none", "non-reentrant", "reentrant")
-SAMPLE = (
-    ("opt", "host", "non-reentrant"),
-    ("opt", "resident", "none"),
-    ("llama", "mixed", "reentrant"),
-    ("t5", "device", "none"),
-    ("mixtral", "host", "none"),
-    ("bert", "mixed", "non-reentrant"),
-)
+FIRST = ("opt", "host", "non-reentrant")
 
 
 def _in_a_smaller_group(rank: int, world_size: int) -> list[float]:
@@ -59,7 +55,9 @@ def test_a_group_that_is_not_the_default_one() -> None:
     assert [len(each) for each in losses] == [4, 4, 5, 5]
 
 
-@pytest.mark.parametrize(("family", "kind", "checkpoint"), SAMPLE)
+@pytest.mark.parametrize(
+    ("family", "kind", "checkpoint"), sorted(itertools.product(FAMILIES, PLANS, CHECKPOINTS), key=FIRST.__ne__)
+)
 def test_two_ranks(family: str, kind: str, checkpoint: str) -> None:
     run_ranks(2, parity, family, kind, checkpoint, {})
 
@@ -108,16 +106,6 @@ def test_two_ranks_other_models(name: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_every_family(family: str, kind: str, checkpoint: str) -> None:
-    if (family, kind, checkpoint) in SAMPLE:
-        pytest.skip("is in the sample")
-    run_ranks(2, parity, family, kind, checkpoint, {})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [(f, PLANS[i % len(PLANS)]) for i, f in enumerate((*FAMILIES, "opt"))])
 def test_four_ranks(family: str, kind: str) -> None:
     # Reduce-scatter and DDP's all-reduce add four ranks up in another order. For ViT's key biases, whose gradient is
@@ -127,3 +115,84 @@ def test_four_ranks(family: str, kind: str) -> None:
 
 def _larger_epsilon(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, eps=1e-7)
+
+
+# --- fused kernels --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "checkpoint"),
+    [("llama", "host", "non-reentrant"), ("opt", "mixed", "none"), ("t5", "device", "none")],
+)
+@on_each_rank(2)
+def test_as_ddp_over_the_plain_model(rank: int, world_size: int, family: str, kind: str, checkpoint: Any) -> None:
+    model = tiny(family, checkpoint=checkpoint)
+    options: dict[str, Any] = {
+        "wrap": {"use_fused_kernels": True},
+        "use_fused_kernels": True,
+        "optimizer": steady_adamw,
+    }
+    twins = Twins(model, batch_of(model, rank, world_size), kind, **options)
+    twins.train()
+    for mine, plain in twins.losses:
+        assert abs(mine - plain) <= 1e-5 * abs(plain)
+    state = twins.module.state_dict()
+    for name, value in twins.plain.module.state_dict().items():
+        limit = (0.5 if name.endswith("k_proj.bias") else 1e-2) * LR  # gradients of key biases are noise
+        assert (state[name] - value).abs().max() <= limit, (name, (state[name] - value).abs().max())
+    twins.close()
+
+
+# --- frozen weights in 4 bits ---------------------------------------------------------------------------------------
+
+
+def _train(rank: int, world_size: int, form: str, kind: str, checkpoint: str) -> None:
+    it = quantised_case(form, checkpoint)
+    inp = {name: value[rank::world_size].contiguous() for name, value in it.inp.items()}
+    twins = Twins(it.model, inp, kind, max_norm=0.5)
+    twins.train(4)
+    twins.check()
+    assert_as_planned(twins.module, ("loads", "network"))
+    twins.close()
+
+
+FORMS = ("nf4", "nf4 double", "nf4 in bfloat16", "fp4 in float32", *TORCHAO)
+QUICK = {("nf4 double", "host", "non-reentrant"), ("torchao int8", "mixed", "non-reentrant")}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "checkpoint"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(FORMS, ("host", "mixed", "resident"), ("none", "non-reentrant"))
+    ],
+)
+def test_steps_are_those_of_ddp(form: str, kind: str, checkpoint: str) -> None:
+    pytest.importorskip("torchao" if form in TORCHAO else "bitsandbytes")
+    run_ranks(2, _train, form, kind, checkpoint)
+
+
+# --- optimizers of users --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@on_each_rank(2)
+def test_numbers_in_groups_go_on_from_step_to_step(rank: int, world_size: int, kind: str) -> None:
+    model = tiny("gpt2", layers=1)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=lambda p: own.Averaging(p, lr=0.01))
+    both: tuple[Any, Any] = (twins.optimizer, twins.plain_optimizer)
+    for _ in range(2):
+        twins.train(3)
+        for optimizer in both:
+            optimizer.eval()
+        twins.check()
+        for optimizer in both:
+            optimizer.train()
+    for optimizer in both:
+        optimizer.state.clear()
+    twins.train(2)
+    twins.check()
+    mine, plain = (optimizer.param_groups[0] for optimizer in both)
+    assert all(mine[key] == plain[key] for key in ("k", "weight_sum", "train_mode"))
+    twins.close()

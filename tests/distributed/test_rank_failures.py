@@ -16,8 +16,8 @@ from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, batch_of, plan_for
-from tests.common.parity import hf_loss
-from tests.common.spawn import ALONE, Outcome, run_ranks, run_to_end
+from tests.common.parity import hf_loss, take_step
+from tests.common.spawn import ALONE, Outcome, on_each_rank, run_to_end
 from tests.common.tiny_models import tiny
 
 
@@ -30,9 +30,7 @@ def _train(rank: int, world_size: int, trouble: Any, kind: str, replicas: int = 
         if step == 2:
             trouble(rank, module)
         loss = hf_loss(module, inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
     module.close()
 
 
@@ -123,7 +121,8 @@ def test_a_killed_rank_ends_all_others(world_size: int, kind: str, replicas: int
     assert all("RankError" in str(outcome.error) for outcome in others), [outcome.error for outcome in others]
 
 
-def _everyone_raises(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_an_exception_on_all_ranks_leaves_the_module_usable(rank: int, world_size: int) -> None:
     model = tiny("opt")
     inp = batch_of(model, rank, world_size)
     module = ElixirModule(model, plan_for(model, inp, "host"), device="cpu", debug=Debug(poison=True))
@@ -135,15 +134,9 @@ def _everyone_raises(rank: int, world_size: int) -> None:
     handle.remove()
     loss = hf_loss(module, inp)
     assert torch.equal(loss, expected)
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     assert hf_loss(module, inp) < loss
     module.close()
-
-
-def test_an_exception_on_all_ranks_leaves_the_module_usable() -> None:
-    run_ranks(2, _everyone_raises)
 
 
 class _Raising(torch.autograd.Function):
@@ -175,7 +168,9 @@ class _RaisingHalfway(nn.Module):
         return x
 
 
-def _half_a_backward(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["host", "device"])
+@on_each_rank(2)
+def test_a_backward_that_raised_on_all_ranks_leaves_its_gradients(rank: int, world_size: int, kind: str) -> None:
     """The gradients that it left count, as they do in plain PyTorch."""
     torch.manual_seed(0)
     model = _RaisingHalfway()
@@ -203,12 +198,8 @@ def _half_a_backward(rank: int, world_size: int, kind: str) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_a_backward_that_raised_on_all_ranks_leaves_its_gradients(kind: str) -> None:
-    run_ranks(2, _half_a_backward, kind)
-
-
-def _other_plan(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_ranks_with_different_plans_refuse(rank: int, world_size: int) -> None:
     model = tiny("opt")
     inp = batch_of(model, rank, world_size)
     plans = [plan_for(model, inp, "host", split_number=number) for number in (8, 4)]
@@ -216,11 +207,8 @@ def _other_plan(rank: int, world_size: int) -> None:
         ElixirModule(model, plans[rank], device="cpu")
 
 
-def test_ranks_with_different_plans_refuse() -> None:
-    run_ranks(2, _other_plan)
-
-
-def _other_model(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_a_rank_with_another_model_makes_all_refuse(rank: int, world_size: int) -> None:
     model = tiny("opt")
     plan: Plan = plan_for(model, batch_of(model, rank, world_size), "host")
     if rank == 1:
@@ -228,7 +216,3 @@ def _other_model(rank: int, world_size: int) -> None:
     error, match = (ArtifactError, "model_fingerprint") if rank == 1 else (InputError, "rank 1 cannot run")
     with pytest.raises(error, match=match):
         ElixirModule(model, plan, device="cpu")
-
-
-def test_a_rank_with_another_model_makes_all_refuse() -> None:
-    run_ranks(2, _other_model)

@@ -13,7 +13,8 @@ from torch import nn
 
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.ddp import Twins, plan_for
-from tests.common.spawn import run_ranks
+from tests.common.parity import take_step
+from tests.common.spawn import on_each_rank, run_ranks
 
 WIDTH = 8
 
@@ -253,7 +254,8 @@ class Growing(nn.Module):
         return self.layer(x) + self.cache[:length].sum() + self.seen.sum()  # type: ignore[index,operator]
 
 
-def _growing(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_buffers_that_ranks_have_in_other_numbers_and_sizes(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
     model = Growing()
@@ -261,19 +263,13 @@ def _growing(rank: int, world_size: int) -> None:
     optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
     lengths = [(2, 4), (5, 3), (1, 1)]
     for step, both in enumerate(lengths):
-        optimizer.backward(_loss(module, {"x": x, "length": both[rank]}))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, _loss(module, {"x": x, "length": both[rank]}))
         largest = max(both[rank] for both in lengths[: step + 1])
         assert len(model.cache) == largest  # type: ignore[arg-type]  # its own, of the size that this rank needs
         assert module.state_dict()["seen"].tolist() == [float(both[0])] * both[0]
     if rank == 1:
         assert model.maybe is not None
     module.close()
-
-
-def test_buffers_that_ranks_have_in_other_numbers_and_sizes() -> None:
-    run_ranks(2, _growing)
 
 
 class Sharing(nn.Module):
@@ -293,7 +289,9 @@ class Sharing(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _sharing(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["streamed", "mixed", "resident"])
+@on_each_rank(2)
+def test_memory_that_is_shared_follows_weights_that_ranks_shard(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(0)
     model = Sharing()
     inp = {"x": torch.randn(4, WIDTH)}
@@ -302,9 +300,7 @@ def _sharing(rank: int, world_size: int, kind: str) -> None:
     optimizer = ElixirOptimizer(module, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     before = module.state_dict()
     for step in range(3):
-        optimizer.backward(_loss(module, inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, _loss(module, inp))
         if step == 1:
             _loss(module, inp)
         buffer = model.row.clone()
@@ -315,8 +311,3 @@ def _sharing(rank: int, world_size: int, kind: str) -> None:
     assert not torch.equal(before["row"], state["row"])
     module.close()
     assert model.head.weight.data_ptr() == model.layers[0].weight.data_ptr()
-
-
-@pytest.mark.parametrize("kind", ["streamed", "mixed", "resident"])
-def test_memory_that_is_shared_follows_weights_that_ranks_shard(kind: str) -> None:
-    run_ranks(2, _sharing, kind)

@@ -17,7 +17,7 @@ from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFoun
 from elixir.plan.plan import Plan
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
-from tests.common.parity import Case, case, hf_loss, make_plan
+from tests.common.parity import Case, hf_loss
 from tests.common.resuming import Run, differing, two_groups
 from tests.common.spawn import run_ranks, run_to_end
 from tests.common.tiny_models import tiny
@@ -100,41 +100,6 @@ def test_every_machine_has_a_disk_of_its_own(tmp_path: Path) -> None:
         assert [name.split("-", 1)[-1] for name in names if name.endswith("tensors")] == [
             f"rank-{rank:05}-of-00002.safetensors"
         ]
-
-
-def saved_by_two(folder: Path, **options: Any) -> None:
-    run_ranks(2, _save, str(folder), options)
-
-
-def _save(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
-    it, plan = runs(rank, world_size, "mixed", **options)
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        save_checkpoint(folder, run.state(mine=PerRank(rank)), wait=True, files=FILES)
-
-
-@pytest.mark.parametrize("options", [{}, {"unified_dtype": "bfloat16", "moments": "8bit"}])
-def test_what_two_ranks_saved_is_loaded_by_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    saved_by_two(tmp_path / "run", **options)
-    it = case("opt", layers=1)
-    with Run(it, make_plan(it, "mixed", split_number=3, **options), two_groups()) as run:
-        with pytest.raises(CheckpointMismatch, match="mine"):
-            load_checkpoint(tmp_path / "run", run.state(mine=PerRank(None)), files=FILES)
-        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
-        assert not loaded.exact
-        assert [note for note in loaded.notes if "random number" not in note] == []
-        bits = run.bits()
-        with open_checkpoint(tmp_path / "run") as saved:
-            states = [key for key in saved.keys() if key.startswith("exp_avg")]  # noqa: SIM118
-            assert len(states) > 10
-            for key in states:
-                kind, _, name = key.partition("/")
-                assert torch.equal(bits[f"{kind}.{name}.0"], saved.read(key)), key
-            for name, weight in saved.weights().items():
-                assert torch.equal(bits[f"model.{name}"], weight), name
-            steps = {name: bits[f"small.{name}"]["step"] for name in saved.index.steps}
-            assert steps == saved.index.steps
-        run.train(1)
 
 
 class Full(UnsyncedFiles):

@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import batch_of, plan_for
 from tests.common.on_disk import BrokenDisk, ShortDisk, in_memory, on_disk
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, report_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
 
@@ -45,8 +45,7 @@ def training(rank: int, world_size: int, folder: Path) -> None:
         for _ in range(3):
             step(rank, world_size, module, optimizer)
         found.append((module.state_dict(), optimizer.state_dict()["state"]))
-        report = module.last_report
-        assert report is not None
+        report = report_of(module)
         if homes.uses_disk:
             assert report.observed["disk_read"] == report.predicted["disk_read"]
         module.close()

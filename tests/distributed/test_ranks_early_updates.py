@@ -1,4 +1,4 @@
-"""New states that are made during backward on several ranks: the bits are those without."""
+"""Early updates and the order of updates on several ranks: the bits are those without."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from elixir.wrapper.account.step_report import EarlyCounts
 from tests.common import inside
 from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_early, attempts, rehomed
-from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.early import HOMES, all_early, attempts
+from tests.common.parity import hf_loss, rehomed, report_of, square_loss, take_step
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 
 NORMS = (1e9, 1e9, 1e-3, 1e9, 1e9)
@@ -62,7 +62,9 @@ def test_same_bits_as_without(homes: str) -> None:
     run_ranks(2, _kept, homes, {})
 
 
-def _as_ddp(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_each_rank(2)
+def test_losses_and_weights_are_those_of_ddp(rank: int, world_size: int) -> None:
     model = tiny("gpt2")
     slow = replace(preset("cpu"), host_adam_numel_per_s=1e5)
     twins = Twins(model, batch_of(model, rank, world_size), "host", max_norm=1e9, hardware=slow, early_updates=True)
@@ -73,17 +75,10 @@ def _as_ddp(rank: int, world_size: int) -> None:
         made = attempts(twins.module)
         assert made
         twins.step()
-        report = twins.module.last_report
-        assert report is not None
+        report = report_of(twins.module)
         assert report.early == EarlyCounts(len(made), len(made), len(made) if norm > 1 else 0)
     twins.train(3)
-    twins.check()
-    twins.close()
-
-
-@pytest.mark.slow
-def test_losses_and_weights_are_those_of_ddp() -> None:
-    run_ranks(2, _as_ddp)
+    twins.finish()
 
 
 @pytest.mark.slow
@@ -92,7 +87,8 @@ def test_same_bits_under_other_conditions(options: dict[str, Any]) -> None:
     run_ranks(2, _kept, "streamed", options)
 
 
-def _one_refuses(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_ranks_may_differ_in_what_they_keep(rank: int, world_size: int) -> None:
     """One rank alone has wrong new states: all give the same weights all the same."""
     model = tiny("gpt2")
     inp = batch_of(model, rank, world_size)
@@ -117,10 +113,6 @@ def _one_refuses(rank: int, world_size: int) -> None:
     other.close()
 
 
-def test_ranks_may_differ_in_what_they_keep() -> None:
-    run_ranks(2, _one_refuses)
-
-
 class Routed(nn.Module):
     """Layers that run only if a rank's batch says so."""
 
@@ -140,7 +132,10 @@ def _square(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def _routed(rank: int, world_size: int, homes: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("homes", ["streamed", "states"])
+@on_each_rank(2)
+def test_layers_that_run_on_one_rank_only(rank: int, world_size: int, homes: str) -> None:
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
     every = (0, 1, 2, 3)
     model, inp = Routed(), {"x": x, "chosen": every}
@@ -160,7 +155,44 @@ def _routed(rank: int, world_size: int, homes: str) -> None:
     assert not [name for name, value in states[1].items() if not torch.equal(states[0][name], value)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("homes", ["streamed", "states"])
-def test_layers_that_run_on_one_rank_only(homes: str) -> None:
-    run_ranks(2, _routed, homes)
+# --- the order of updates -------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Has a weight between two layers so small that the second rank's shard of its chunk is only padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(4))
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x).tanh()
+        out: torch.Tensor = self.last(hidden * self.scale.repeat(2))
+        return out
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-2])
+@on_each_rank(2)
+def test_a_rank_that_steps_nothing_of_a_chunk_keeps_the_order(
+    rank: int, world_size: int, max_norm: float | None
+) -> None:
+    model, plain = Small(), Small()
+    torch.manual_seed(1)
+    inputs = {"x": torch.randn(4, 8)}
+    plan = plan_for(model, inputs, "device", loss=square_loss, split_number=3)
+    module = ElixirModule(model, rehomed(plan, "resident"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), max_norm=max_norm)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for _ in range(4):
+        take_step(optimizer, square_loss(module, inputs))
+        square_loss(plain, inputs).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        theirs.step()
+        theirs.zero_grad()
+    found = module.state_dict()
+    module.close()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value)

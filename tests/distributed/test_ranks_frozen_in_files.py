@@ -15,7 +15,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import batch_of
 from tests.common.in_files import frozen_model, on_meta, plan_in_files, same, save_frozen
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, report_of
 from tests.common.spawn import run_ranks
 
 
@@ -41,8 +41,7 @@ def training(rank: int, world_size: int, folder: Path, every: int, replicas: int
         plain_optimizer.step()
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
-    report = module.last_report
-    assert report is not None
+    report = report_of(module)
     assert report.observed["disk_read"] == report.predicted["disk_read"] > 0
     assert not report.surprises()
     state = module.state_dict()

@@ -12,19 +12,15 @@ from torch import nn
 
 from elixir.errors import InputError
 from tests.common import inside
-from tests.common.ddp import Twins, batch_of
-from tests.common.spawn import run_ranks
+from tests.common.ddp import Twins, batch_of, steady_adamw
+from tests.common.parity import report_of
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 from tests.unit.access import test_views as views
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    # Sums of micro-batches round in another order; see test_distributed_training.
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6)
 
 
 def _views(rank: int, world_size: int, kind: str, names: list[str], wrap: dict[str, Any]) -> None:
@@ -35,8 +31,7 @@ def _views(rank: int, world_size: int, kind: str, names: list[str], wrap: dict[s
         twins = Twins(it.model, inp, kind, loss=it.loss, split_number=12, optimizer=_sgd, wrap=wrap, unused=unused)
         twins.train(3)
         twins.check()
-        report = twins.module.last_report
-        assert report is not None
+        report = report_of(twins.module)
         assert report.deviations == 0, name
         twins.close()
 
@@ -57,10 +52,13 @@ def _drop(twins: Twins, start: int, by: int = 2) -> None:
             parameter.grad = None
 
 
-def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
+@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
+@on_each_rank(2)
+def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone: bool) -> None:
     """Every other gradient is dropped after the first backward: nothing, one or two more follow."""
     model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw)
     for step in range(6):
         if alone:
             with twins.module.no_sync(), twins.plain.no_sync():
@@ -75,21 +73,16 @@ def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
         twins.plain_optimizer.step()
         _drop(twins, 0, by=1)  # as good as zero_grad
         assert not inside.holds_gradients(twins.module)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
-@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
-def test_dropping_single_gradients(kind: str, alone: bool) -> None:
-    run_ranks(2, _dropping, kind, alone)
-
-
-def _dropping_all(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_each_rank(2)
+def test_a_step_after_all_were_dropped_changes_nothing(rank: int, world_size: int) -> None:
     """A gradient that is dropped on all ranks is as if it had never come: a step changes nothing, and all go on
     alike."""
     model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=steady_adamw)
     twins.train(2)
     before = twins.module.state_dict()
     for alone in (False, True):
@@ -101,13 +94,7 @@ def _dropping_all(rank: int, world_size: int) -> None:
     after = twins.module.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     twins.train(2)
-    twins.check()
-    twins.close()
-
-
-@pytest.mark.slow
-def test_a_step_after_all_were_dropped_changes_nothing() -> None:
-    run_ranks(2, _dropping_all)
+    twins.finish()
 
 
 class _Two(nn.Module):
@@ -121,7 +108,10 @@ class _Two(nn.Module):
         return sum(self.layers[index](x) for index in used)  # type: ignore[return-value]
 
 
-def _zeros(rank: int, world_size: int, kind: str, alone: bool) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
+@pytest.mark.parametrize("kind", ["host", "device", "resident"])
+@on_each_rank(2)
+def test_zeros_instead_of_gradients_that_one_rank_has(rank: int, world_size: int, kind: str, alone: bool) -> None:
     """Zeros instead of gradients are zeros on all ranks, also of those who had none of a chunk: momentum alone
     moves the weights."""
     torch.manual_seed(0)
@@ -143,20 +133,15 @@ def _zeros(rank: int, world_size: int, kind: str, alone: bool) -> None:
         parameter.grad = torch.zeros_like(parameter)
     twins.optimizer.step()
     twins.plain_optimizer.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
-@pytest.mark.parametrize("kind", ["host", "device", "resident"])
-def test_zeros_instead_of_gradients_that_one_rank_has(kind: str, alone: bool) -> None:
-    run_ranks(2, _zeros, kind, alone)
-
-
-def _by_hooks(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+@on_each_rank(2)
+def test_hooks_that_drop_gradients(rank: int, world_size: int, kind: str) -> None:
     """Hooks drop gradients the moment they come; the ranks' data still differ."""
     model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw)
     for parameter in list(twins.module.parameters())[::3]:
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     for _ in range(4):
@@ -164,18 +149,16 @@ def _by_hooks(rank: int, world_size: int, kind: str) -> None:
         for parameter in list(twins.plain.parameters())[::3]:  # DDP reduces first
             parameter.grad = None
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("kind", ["host", "mixed"])
-def test_hooks_that_drop_gradients(kind: str) -> None:
-    run_ranks(2, _by_hooks, kind)
-
-
-def _asked(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"), [("host", "non-reentrant"), ("mixed", "none"), ("mixed", "non-reentrant")]
+)
+@on_each_rank(2)
+def test_gradients_of_some_weights(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
     model = tiny("gpt2", checkpoint=checkpoint)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=steady_adamw)
     plain = twins.plain.module
     names = [name for name, parameter in plain.named_parameters() if parameter.ndim > 1][::2]
     for _ in range(3):
@@ -196,15 +179,7 @@ def _asked(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
             gradient /= world_size
         twins.step()
         twins.train(1)
-    twins.check()
-    twins.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "checkpoint"), [("host", "non-reentrant"), ("mixed", "none"), ("mixed", "non-reentrant")]
-)
-def test_gradients_of_some_weights(kind: str, checkpoint: str) -> None:
-    run_ranks(2, _asked, kind, checkpoint)
+    twins.finish()
 
 
 def _between_layers(side: nn.Module, inner: Any, inp: dict[str, Any]) -> torch.Tensor:
@@ -220,27 +195,24 @@ def _between_layers(side: nn.Module, inner: Any, inp: dict[str, Any]) -> torch.T
     return torch.autograd.grad(hidden[1].square().sum(), hidden[0])[0]
 
 
-def _from_the_middle(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+@on_each_rank(2)
+def test_backwards_that_begin_in_the_middle(rank: int, world_size: int, kind: str) -> None:
     model = tiny("gpt2")
-    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=steady_adamw)
     for _ in range(3):
         mine = _between_layers(twins.module, twins.module.module, twins.inp)
         plain = _between_layers(twins.plain.module, twins.plain.module, twins.inp)
         assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
         assert not any(chunk.pins for chunk in inside.chunks(twins.module))
         twins.train(1)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("kind", ["host", "mixed"])
-def test_backwards_that_begin_in_the_middle(kind: str) -> None:
-    run_ranks(2, _from_the_middle, kind)
-
-
-def _inside_gathered(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_backward_and_writes_inside_gathered(rank: int, world_size: int) -> None:
     model = tiny("gpt2")
-    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=_adamw)
+    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=steady_adamw)
     for _ in range(2):
         losses = [twins.loss(side, twins.inp) for side in (twins.module, twins.plain)]
         with twins.module.gathered(write=True):
@@ -256,15 +228,11 @@ def _inside_gathered(rank: int, world_size: int) -> None:
                 parameter.mul_(1.25)
         twins.backward()
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-def test_backward_and_writes_inside_gathered() -> None:
-    run_ranks(2, _inside_gathered)
-
-
-def _writes_nobody_asked_for(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_writes_inside_gathered_for_reading_are_refused_or_undone(rank: int, world_size: int) -> None:
     model = tiny("gpt2")
     twins = Twins(model, batch_of(model, rank, world_size), "mixed")
     twins.train(1)
@@ -277,18 +245,15 @@ def _writes_nobody_asked_for(rank: int, world_size: int) -> None:
     after = twins.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     twins.train(2)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-def test_writes_inside_gathered_for_reading_are_refused_or_undone() -> None:
-    run_ranks(2, _writes_nobody_asked_for)
-
-
-def _norms(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"reduce_always_fp32": True})])
+@on_each_rank(2)
+def test_the_norm_is_summed_on_the_way(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
     """Batches alone, together, and with gradients dropped in between; the norm is asked for each time."""
     model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw, wrap=wrap)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw, wrap=wrap)
     shards = inside.gradients(twins.module).by_chunk
     twins.optimizer.max_norm = 0.3  # the twin is clipped below
     for alone, together, dropped in ((0, 1, False), (2, 1, False), (0, 2, False), (0, 2, True), (0, 1, True)):
@@ -310,10 +275,4 @@ def _norms(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
         twins.plain_optimizer.step()
         twins.optimizer.zero_grad()
         twins.plain_optimizer.zero_grad()
-    twins.check()
-    twins.close()
-
-
-@pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"reduce_always_fp32": True})])
-def test_the_norm_is_summed_on_the_way(kind: str, wrap: dict[str, Any]) -> None:
-    run_ranks(2, _norms, kind, wrap)
+    twins.finish()

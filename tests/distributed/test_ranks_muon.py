@@ -19,8 +19,8 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.ddp import PLANS, plan_for
 from tests.common.on_disk import on_disk
-from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.parity import hf_loss, report_of
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 
 
@@ -70,8 +70,7 @@ def training(rank: int, world_size: int, kinds: tuple[str, ...], folder: str, re
         found = module.state_dict()
         for name, value in plain.state_dict().items():
             assert torch.equal(found[name], value), (kind, name)
-        report = module.last_report
-        assert report is not None
+        report = report_of(module)
         planned = sum(route.exchanged_bytes for route in plan.routes(rank))
         assert sum(received) == 3 * planned > 0
         links = ["network", "host_to_device", "device_to_host"]
@@ -108,7 +107,9 @@ def test_each_replica_makes_its_matrices_orthogonal(tmp_path: Path) -> None:
     run_ranks(4, training, (*PLANS, "disk"), str(tmp_path), 2)
 
 
-def clipped(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_each_rank(2)
+def test_ranks_clip_two_optimizers_by_one_norm(rank: int, world_size: int) -> None:
     model = tiny("llama")
     torch.manual_seed(0)
     plain, inp = copy.deepcopy(model), default_input(model, batch=2, seq=24)
@@ -129,11 +130,6 @@ def clipped(rank: int, world_size: int) -> None:
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
     module.close()
-
-
-@pytest.mark.slow
-def test_ranks_clip_two_optimizers_by_one_norm() -> None:
-    run_ranks(2, clipped)
 
 
 def resumed(rank: int, world_size: int, folder: str, done: int, steps: int) -> None:

@@ -12,7 +12,8 @@ from elixir.errors import RankError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.one_pass import Steps, batches, family, hf_loss, plan_for, stepping
-from tests.common.spawn import run_ranks
+from tests.common.parity import assert_as_planned
+from tests.common.spawn import on_each_rank, run_ranks
 
 COUNT = 3
 
@@ -55,10 +56,7 @@ def _train(rank: int, world_size: int, name: str, home: str) -> None:
             optimizer.accumulate(stepping(optimizer, hf_loss, count), step)
             optimizer.step()
             optimizer.zero_grad()
-        report = module.last_report
-        assert report is not None
-        assert report.demand_loads == report.deviations == 0
-        assert report.observed["network"] == report.predicted["network"]
+        report = assert_as_planned(module, ("network",))
         moved[count] = [report.observed[link] for link in ("loads", "network", "host_to_device", "device_to_host")]
         weights = module.state_dict()
         for key, value in _averaged(name, steps).items():
@@ -78,7 +76,8 @@ def test_four_ranks_gather_and_reduce_once(name: str) -> None:
     run_ranks(4, _train, name, "cpu")
 
 
-def _fail(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_an_error_in_one_micro_batch_on_one_rank_ends_all(rank: int, world_size: int) -> None:
     module, optimizer = _wrapped("llama", _plan("llama", world_size, "cpu"))
     step = batches("llama", COUNT)[0]
     right = stepping(optimizer, hf_loss, COUNT)
@@ -95,7 +94,3 @@ def _fail(rank: int, world_size: int) -> None:
 
     with pytest.raises(ValueError if rank == 1 else RankError):
         train()
-
-
-def test_an_error_in_one_micro_batch_on_one_rank_ends_all() -> None:
-    run_ranks(2, _fail)

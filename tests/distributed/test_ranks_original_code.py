@@ -19,7 +19,7 @@ from elixir.units import GIB, MIB
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.ddp import batch_of
 from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 
 Result = tuple[str, list[float], list[str]]
@@ -150,17 +150,15 @@ DIFFERENT = {
 """Cause of two plans -> what their ranks asked for."""
 
 
-def disagreeing(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_plans_that_differ_for_another_reason_are_refused(rank: int, world_size: int) -> None:
     for cause, options in DIFFERENT.items():
         with pytest.raises(InputError, match=f"rank 1 has plan .*{cause}.*broadcast_object_list"):
             wrapped_with(rank, world_size, [GIB, GIB // 2], list(options), layers=1)
 
 
-def test_plans_that_differ_for_another_reason_are_refused() -> None:
-    run_ranks(2, disagreeing)
-
-
-def without_a_plan_for_all(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_ranks_none_of_whose_plans_fits_all_are_told_what_does(rank: int, world_size: int) -> None:
     """The device of one rank has less free memory than the other's plan needs, and the host of the other."""
     read_as_free(GIB)
     model = tiny("opt", layers=1)
@@ -173,7 +171,3 @@ def without_a_plan_for_all(rank: int, world_size: int) -> None:
         ElixirModule(model, short)
     wrapped = ElixirModule(model, plan)
     wrapped.close()
-
-
-def test_ranks_none_of_whose_plans_fits_all_are_told_what_does() -> None:
-    run_ranks(2, without_a_plan_for_all)

@@ -1,7 +1,8 @@
-"""Ranks that part, and then wait for each other in different collectives, learn of it, and wait for no timeout."""
+"""Ranks that part learn of it, and wait for no timeout; those of one machine share its cores."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -14,8 +15,11 @@ from elixir.chunk import group as chunk_group
 from elixir.chunk.group import Group
 from elixir.errors import RankError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common.ddp import LR, plan_for
-from tests.common.spawn import ALONE, run_ranks, run_to_end
+from tests.common import inside
+from tests.common.ddp import LR, Twins, batch_of, plan_for
+from tests.common.parity import take_step
+from tests.common.spawn import ALONE, on_each_rank, run_ranks, run_to_end
+from tests.common.tiny_models import tiny
 
 WIDTH = 24
 LOOK_S, SLOW_S = 0.25, 1.2
@@ -46,9 +50,7 @@ def _train(rank: int, world_size: int, kind: str) -> None:
     module = ElixirModule(model, plan_for(model, inp, kind, loss=_loss, split_number=5), device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     for _ in range(3):
-        optimizer.backward(_loss(module, inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, _loss(module, inp))
     module.close()
 
 
@@ -65,7 +67,8 @@ def test_modules_chosen_by_rank_train_where_nothing_is_streamed() -> None:
     run_ranks(2, _train, "resident")
 
 
-def _straggles(rank: int, world_size: int) -> None:
+@on_each_rank(2, **ALONE)
+def test_a_rank_that_is_slow_has_not_parted(rank: int, world_size: int) -> None:
     chunk_group._LOOK_S = LOOK_S
     model = ByRank(0)
     inp = {"x": torch.randn(4, WIDTH)}
@@ -74,14 +77,8 @@ def _straggles(rank: int, world_size: int) -> None:
     for step in range(2):
         if rank == 1 and step == 1:
             model.last.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
-        optimizer.backward(_loss(module, inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, _loss(module, inp))
     module.close()
-
-
-def test_a_rank_that_is_slow_has_not_parted() -> None:
-    run_ranks(2, _straggles, **ALONE)
 
 
 def _gather(group: Group, what: str) -> None:
@@ -133,3 +130,30 @@ def test_two_collectives_of_data_that_wait_for_each_other() -> None:
     for told in run_ranks(3, _data_against_data, **ALONE):
         assert "'gather weights'" in told, told
         assert "'send from rank 0'" in told, told
+
+
+def _cores(rank: int, world_size: int, bind: str) -> tuple[set[int], set[int], set[int], int, int]:
+    os.environ["ELIXIR_BIND"] = bind
+    before = os.sched_getaffinity(0)
+    model = tiny("opt")
+    twins = Twins(model, batch_of(model, rank, world_size), "host")
+    twins.train(1)
+    found: list[tuple[set[int], int]] = []
+    lane = inside.lane(twins.module, "host_adam")
+    lane.submit(lambda: found.append((os.sched_getaffinity(0), torch.get_num_threads()))).wait()
+    twins.close()
+    return before, os.sched_getaffinity(0), found[0][0], found[0][1], torch.get_num_threads()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="nothing can be bound")
+@pytest.mark.parametrize("bind", ["1", "0"])
+def test_adam_is_bound_to_a_part_of_the_cores_unless_told_not_to(bind: str) -> None:
+    answers = run_ranks(2, _cores, bind)
+    for before, after, lane, threads, compute in answers:
+        assert after == before
+        assert threads >= 1 == compute
+        assert lane <= before if bind == "1" else lane == before
+    first, second = (answer[2] for answer in answers)
+    if bind == "1" and len(answers[0][0]) > 1:
+        assert first.isdisjoint(second)
+        assert first | second == answers[0][0]

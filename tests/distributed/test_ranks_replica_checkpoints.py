@@ -13,7 +13,7 @@ from tests.common import inside
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.resuming import Run
 from tests.common.spawn import run_ranks
-from tests.distributed.test_ranks_checkpoint_resharding import made, wrong
+from tests.distributed.test_ranks_reshard import compare, made
 
 FILES = UnsyncedFiles()
 
@@ -32,7 +32,7 @@ def _save(rank: int, world_size: int, folder: str, home: str, machines: int) -> 
         place = _folder(folder, rank, machines)
         save_checkpoint(place, run.state(), wait=True, files=FILES)
         if machines == 1:
-            assert wrong(run, place) == []
+            compare(run, place)
         names = sorted(path.name.partition("-")[2].partition(".")[0] for path in place.glob("*.safetensors"))
         here = range(world_size) if machines == 1 else range(rank // 2 * 2, rank // 2 * 2 + 2)
         shards = [f"shard-{shard:05}-of-00002" for shard in range(2)]
@@ -40,17 +40,17 @@ def _save(rank: int, world_size: int, folder: str, home: str, machines: int) -> 
 
 
 def _load(rank: int, world_size: int, folder: str, replicas: int, machines: int) -> None:
-    with made(rank, world_size, "host", {"replicas": replicas}, cuts=3) as run:
+    with made(rank, world_size, "host", {"replicas": replicas}, split_number=3) as run:
         run.train(1)  # states that are to be replaced
         place = _folder(folder, rank, machines)
         load_checkpoint(place, run.state(), files=FILES)
         if machines == 1:
-            assert wrong(run, place) == []
+            compare(run, place)
         save_checkpoint(Path(folder, "again"), run.state(), wait=True, files=FILES)
         run.train(1)
-    with made(rank, world_size, "resident", {}, cuts=3) as other:  # what was saved, from a folder that all see
+    with made(rank, world_size, "resident", {}, split_number=3) as other:  # what was saved, from a folder that all see
         load_checkpoint(Path(folder, "again"), other.state(), files=FILES)
-        assert wrong(other, Path(folder, "again")) == []
+        compare(other, Path(folder, "again"))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
 from tests.common import inside
 from tests.common.ddp import PLANS, Twins, batch_of, plan_for
-from tests.common.parity import ALL, Case, case, hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.parity import ALL, Case, case, hf_loss, report_of, take_step
+from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import FAMILIES, tiny
 
 STEPS = 20
@@ -101,8 +101,7 @@ def _as_ddp(
                 twins.backward(scale=1 / accumulation)
             twins.step()
             twins.module.settle()
-        report = twins.module.last_report
-        assert report is not None
+        report = report_of(twins.module)
         assert report.not_compared == ""
         assert {n: report.observed[n] for n in COUNTED} == {n: report.predicted[n] for n in COUNTED}
         expected = sum(chunk.weight_bytes // plan.shards for chunk in plan.chunks if chunk.reduce_order is not None)
@@ -145,7 +144,9 @@ def test_replicas_of_every_family(family: str, dtype: torch.dtype, kind: str) ->
     run_ranks(4, _as_ddp, family, kind, 1 if kind != "host" else 2, dtype)
 
 
-def _uneven_counts(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["host", "device"])
+@on_each_rank(4)
+def test_replicas_sum_once_whatever_the_number_of_backwards(rank: int, world_size: int, kind: str) -> None:
     """Steps of fewer and of more backwards than planned, some of them inside no_sync()."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, replicas=2, accumulation=3, max_norm=0.5)
@@ -161,22 +162,16 @@ def _uneven_counts(rank: int, world_size: int, kind: str) -> None:
             twins.backward()
             alone = ()
         twins.step()
-        report = twins.module.last_report
-        assert report is not None
+        report = report_of(twins.module)
         for name in COUNTED if alone else ():
             assert report.observed[name] == report.predicted[name], f"{name} with {alone}"
     answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
     assert answers[rank] == answers[(rank + 2) % 4]
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_replicas_sum_once_whatever_the_number_of_backwards(kind: str) -> None:
-    run_ranks(4, _uneven_counts, kind)
-
-
-def _evaluates(rank: int, world_size: int) -> None:
+@on_each_rank(4)
+def test_replicas_evaluate(rank: int, world_size: int) -> None:
     """Two replicas that evaluate, each rank its own rows: outputs as without a plan, and nothing is summed."""
     model = tiny("gpt2", layers=1).eval()
     inp = batch_of(model, rank, world_size)
@@ -198,11 +193,8 @@ def _evaluates(rank: int, world_size: int) -> None:
     module.close()
 
 
-def test_replicas_evaluate() -> None:
-    run_ranks(4, _evaluates)
-
-
-def _by_mesh(rank: int, world_size: int) -> None:
+@on_each_rank(4)
+def test_a_device_mesh_says_which_ranks_form_a_replica(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = tiny("llama", layers=1)
     inp = batch_of(model, rank, world_size)
@@ -219,16 +211,10 @@ def _by_mesh(rank: int, world_size: int) -> None:
     module, wrapped = elixir.wrap(model, optimizer, group=mesh, **options, **memory)
     assert module.plan.replicas == 2
     for _ in range(2):
-        wrapped.backward(hf_loss(module, inp))
-        wrapped.step()
-        wrapped.zero_grad()
+        take_step(wrapped, hf_loss(module, inp))
     assert inside.group(module).replicas == 2
     module.close()
     for parameter in model.parameters():
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, parameter)
-
-
-def test_a_device_mesh_says_which_ranks_form_a_replica() -> None:
-    run_ranks(4, _by_mesh)

@@ -24,8 +24,8 @@ from tests.common.tiny_models import tiny
 FILES = UnsyncedFiles()
 SPLIT = 6
 """Chunks of the plan under which checkpoints are saved, about."""
-LOADED_UNDER = (("mixed", 3 * SPLIT), ("host", SPLIT), ("device", SPLIT // 2))
-"""Homes and chunks of the plans under which they are loaded: a third of the size, the same, twice."""
+LOADED_UNDER = (("mixed", 3 * SPLIT), ("host", SPLIT), ("device", SPLIT // 2), ("resident", SPLIT))
+"""Homes and chunks of the plans under which they are loaded: a third of the size, the same, twice, the same."""
 KEPT: tuple[dict[str, Any], ...] = (
     {"moments": "8bit"},
     {},
@@ -35,26 +35,27 @@ KEPT: tuple[dict[str, Any], ...] = (
 )
 
 
-def made(rank: int, world_size: int, kind: str, split_number: int, options: dict[str, Any]) -> Run:
+def made(rank: int, world_size: int, kind: str, options: dict[str, Any], split_number: int = SPLIT) -> Run:
     model = tiny("opt", layers=1)
     inp = batch_of(model, rank, world_size)
     plan = plan_for(model, inp, kind, split_number=split_number, **options)
     return Run(Case(model, inp, hf_loss), plan, two_groups())
 
 
-def compare(run: Run, saved: SavedCheckpoint) -> Counter[str]:
-    """Elements of each saved tensor that this rank has, all of which have the bits of the file."""
+def compare(run: Run, folder: str | Path) -> Counter[str]:
+    """Elements of each tensor of a checkpoint that this rank has, all of which have the bits of the file."""
     run.module.settle()
     found: Counter[str] = Counter()
     small = {}
-    for chunk in TrainingStates(run.module, {"optimizer": run.optimizer}).chunks():
-        small |= chunk.small()
-        for each in chunk.tensors():
-            key, numel = f"{each.kind}/{each.name}", each.tensor.numel()
-            mine = each.values(0, numel)
-            assert torch.equal(mine, saved.read(key, each.first, each.first + numel)), key
-            found[key] += numel
-    assert {name: each.step for name, each in small.items()}.items() <= saved.index.steps.items()
+    with open_checkpoint(folder, files=FILES) as saved:
+        for chunk in TrainingStates(run.module, {"optimizer": run.optimizer}).chunks():
+            small |= chunk.small()
+            for each in chunk.tensors():
+                key, numel = f"{each.kind}/{each.name}", each.tensor.numel()
+                mine = each.values(0, numel)
+                assert torch.equal(mine, saved.read(key, each.first, each.first + numel)), key
+                found[key] += numel
+        assert {name: each.step for name, each in small.items()}.items() <= saved.index.steps.items()
     return found
 
 
@@ -67,23 +68,21 @@ def assert_whole(parts: list[Counter[str]], saved: SavedCheckpoint) -> None:
 
 
 def _save(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> Counter[str]:
-    with made(rank, world_size, "mixed", SPLIT, options) as run:
+    with made(rank, world_size, "mixed", options) as run:
         run.train(2)
         save_checkpoint(folder, run.state(), wait=True, files=FILES)
-        with open_checkpoint(folder) as saved:
-            return compare(run, saved)
+        return compare(run, folder)
 
 
 def _load(rank: int, world_size: int, folder: str, saved_by: int, options: dict[str, Any]) -> list[Counter[str]]:
     found = []
     for kind, split_number in LOADED_UNDER:
-        with made(rank, world_size, kind, split_number, options) as run:
+        with made(rank, world_size, kind, options, split_number) as run:
             run.train(1)  # what it has is replaced
             loaded = load_checkpoint(folder, run.state(), files=FILES)
             assert [note for note in loaded.notes if "random number" not in note] == []
             assert loaded.exact is (saved_by == world_size)
-            with open_checkpoint(folder) as saved:
-                found.append(compare(run, saved))
+            found.append(compare(run, folder))
             run.train(1)
     return found
 
@@ -104,7 +103,7 @@ def test_every_bit_is_there_on_other_ranks_under_other_plans(
 
 
 def _export(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    with made(rank, world_size, "mixed", SPLIT, options) as run:
+    with made(rank, world_size, "mixed", options) as run:
         run.train(2)
         save_checkpoint(folder, run.state(), wait=True, files=FILES)
         if rank == 0:

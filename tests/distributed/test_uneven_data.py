@@ -16,8 +16,8 @@ from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
 from tests.common import inside
 from tests.common.ddp import Twins, batch_of
-from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks, run_to_end
+from tests.common.parity import hf_loss, report_of
+from tests.common.spawn import on_each_rank, run_ranks, run_to_end
 from tests.common.tiny_models import tiny
 
 WIDTH = 32
@@ -130,8 +130,7 @@ def _state_bytes(stepper: Any, plan: Plan, home: Memory) -> int:
 
 def _check_told(twins: Twins, told: list[str], kind: str) -> None:
     """The run says that its plan has no memory for what came, and the report shows how much it took."""
-    report = twins.module.last_report
-    assert report is not None
+    report = report_of(twins.module)
     assert {"device": "device_buffers", "host": "host_peak"}[_HOME[kind]] in report.surprises()
     if kind != "mixed":  # whose homes are no planner's, so that the first step differs already
         (message,) = told
@@ -139,7 +138,9 @@ def _check_told(twins: Twins, told: list[str], kind: str) -> None:
         assert "that got none in the traced step" in message
 
 
-def _untraced(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["resident", "host", "mixed"])
+@on_each_rank(2)
+def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
     traced = {"x": x, "chosen": (0,), "extra": False}
@@ -150,8 +151,7 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
     for _ in range(2):
         twins.backward()
         twins.step()
-    moved = twins.module.last_report
-    assert moved is not None
+    moved = report_of(twins.module)
     assert moved.observed["network"] == moved.predicted["network"]
     assert not any(own.memory.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
     told: list[str] = []
@@ -172,16 +172,12 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
     twins.step()
     moved = twins.module.last_report
     assert moved.observed["network"] == moved.predicted["network"]
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-@pytest.mark.parametrize("kind", ["resident", "host", "mixed"])
-def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(kind: str) -> None:
-    run_ranks(2, _untraced, kind)
-
-
-def _accumulated(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_each_rank(2)
+def test_experts_that_differ_between_micro_batches(rank: int, world_size: int) -> None:
     twins, x = _twins(rank, "host", split_number=12)
     for _ in range(3):
         for choices in _CHOICES[1:4]:
@@ -192,11 +188,6 @@ def _accumulated(rank: int, world_size: int) -> None:
         assert torch.allclose(mine, plain, rtol=1e-5, atol=0), (mine, plain)
         twins.step()
     twins.close()
-
-
-@pytest.mark.slow
-def test_experts_that_differ_between_micro_batches() -> None:
-    run_ranks(2, _accumulated)
 
 
 def _evaluation(rank: int, world_size: int) -> None:
@@ -215,7 +206,10 @@ def test_experts_that_differ_in_evaluation() -> None:
     run_ranks(2, _evaluation)
 
 
-def _mixtral(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+@on_each_rank(2)
+def test_mixtral_with_tokens_for_other_experts(rank: int, world_size: int, kind: str) -> None:
     model = tiny("mixtral", layers=2)
     inp = batch_of(model, rank, world_size)
     if rank == 1:
@@ -223,14 +217,7 @@ def _mixtral(rank: int, world_size: int, kind: str) -> None:
         inp = {name: torch.full_like(value, 7) for name, value in inp.items()}
     twins = Twins(model, inp, kind, loss=hf_loss, unused=True)
     twins.train()
-    twins.check()
-    twins.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["host", "mixed"])
-def test_mixtral_with_tokens_for_other_experts(kind: str) -> None:
-    run_ranks(2, _mixtral, kind)
+    twins.finish()
 
 
 class _Twice(nn.Module):
@@ -246,7 +233,8 @@ class _Twice(nn.Module):
         return self.layers[0](x) if again else x  # type: ignore[no-any-return]
 
 
-def _unforeseen(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_what_the_plan_does_not_foresee_may_happen_on_all_ranks_alike(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
     twins = Twins(_Twice(), {"x": x}, "host", loss=_loss)
@@ -255,15 +243,12 @@ def _unforeseen(rank: int, world_size: int) -> None:
         twins.step()
         assert twins.module.last_report is not None
         assert (twins.module.last_report.deviations > 0) == (step % 2 == 1)
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
-def test_what_the_plan_does_not_foresee_may_happen_on_all_ranks_alike() -> None:
-    run_ranks(2, _unforeseen)
-
-
-def _two_backwards(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_each_rank(2)
+def test_two_forwards_before_one_backward(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = _Twice()
     xs = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2)]
@@ -278,16 +263,12 @@ def _two_backwards(rank: int, world_size: int) -> None:
     for _ in range(5):
         twins.backward({"a": xs[0], "b": xs[1]})
         twins.step()
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.slow
-def test_two_forwards_before_one_backward() -> None:
-    run_ranks(2, _two_backwards)
-
-
-def _two_models(rank: int, world_size: int) -> None:
+@on_each_rank(2)
+def test_two_models_in_turn(rank: int, world_size: int) -> None:
     pairs = []
     for seed, kind in enumerate(("host", "mixed")):
         torch.manual_seed(seed)
@@ -299,13 +280,7 @@ def _two_models(rank: int, world_size: int) -> None:
         for twins in pairs:
             twins.step()
     for twins in pairs:
-        twins.check()
-        twins.close()
-
-
-@pytest.mark.slow
-def test_two_models_in_turn() -> None:
-    run_ranks(2, _two_models)
+        twins.finish()
 
 
 def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:
@@ -316,8 +291,7 @@ def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:
         twins.train(1)
         options = {"input_ids": ids, "max_new_tokens": 4 + longer * rank, "do_sample": False}
         assert torch.equal(twins.module.generate(**options), twins.plain.module.generate(**options))
-    twins.check()
-    twins.close()
+    twins.finish()
 
 
 @pytest.mark.parametrize("kind", ["host", "mixed"])

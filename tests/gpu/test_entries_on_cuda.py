@@ -18,7 +18,7 @@ from elixir.models.step import default_input
 from elixir.tracer.trace import trace_step
 from tests.common import inside
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, take_step
 from tests.common.tiny_models import tiny
 from tests.cuda_emulator import TOTAL_BYTES
 
@@ -36,13 +36,10 @@ def test_wrap_takes_the_device_that_is_here() -> None:
     losses = []
     for _ in range(7):  # through the comparison of the first steps with the plan
         loss = hf_loss(module, there)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     assert not inside.may_replan(module)
     assert losses[-1] < losses[0]
-    module.close()
 
 
 @needs_pretended_gpu

@@ -25,7 +25,7 @@ from tests.common import inside
 from tests.common.early import HOMES, updating_early
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.in_files import frozen_model, plan_in_files, save_frozen
-from tests.common.parity import MODES, Case, case, hf_loss, make_plan, mixed
+from tests.common.parity import MODES, Case, case, hf_loss, make_plan, mixed, take_step
 from tests.cuda_emulator import install
 from tests.cuda_emulator.races import HostAccesses, Races, watching
 from tests.unit.wrapper import test_swapping
@@ -221,9 +221,7 @@ def test_frozen_weights_in_files(every: int, tmp_path: Path, monkeypatch: pytest
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(trained), max_norm=1.0)
         for _ in range(3):
-            optimizer.backward(hf_loss(module, inp))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, hf_loss(module, inp))
         report = module.last_report
         module.close()
     assert report is not None
@@ -257,7 +255,6 @@ def test_forward_and_backward_are_submitted_without_waiting(
         # One number, the norm, for the host to multiply by; none where nobody but the device needs it, or the host has
         # summed.
         assert len(waits) <= (mode != "resident" and (batches == 1 or mode == "mixed")), (step, waits)
-    module.close()
 
 
 def far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +281,6 @@ def test_a_step_without_clipping_waits_for_nothing(mode: str, moments: str, monk
     for step in range(3):
         optimizer.backward(it.loss(module, it.inp))
         assert not waits_of_step(optimizer), step
-    module.close()
 
 
 def tickets_of(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:

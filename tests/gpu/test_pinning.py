@@ -73,7 +73,6 @@ def test_masters_are_pinned_only_where_new_weights_are_copied_from_them(
         for chunk in inside.chunks(module)
         if chunk.shard is not None and not chunk.shard.is_cuda
     )
-    module.close()
 
 
 @needs_pretended_gpu

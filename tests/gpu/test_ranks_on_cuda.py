@@ -14,7 +14,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, PLANS, batch_of, plan_for
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.spawn import on_each_rank
 from tests.common.tiny_models import tiny
 from tests.cuda_emulator import install_nccl
 
@@ -23,7 +23,9 @@ pytestmark = [needs_pretended_gpu, pytest.mark.slow]  # compiles a process group
 STEPS = 3
 
 
-def training(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", PLANS)
+@on_each_rank(2)
+def test_ranks_train_as_under_ddp(rank: int, world_size: int, kind: str) -> None:
     install_nccl()
     # The default group is one over gloo, of tensors on the CPU: chunks have to travel in one like that which is given.
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
@@ -51,8 +53,3 @@ def training(rank: int, world_size: int, kind: str) -> None:
         limit = STEPS * LR if name.endswith("k_proj.bias") else 0.05 * LR
         assert float((state[name].cpu() - value).abs().max()) <= limit, name
     module.close()
-
-
-@pytest.mark.parametrize("kind", PLANS)
-def test_ranks_train_as_under_ddp(kind: str) -> None:
-    run_ranks(2, training, kind)

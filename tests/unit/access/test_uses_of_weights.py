@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +17,7 @@ from elixir.access.interception import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
-from tests.common.early import rehomed
-from tests.common.parity import Case, Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan, rehomed
 
 
 class Net(nn.Module):
@@ -99,7 +97,6 @@ def test_data_of_a_weight_cannot_be_replaced(pair: Pair) -> None:
     with pytest.raises(InputError, match=r"\.data"), pair.module.gathered([parameter], write=True):
         parameter.data = torch.ones(8, 8)
     pair.train(2)
-    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -116,7 +113,6 @@ def test_memory_of_a_streamed_weight_cannot_be_set(pair: Pair, inside: bool) -> 
         pair.module(**pair.case.inp) if inside else set_memory()
     handle.remove()
     pair.train(2)
-    pair.assert_same_weights()
 
 
 def test_a_tensor_may_take_the_memory_of_a_weight_while_it_is_there(pair: Pair) -> None:
@@ -146,7 +142,6 @@ def test_memory_of_a_weight_on_the_device_cannot_be_set_but_while_it_is_gathered
             for weight in (parameter, dict(pair.plain.named_parameters())[name]):
                 weight.set_(torch.ones_like(weight))  # here it is as good as a copy
         pair.train(2)
-        pair.assert_same_weights()
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -179,7 +174,6 @@ def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: 
                 WRITES[how](parameter)
     mixed.assert_same_weights()
     mixed.train(2)
-    mixed.assert_same_weights()
 
 
 def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
@@ -192,7 +186,6 @@ def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
             for name in ordinary:
                 model.get_parameter(name).mul_(0.5)
     mixed.train(2)
-    mixed.assert_same_weights()
 
 
 def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
@@ -206,7 +199,6 @@ def test_a_parameter_may_be_added_in_place_to_something_else(pair: Pair) -> None
     for model in (pair.module.module, pair.plain):
         model.middle = lambda net, x: (x * 1).add_(net.third.bias)
     pair.train(3)
-    pair.assert_same_weights()
 
 
 def test_gathered_nests(pair: Pair) -> None:
@@ -223,7 +215,6 @@ def test_gathered_nests(pair: Pair) -> None:
             third.norm()
         assert torch.equal(pair.module.state_dict()["second.weight"], plain["second.weight"].cpu())
     pair.train(2)
-    pair.assert_same_weights()
 
 
 def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
@@ -238,20 +229,6 @@ def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     plain.backward()
     mixed.step()
     mixed.train(2)
-    mixed.assert_same_weights()
-
-
-def test_a_forward_cannot_gather(pair: Pair) -> None:
-    def gathers(net: Net, x: torch.Tensor) -> torch.Tensor:
-        with pair.module.gathered():
-            return x
-
-    pair.module.module.middle = gathers
-    with pytest.raises(InputError, match="outside of the model's forward"):
-        pair.module(**pair.case.inp)
-    pair.module.module.middle = pair.plain.middle
-    pair.train(2)
-    pair.assert_same_weights()
 
 
 def test_a_module_may_return_its_own_weight() -> None:
@@ -290,7 +267,6 @@ def test_a_module_may_return_its_own_weight() -> None:
     it = net_case(Outer())
     with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
         pair.train(5)
-        pair.assert_same_weights()
 
 
 def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:
@@ -308,7 +284,6 @@ def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:
     module = ElixirModule(model, plan, device="cpu")
     with torch.no_grad():
         assert torch.equal(module(**it.inp)["y"], expected)
-    module.close()
 
 
 def test_an_activation_changed_in_place_raises_as_in_pytorch(pair: Pair) -> None:
@@ -322,7 +297,6 @@ def test_an_activation_changed_in_place_raises_as_in_pytorch(pair: Pair) -> None
     pair.optimizer.zero_grad()
     pair.plain_optimizer.zero_grad()
     pair.train(2)
-    pair.assert_same_weights()
 
 
 def test_a_step_between_forward_and_backward_raises_as_in_pytorch(mixed: Pair) -> None:
@@ -334,13 +308,13 @@ def test_a_step_between_forward_and_backward_raises_as_in_pytorch(mixed: Pair) -
     mixed.optimizer.zero_grad()
     mixed.plain_optimizer.zero_grad()
     mixed.train(2)
-    mixed.assert_same_weights()
 
 
 def test_a_write_between_forward_and_backward_raises_as_in_pytorch(pair: Pair) -> None:
     loss = pair.case.loss(pair.module, pair.case.inp)
     with torch.no_grad(), pair.module.gathered(write=True):
-        weights(pair)["third.weight"].mul_(2)
+        for model in (pair.module.module, pair.plain):
+            model.get_parameter("third.weight").mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -374,7 +348,6 @@ def test_embeddings_that_renormalise_their_weights_have_the_bits_of_plain_pytorc
     options = {"disk_folder": tmp_path} if plan.uses_disk else {}
     with Pair(it, plan, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5), **options) as pair:
         pair.train(3)
-        pair.assert_same_weights()
 
 
 @torch.library.custom_op("elixir_rules::halves", mutates_args=("weight",))
@@ -390,18 +363,6 @@ def test_a_write_by_a_function_whose_name_does_not_say_so_is_noticed(pair: Pair)
     pair.module.module.second.register_forward_pre_hook(write)
     with pytest.raises(InputError, match=r"wrote to second.weight in place"):
         pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
-
-
-def test_a_view_kept_beyond_its_module_is_the_same_weight(pair: Pair) -> None:
-    def keep(module: nn.Linear, args: Any, kept: list[torch.Tensor]) -> None:
-        kept.append(module.weight.t())
-
-    for model in (pair.module.module, pair.plain):
-        kept: list[torch.Tensor] = []
-        model.first.register_forward_pre_hook(partial(keep, kept=kept))
-        model.middle = lambda net, x, kept=kept: x @ kept.pop()
-    pair.train(3)
-    pair.assert_same_weights()
 
 
 def test_memory_taken_from_a_weight_is_not_read_after_its_module(pair: Pair) -> None:
@@ -446,7 +407,6 @@ def test_what_a_module_returns_from_a_block_is_its_own() -> None:
     it = net_case(Outer())
     with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
         pair.train(3)
-        pair.assert_same_weights()
 
 
 def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
@@ -469,26 +429,6 @@ def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
         pair.module(**pair.case.inp)
     pair.optimizer.zero_grad()
     pair.train(2)
-    pair.assert_same_weights()
-
-
-MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "to": lambda module: module.to(torch.bfloat16),
-    "half": lambda module: module.half(),
-    "meta": lambda module: module.to("meta"),
-    # Memory on CUDA is shared as it is: there torch's function does nothing.
-    **({} if gpu.DEVICE == "cuda" else {"share": lambda module: module.share_memory()}),
-}
-
-
-@pytest.mark.parametrize("how", MOVES)
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_cannot_be_moved_or_cast(how: str, mode: str) -> None:
-    it = net_case()
-    with Pair(it, make_plan(it, mode)) as pair:
-        for module in (pair.module, pair.module.module):
-            with pytest.raises(InputError, match="the plan says where"):
-                MOVES[how](module)
 
 
 def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:
@@ -507,7 +447,6 @@ def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:
     with pytest.raises(InputTypeError, match=r"must be an nn\.Module, got dict"):
         ElixirModule(vars(pair.plain), pair.plan)  # type: ignore[arg-type]
     pair.train(2)
-    pair.assert_same_weights()
 
 
 def test_a_part_is_copied_inside_gathered(pair: Pair) -> None:
@@ -532,7 +471,6 @@ def test_inference_mode_between_steps(mixed: Pair) -> None:
         with torch.inference_mode():
             assert torch.equal(mixed.module(**mixed.case.inp), mixed.plain(**mixed.case.inp))
         mixed.train(1)
-    mixed.assert_same_weights()
 
 
 def test_hooks_of_users_run_once(pair: Pair) -> None:
@@ -555,7 +493,6 @@ def test_hooks_of_users_run_once(pair: Pair) -> None:
     pair.train(2)
     assert all_seen[0] == all_seen[1]
     assert len(all_seen[0]) == 2 * 4
-    pair.assert_same_weights()
 
 
 def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: Pair) -> None:
@@ -569,7 +506,6 @@ def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: P
     mixed.backward()  # no step in between that would empty the blocks
     mixed.step()
     mixed.train(1)
-    mixed.assert_same_weights()
 
 
 @pytest.mark.parametrize("which", ["second", "all"])
@@ -589,4 +525,3 @@ def test_weights_are_written_after_a_backward_inside_gathered(pair: Pair, which:
     pair.backward()
     pair.step()
     pair.train(1)
-    pair.assert_same_weights()

@@ -308,7 +308,6 @@ def test_threads_that_step_nothing_are_not_mentioned(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "elixir"):
         ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
     assert "threads of the host's Adam" not in caplog.text
-    module.close()
 
 
 def test_by_default_the_rule_says(module: ElixirModule) -> None:

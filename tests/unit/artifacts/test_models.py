@@ -566,3 +566,12 @@ def too_large() -> None:
 def test_what_makes_no_model_or_batch_is_refused(call: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [torch.zeros, lambda n: [0.5] * n, lambda n: [[1, 2]] * n, lambda n: ("x" * n,), lambda n: {"ids": [7] * n, "label": 1}],
+)  # fmt: skip
+def test_a_batch_to_plan_with_has_the_largest_samples(sample: Any) -> None:
+    loader = torch.utils.data.DataLoader([sample(n) for n in (2, 7, 1, 5)], batch_size=2, collate_fn=list)
+    assert str(planning_batch(loader)) == str([sample(7), sample(5)])

@@ -75,7 +75,6 @@ def test_a_step_moves_what_is_predicted_for_its_micro_batches(name: str, mode: s
             assert report.predicted["loads"] == predicted.loads
             assert report.predicted["hits"] == predicted.hits
             assert (report.predicted_step_s is None) == (micro_batches != plan.accumulation)
-        pair.assert_same_weights()
 
 
 def search(it: Case, accumulation: int, where: str) -> Plan:
@@ -139,7 +138,6 @@ def test_wrap_predicts_for_its_accumulation(caplog: pytest.LogCaptureFixture) ->
     assert "differs from its plan" not in caplog.text
     assert "per optimizer step of 4 micro-batches" in str(module.plan)
     assert "per optimizer step of 4 micro-batches" in str(module.last_report)
-    module.close()
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

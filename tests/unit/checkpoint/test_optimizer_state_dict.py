@@ -77,7 +77,9 @@ def test_it_is_that_of_torch(mode: str, cls: type, tmp_path: Path) -> None:
 
 def test_a_step_that_is_under_way_ends_before_states_or_weights_are_loaded() -> None:
     it = case("cnn")
-    with Pair(it, make_plan(it, "streamed"), optimizer=two_groups(), emulation=Emulation(delay_s=0.02)) as pair:
+    with Pair(
+        it, make_plan(it, "streamed"), optimizer=two_groups(), emulation=Emulation(delay_s=0.02), alike=False
+    ) as pair:
         pair.train(1)
         states, weights = pair.optimizer.state_dict(), pair.module.state_dict()
         pair.backward()
@@ -140,7 +142,6 @@ def test_a_model_on_meta_starts_from_a_checkpoint(tmp_path: Path) -> None:
     found = module.state_dict()
     assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    module.close()
 
 
 def _decaying(cls: type, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:

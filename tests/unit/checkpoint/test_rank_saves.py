@@ -82,7 +82,6 @@ def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog
     threading.Timer(0.05, held.go.set).start()
     assert load_checkpoint(tmp_path / "one", state_of(run), files=FILES).exact
     run.module.rehome(run.it.plan)  # after loads and saves, none of which is under way
-    run.module.close()
 
 
 def test_chunks_move_once_a_save_has_read_them(tmp_path: Path) -> None:
@@ -132,7 +131,6 @@ def test_the_thread_of_a_save_waits_for_the_step_before_it_and_the_caller_does_n
     assert waited == {"elixir save"}
     with open_checkpoint(tmp_path) as saved:
         assert all(torch.equal(saved.weights()[name], each) for name, each in run.weights().items())
-    run.module.close()
 
 
 def test_norms_are_asked_for_after_a_load_if_they_were_before_the_save(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
-from tests.common.early import all_early, attempts, rehomed
+from tests.common.early import all_early, attempts
 from tests.common.file_faults import UnsyncedFiles
-from tests.common.parity import MODES, Case, case, make_plan
+from tests.common.parity import MODES, Case, case, make_plan, rehomed, report_of
 from tests.common.resuming import Lion, Make, Run, differing, two_groups
 from tests.common.user_optimizers import Own
 
@@ -166,8 +166,7 @@ def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="between backward and step"):
             save_checkpoint(tmp_path / "run", run.state(), files=FILES)
         run.optimizer.step()
-        report = run.module.last_report
-        assert report is not None
+        report = report_of(run.module)
         assert 0 < report.early.kept == report.early.made == len(begun)
 
 
@@ -207,8 +206,7 @@ def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path)
         held = host_adam.submit(released)
         run.optimizer.backward(it.loss(run.module, run.case.inp))
         run.optimizer.step()
-        report = run.module.last_report
-        assert report is not None
+        report = report_of(run.module)
         assert report.early.kept == len([chunk for chunk in plan.chunks if chunk.home.early]) > 0
         assert not held.done()
         exchanged.set()

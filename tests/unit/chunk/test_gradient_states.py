@@ -116,15 +116,6 @@ def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened
     assert sent == [2, 0, 1]
 
 
-def test_a_block_taken_twice_is_more_memory_and_says_so() -> None:
-    chunk, arena = make_chunk(0), Arena(CPU)
-    blocks = GradientBlocks(arena, 1, chunk.weight_bytes)
-    first, second = blocks.open(chunk), blocks.open(chunk)
-    assert first.memory is not second.memory
-    assert blocks.extra == 1
-    assert arena.parts("device") == {"gradient_blocks": 2 * chunk.weight_bytes}
-
-
 def test_a_gradient_larger_than_a_block_waits_for_others_like_it_and_for_no_block() -> None:
     small, large, waited = make_chunk(0), make_chunk(1, ((4, 8),) * 5), list[str]()
     blocks = GradientBlocks(Arena(CPU), 1, small.weight_bytes)

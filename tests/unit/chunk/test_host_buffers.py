@@ -1,17 +1,18 @@
-"""Host buffers take turns, wait for the work on them, and are counted."""
+"""Host buffers take turns, wait for the work on them, and are counted; and the lane that moves tensors into them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffer, HostBuffers, summands_kind
-from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.host_mover import HostMover, SentTensor
+from elixir.chunk.lanes import Lane, Lanes, ThreadLane, make_lanes
 from elixir.errors import StateError
 from tests.common.samples import make_plan
 
@@ -148,3 +149,83 @@ def test_what_has_no_room_lies_next_to_the_buffer_until_that_grows(caplog: pytes
     buffers.drop(SWAPPED)
     assert arena.parts("host") == {}
     buffers.give_back(SWAPPED, last[0])  # of a plan that has gone
+
+
+# --- the mover ------------------------------------------------------------------------------------------------------
+
+
+VALUES = torch.arange(8.0)
+
+
+@dataclass
+class Moving:
+    lanes: Lanes
+    buffers: HostBuffers
+    mover: HostMover
+
+    def sent(self) -> SentTensor:
+        return self.mover.send(VALUES.clone())
+
+
+@pytest.fixture
+def moving() -> Iterator[Moving]:
+    lanes, buffers = make_lanes(CPU), HostBuffers(Arena(CPU))
+    buffers.add(BufferKind(SWAPPED, "swapped_activations", VALUES.nbytes, 1, at_once=False))
+    yield Moving(lanes, buffers, HostMover(lanes, buffers))
+    lanes.close()
+
+
+def waits_for(lane: Lane, begin: Callable[[], object], work: Callable[[], object]) -> bool:
+    """Whether `work` ends only after what `begin` submits to a lane, which is held up meanwhile."""
+    gate, ended = threading.Event(), threading.Event()
+    lane.submit(gate.wait)
+    begin()
+    thread = threading.Thread(target=lambda: (work(), ended.set()))
+    thread.start()
+    early = ended.wait(0.05)
+    gate.set()
+    thread.join()
+    assert ended.is_set()
+    return not early
+
+
+def test_a_tensor_comes_back_as_it_left_and_its_bytes_are_counted(moving: Moving) -> None:
+    for times in (1, 2):
+        sent = moving.sent()
+        sent.arrived()
+        first = sent.tensor()
+        sent.fetch()  # it is here already
+        assert sent.tensor() is first
+        assert torch.equal(first, VALUES)
+        sent.forget()
+        sent.fetch()
+        again = sent.tensor()
+        assert again is not first
+        assert torch.equal(again, VALUES)
+        assert moving.mover.sent_bytes == times * VALUES.nbytes
+        assert moving.mover.returned_bytes == 2 * times * VALUES.nbytes
+        del sent
+    assert len(moving.buffers.of(SWAPPED)) == 1, "the next tensor takes the same memory"
+
+
+def test_memory_is_free_once_the_copy_to_the_host_is_over(moving: Moving) -> None:
+    held: list[SentTensor] = []
+    assert waits_for(moving.lanes.offload, lambda: held.append(moving.sent()), lambda: held[0].arrived())
+    held.clear()
+    assert waits_for(moving.lanes.offload, lambda: held.append(moving.sent()), lambda: moving.buffers.drop(SWAPPED)), (
+        "the buffer is still written to"
+    )
+
+
+@pytest.mark.parametrize("how", ["used", "forgotten", "let go of", "buffer dropped"])
+def test_a_copy_back_is_waited_for_however_the_tensor_ends(moving: Moving, how: str) -> None:
+    """Otherwise compute would read half of it, or get memory that the copy still writes to."""
+    held = [moving.sent()]
+    held[0].arrived()
+    ends: dict[str, Callable[[], object]] = {
+        "used": lambda: held[0].tensor(),
+        "forgotten": lambda: held[0].forget(),
+        "let go of": held.clear,
+        "buffer dropped": lambda: moving.buffers.drop(SWAPPED),
+    }
+    assert waits_for(moving.lanes.fetch, lambda: held[0].fetch(), ends[how])

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.chunk import lanes as lanes_file
-from elixir.chunk.lanes import Emulation, Settled, StreamLane, ThreadLane, Ticket, failure, is_reported, make_lanes
+from elixir.chunk.lanes import (
+    Emulation,
+    MemoryUses,
+    Settled,
+    StreamLane,
+    ThreadLane,
+    Ticket,
+    failure,
+    is_reported,
+    make_lanes,
+)
 from elixir.errors import InputError
 
 
 @pytest.fixture
-def lane() -> ThreadLane:
-    return ThreadLane("test")
+def lane() -> Iterator[ThreadLane]:
+    found = ThreadLane("test")
+    yield found
+    found.close()
 
 
 def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
@@ -31,7 +43,6 @@ def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
     assert [i for i, _ in seen] == list(range(50))
     assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
     assert all(ticket.done() for ticket in tickets)
-    lane.close()
 
 
 def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
@@ -41,7 +52,6 @@ def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
     gate.set()
     ticket.synchronize()
     assert ticket.done()
-    lane.close()
 
 
 def test_work_comes_after_that_of_other_lanes() -> None:
@@ -72,7 +82,6 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
     assert not ran  # what it builds on is not there
     lane.submit(lambda: ran.append(2)).wait()
     assert ran == [2]
-    lane.close()
     other.close()
 
 
@@ -93,7 +102,6 @@ def test_an_error_counts_as_reported_once_it_is_raised_to_another_thread_than_a_
     with pytest.raises(RuntimeError, match="the work failed"):
         ticket.wait()
     assert is_reported(error)
-    lane.close()
     other.close()
 
 
@@ -107,7 +115,6 @@ def test_settled_work_is_waited_for(lane: ThreadLane, how: str) -> None:
     assert not (found if how == "failed" else found())
     assert ran == [1]
     assert ticket.done()
-    lane.close()
 
 
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
@@ -125,7 +132,6 @@ def test_work_builds_no_graph(lane: ThreadLane) -> None:
     weight, target = torch.ones(2, requires_grad=True), torch.zeros(2)
     lane.submit(lambda: target.copy_(weight)).wait()
     assert not target.requires_grad
-    lane.close()
 
 
 class Opening(threading.Event):
@@ -465,7 +471,6 @@ def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
-    lane.close()
 
 
 class _Event:
@@ -509,5 +514,69 @@ def test_an_error_that_many_lanes_hand_on_keeps_the_traceback_of_its_work(lane: 
     names = [entry.name for entry in caught.traceback]
     assert names[-1] == "fails"
     assert len(names) <= 6
-    lane.close()
     other.close()
+
+
+# --- users of memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
+    both = ThreadLane("first"), ThreadLane("second")
+    yield both
+    for lane in both:
+        lane.close()
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise OSError("disk full")
+
+
+def test_what_reads_waits_for_the_writer_and_what_writes_for_the_readers_too(
+    lanes: tuple[ThreadLane, ThreadLane],
+) -> None:
+    uses = MemoryUses()
+    assert uses.to_read() == uses.to_write() == []
+    written = uses.written_by(lanes[0].submit(nothing))
+    first, fetched = (uses.read_by("fetch", lanes[1].submit(nothing, after=uses.to_read())) for _ in range(2))
+    assert uses.to_read() == [written]
+    assert set(uses.to_write()) == {written, fetched}
+    assert first is not fetched
+    early = uses.read_by("early", lanes[0].submit(nothing))
+    assert set(uses.to_write()) == {written, fetched, early}
+
+
+def test_a_reader_counts_past_a_write_since_memory_may_have_changed_places(
+    lanes: tuple[ThreadLane, ThreadLane],
+) -> None:
+    uses = MemoryUses()
+    fetched = uses.read_by("fetch", lanes[0].submit(nothing))
+    written = uses.written_by(lanes[1].submit(nothing))
+    assert set(uses.to_write()) == {fetched, written}
+
+
+def test_an_error_is_given_once_and_what_failed_is_waited_for_no_more(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    uses, gate = MemoryUses(), threading.Event()
+    held = lanes[1].submit(gate.wait)
+    failed = uses.written_by(lanes[0].submit(fail))
+    uses.read_by("fetch", lanes[0].submit(nothing, after=[failed]))  # meets the same error
+    early = uses.read_by("early", held)
+    gate.set()
+    assert [str(error) for error in uses.failures()] == ["disk full"]
+    assert early.done()
+    assert uses.to_write() == [early]
+    assert uses.failures() == []
+
+
+def test_whether_the_writer_has_failed_is_known_without_waiting(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    uses, gate = MemoryUses(), threading.Event()
+    assert not uses.has_failed
+    uses.written_by(lanes[0].submit(lambda: (gate.wait(), fail())))
+    assert not uses.has_failed
+    gate.set()
+    lanes[0].submit(nothing).synchronize()
+    assert uses.has_failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ class Cache(RCache):
     def __init__(self, chunks: list[Chunk], schedule: Schedule, pool: BlockPool, *args: Any, **options: Any) -> None:
         super().__init__(chunks, schedule, pool, *args, **options)
         self.chunks, self.pool = chunks, pool
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    found = make_lanes(CPU)
+    yield found
+    found.close()
 
 
 def make_cache(
@@ -158,8 +166,7 @@ def test_bytes_are_right_in_any_order(
     lanes.close()
 
 
-def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
-    lanes = make_lanes(CPU)
+def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins(lanes: Lanes) -> None:
     cache = make_cache(3, Schedule([(0,), (1,), (2,)]), 2, lanes)
     cache.acquire([0, 1])
     with pytest.raises(InputError, match="all 2 rCache blocks are in use"):
@@ -169,11 +176,9 @@ def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
     check(cache, (2,))
     cache.unpin([2])
     cache.invalidate()
-    lanes.close()
 
 
-def test_weights_are_not_taken_before_they_are_updated() -> None:
-    lanes = make_lanes(CPU)
+def test_weights_are_not_taken_before_they_are_updated(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     run(cache, [((0,), 0), ((1,), 1)])
     gate = threading.Event()
@@ -189,11 +194,9 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
     assert (cache.memory(0) == -1).all()
     assert (cache.memory(1) == -1).all()
     cache.unpin([0, 1])
-    lanes.close()
 
 
-def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
-    lanes = make_lanes(CPU)
+def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
     gate, chunk = threading.Event(), cache.chunks[0]
     lanes.fetch.submit(gate.wait)
@@ -210,11 +213,9 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
     acquires.join()
     assert torch.equal(cache.memory(0), before)
     cache.unpin([0])
-    lanes.close()
 
 
-def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
-    lanes = make_lanes(CPU)
+def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     gate = threading.Event()
     cache.chunks[1].home_uses.written_by(lanes.host_adam.submit(gate.wait))
@@ -228,11 +229,9 @@ def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> Non
     cache.acquire([0])
     check(cache, (0,))
     cache.unpin([0])
-    lanes.close()
 
 
-def test_a_transfer_that_cannot_begin_leaves_its_block_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = make_lanes(CPU)
+def test_a_transfer_that_cannot_begin_leaves_its_block_free(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
 
     def refused(*_: object, **__: object) -> None:
@@ -248,11 +247,9 @@ def test_a_transfer_that_cannot_begin_leaves_its_block_free(monkeypatch: pytest.
     cache.acquire([0])
     check(cache, (0,))
     cache.unpin([0])
-    lanes.close()
 
 
-def test_a_view_of_what_has_left_is_noticed() -> None:
-    lanes = make_lanes(CPU)
+def test_a_view_of_what_has_left_is_noticed(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
     cache.acquire([0])
     view = cache.memory(0)[2:4]
@@ -263,7 +260,6 @@ def test_a_view_of_what_has_left_is_noticed() -> None:
     cache.invalidate()
     with pytest.raises(StateError, match="after the module that made it has returned"):
         cache.chunk_at(view)
-    lanes.close()
 
 
 def test_prefetch_is_under_way_before_the_use() -> None:
@@ -276,13 +272,12 @@ def test_prefetch_is_under_way_before_the_use() -> None:
     lanes.close()
 
 
-def test_a_long_stretch_of_resident_chunks_is_no_deviation() -> None:
+def test_a_long_stretch_of_resident_chunks_is_no_deviation(lanes: Lanes) -> None:
     """Entries whose chunks are all resident require nothing here, and do not count as searched."""
     required: list[tuple[int, ...]] = []
     for chunk in (0, 1, 2, 3, 0):
         required += [(chunk,), *[()] * 300]
     schedule = Schedule(required, 1)
-    lanes = make_lanes(CPU)
     cache = make_cache(4, schedule, 2, lanes)
     cache.begin()
     for chunk in (0, 1, 2, 3, 0):
@@ -291,4 +286,3 @@ def test_a_long_stretch_of_resident_chunks_is_no_deviation() -> None:
         cache.unpin((chunk,))
     assert cache.counts.demand_loads == cache.counts.deviations == 0
     assert cache.counts.loads == schedule.simulate(2).loads
-    lanes.close()

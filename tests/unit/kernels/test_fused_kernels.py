@@ -23,7 +23,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.step import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.fused import assert_close_gradients, gradients, language_case, train_with_plain
-from tests.common.parity import adamw, case, hf_loss, make_plan
+from tests.common.parity import adamw, case, hf_loss, make_plan, take_step
 from tests.common.tiny_models import tiny
 from tests.common.tracing import H200, cpu_trace, real_routing, trace_step
 
@@ -347,9 +347,7 @@ def test_a_plan_made_with_them_is_kept(caplog: pytest.LogCaptureFixture) -> None
         module = ElixirModule(it.model, plan, device="cpu", use_fused_kernels=True)
         optimizer = ElixirOptimizer(module, adamw(module.module))
         for _ in range(3):
-            optimizer.backward(hf_loss(module, it.inp))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, hf_loss(module, it.inp))
     assert module.last_report is not None
     assert module.last_report.surprises() == {}
     lines = [record.getMessage() for record in caplog.records if "fused kernels:" in record.getMessage()]
@@ -357,7 +355,6 @@ def test_a_plan_made_with_them_is_kept(caplog: pytest.LogCaptureFixture) -> None
         "fused kernels: rms_norm by elixir in 5 modules, cross_entropy by elixir in 1 module, swiglu by elixir in 2 "
         "modules"
     ]
-    module.close()
 
 
 def test_a_model_that_could_not_be_wrapped_has_its_own_code(tmp_path: Path) -> None:
@@ -424,3 +421,65 @@ def test_a_gpu_is_traced_with_what_would_run_there() -> None:
         peaks.append(trace.backward_peak_bytes)
     assert peaks[0] > peaks[1] > peaks[2]
     assert "fused kernels: rms_norm by torch in 5 modules, cross_entropy by elixir in 1 module" in trace.assumptions
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------------
+
+
+BETWEEN = "model.decoder.layers.0.self_attn.k_proj.weight"
+"""A position in the middle of its chunk."""
+STEPS = 3
+
+
+def adam(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("whose", ["frozen", "nobody's", "another's, that does not step"])
+def test_a_parameter_in_between_keeps_its_value(whose: str, dtype: torch.dtype | None) -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, "streamed", unified_dtype=dtype)
+    (chunk,) = (chunk for chunk in plan.chunks if BETWEEN in [slot.name for slot in chunk.parameters])
+    assert BETWEEN not in (chunk.parameters[0].name, chunk.parameters[-1].name)
+    module = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True), use_fused_kernels=True)
+    parameters = dict(module.module.named_parameters())
+    between = parameters.pop(BETWEEN)
+    between.requires_grad_(whose != "frozen")
+    optimizer = ElixirOptimizer(module, adam(parameters.values()))
+    if whose.startswith("another's"):
+        ElixirOptimizer(module, adam([between]))
+    before = copy.deepcopy(module.state_dict())
+    for _ in range(STEPS):
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        module.zero_grad()
+    after = module.state_dict()
+    assert torch.equal(before[BETWEEN], after[BETWEEN])
+    assert not any(
+        torch.equal(before[slot.name], after[slot.name]) for slot in chunk.parameters if slot.name != BETWEEN
+    )
+
+
+def test_two_optimizers_over_one_chunk_step_as_two_of_torch() -> None:
+    it = case("opt", layers=1)
+    plain = copy.deepcopy(it.model)
+    module = ElixirModule(
+        it.model, make_plan(it, "streamed"), device="cpu", debug=Debug(poison=True), use_fused_kernels=True
+    )
+    made = []
+    for model in (plain, module.module):
+        parameters = dict(model.named_parameters())
+        between = parameters.pop(BETWEEN)
+        made.append([adam(parameters.values()), torch.optim.AdamW([between], lr=1e-3)])
+    ours, theirs = [ElixirOptimizer(module, one) for one in made[1]], made[0]
+    for _ in range(STEPS):
+        it.loss(plain, it.inp).backward()
+        ours[0].backward(it.loss(module, it.inp))
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+        module.zero_grad()
+        plain.zero_grad()
+    expected = plain.get_parameter(BETWEEN)
+    torch.testing.assert_close(module.state_dict()[BETWEEN], expected.detach(), rtol=1e-4, atol=1e-6)

@@ -76,7 +76,6 @@ def test_checkpointed_functions_that_are_given_weights(ways: str, reentrant: boo
         it = Case(model, inp, lambda model, inp: model(**inp).square().mean())
         with Pair(it, make_plan(it, mode, split_number=4), **options) as pair:
             pair.train(3)
-            pair.assert_same_weights()
 
 
 class Bounded(nn.Parameter):

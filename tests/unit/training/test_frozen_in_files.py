@@ -24,7 +24,7 @@ from elixir.wrapper.assemble.frozen_weights import weight_records
 from tests.common import inside
 from tests.common.in_files import HARDWARE, frozen_model, on_meta, plan_in_files, same, save_frozen
 from tests.common.on_disk import BrokenDisk
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, report_of, take_step
 
 
 class Pair:
@@ -77,8 +77,7 @@ def test_bits_bytes_and_resume(tmp_path: Path, every: int) -> None:
     (tmp_path / "weights").mkdir()
     pair = Pair(tmp_path / "weights", every)
     pair.train()
-    report = pair.module.last_report
-    assert report is not None
+    report = report_of(pair.module)
     assert report.observed["disk_read"] == report.predicted["disk_read"] > 0
     assert not report.surprises()
     assert report.demand_loads == 0
@@ -99,7 +98,6 @@ def test_bits_bytes_and_resume(tmp_path: Path, every: int) -> None:
     model = other.module.module
     other.module.close()
     assert same(model.state_dict(), pair.plain.state_dict())
-    pair.module.close()
 
 
 def test_moves_between_files_and_memory(tmp_path: Path) -> None:
@@ -110,7 +108,6 @@ def test_moves_between_files_and_memory(tmp_path: Path) -> None:
         pair.module.rehome(plan)
     pair.train(1)
     assert same(pair.module.state_dict(), pair.plain.state_dict())
-    pair.module.close()
 
 
 def _removed(file: Path) -> None:
@@ -219,7 +216,6 @@ def test_weights_do_not_move_to_files_that_were_not_given() -> None:
     with pytest.raises(InputError, match=r"leaves .* in its files, which the model was not wrapped with; wrap it with"):
         module.rehome(plan)
     hf_loss(module, inp).backward()
-    module.close()
 
 
 def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:
@@ -233,7 +229,6 @@ def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{name} lives in"), pair.module.gathered(weight, write=True):
         weight.data.zero_()
     pair.train(1)
-    pair.module.close()
 
 
 def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +247,6 @@ def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog:
     _other_values(tmp_path / "part-0.safetensors")
     with pytest.raises(FileError, match="part-0.safetensors: the file has changed since the run began"):
         pair.train(1)
-    pair.module.close()
 
 
 def test_wrap_remembers_the_files(tmp_path: Path) -> None:
@@ -263,9 +257,7 @@ def test_wrap_remembers_the_files(tmp_path: Path) -> None:
     common: dict[str, Any] = {"weights": folder, "strict": False}
     module, optimizer = elixir.wrap(model, adamw(model), inp=inp, frozen_weights="files", **small, **common)
     for _ in range(7):  # the plan is compared with the first steps
-        optimizer.backward(hf_loss(module, inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, hf_loss(module, inp))
     plan = module.plan
     assert plan.reads_files
     assert [file.name for file in plan.weight_files] == ["part-0.safetensors", "part-1.safetensors"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common.parity import Case, make_plan, square_loss
+from tests.common.parity import Case, make_plan, square_loss, take_step
 
 WARM_UP, STEPS = 500, 5000
 GROWTH_BYTES = 5 * 2**20
@@ -43,10 +43,7 @@ def test_memory_and_files_do_not_grow(mode: str) -> None:
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             before, files = resident_bytes(), open_files()
-        optimizer.backward(it.loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, it.loss(module, it.inp))
     grown = resident_bytes() - before
     assert open_files() <= files
     assert grown < GROWTH_BYTES, f"{STEPS} steps took {grown / 2**20:.1f} MiB"
-    module.close()

@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir import ElixirModule, ElixirOptimizer, HybridAdam, optimal_search
 from tests.common import gpu, inside
-from tests.common.parity import case, make_plan
+from tests.common.parity import case, make_plan, take_step
 
 ADAMS = {
     "Adam": torch.optim.Adam,
@@ -42,9 +42,7 @@ def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None)
     losses = []
     for _ in range(3):
         loss = it.loss(model, it.inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     after = copy.deepcopy(model.state_dict())
     model.close()
@@ -72,7 +70,6 @@ def test_another_class_is_accepted_and_logged(caplog: pytest.LogCaptureFixture) 
     assert "init_step=True has no effect: SGD" in caplog.text
     optimizer.backward(it.loss(model, it.inp))
     optimizer.step()
-    model.close()
 
 
 def test_the_printed_code_runs() -> None:
@@ -94,4 +91,3 @@ def test_the_printed_code_runs() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    model.close()

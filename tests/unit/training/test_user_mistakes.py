@@ -18,6 +18,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
+from tests.common.parity import take_step
 
 BATCH = {"x": torch.ones(4, 32)}
 
@@ -92,7 +93,6 @@ def test_a_dtype_may_be_a_name(unified: str | None) -> None:
     plain = small()
     module = ElixirModule(plain, planned(plain, unified_dtype=unified), dtype="fp32", device="cpu")
     assert module(BATCH["x"].double()).dtype == torch.float32
-    module.close()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,6 @@ def test_without_a_gpu_wrap_plans_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     adamw = torch.optim.AdamW(plain.parameters())
     module, _ = elixir.wrap(plain, adamw, inp=BATCH, step_fn=lambda m, inp: loss(m).backward())
     assert module.plan.hardware_name == "cpu"
-    module.close()
 
 
 def test_small_sizes_do_not_vanish_from_a_plan_error() -> None:
@@ -181,7 +180,6 @@ def test_a_step_without_backward_is_told_once(home: str, caplog: pytest.LogCaptu
         optimizer.step()
         optimizer.step()
     assert caplog.text.count("step() found no gradients") == 1
-    module.close()
 
 
 def test_a_scheduler_built_before_the_wrapping_does_not_complain() -> None:
@@ -196,7 +194,6 @@ def test_a_scheduler_built_before_the_wrapping_does_not_complain() -> None:
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
-    module.close()
 
 
 def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: ElixirModule) -> None:
@@ -228,7 +225,6 @@ def test_a_step_of_other_than_planned_batches_is_compared_with_what_it_had(caplo
     assert module.last_report.predicted["device_to_host"] == 2 * plan.predicted.moved_bytes["device_to_host"]
     assert module.last_report.observed["device_to_host"] == module.last_report.predicted["device_to_host"]
     assert "differs from its plan" not in caplog.text
-    module.close()
 
 
 def test_float16_gradients_that_were_not_scaled() -> None:
@@ -240,9 +236,7 @@ def test_float16_gradients_that_were_not_scaled() -> None:
     with pytest.raises(InputError, match=r"by the loss scale, 8, .* call optimizer\.backward\(loss\)"):
         optimizer.step()
     optimizer.zero_grad()
-    optimizer.backward(loss(module))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss(module))
     for zero_grad in (optimizer.zero_grad, module.zero_grad):
         optimizer.backward(loss(module))
         zero_grad()
@@ -250,7 +244,6 @@ def test_float16_gradients_that_were_not_scaled() -> None:
         with pytest.raises(InputError, match="by the loss scale"):
             optimizer.step()
         module.zero_grad()
-    module.close()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +260,6 @@ def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> Non
     with pytest.raises(InputError, match=message):
         ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
     assert not inside.steppers(module)
-    module.close()
 
 
 def test_a_forward_on_another_thread_is_refused_there_and_harms_nobody() -> None:
@@ -307,4 +299,3 @@ def test_a_model_that_is_scripted_as_a_whole_runs() -> None:
     reference.step()
     state = module.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
-    module.close()

@@ -25,7 +25,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.step.shards import Shards
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss, take_step
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -50,6 +50,7 @@ def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:
     with Pair(it, make_plan(it, mode), use_fused_kernels=False) as pair:
         pair.train(2)
         model, plain = pair.module.release(), pair.plain
+        assert model is it.model
         pair.module.close()  # once more
     assert_plain(model)
     plain.to("cpu")
@@ -80,7 +81,6 @@ def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:
         again = Case(model, it.inp, it.loss)
         with Pair(again, make_plan(again, other), plain=plain) as pair:
             pair.train(2)
-            pair.assert_same_weights()
         plain.to("cpu")
 
 
@@ -90,9 +90,7 @@ def test_low_precision_comes_back_as_its_masters_in_the_dtype_in_which_it_came(m
     plan = make_plan(it, mode, unified_dtype="bfloat16")
     module = ElixirModule(it.model, plan, device=gpu.DEVICE, use_fused_kernels=mode == "streamed")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, it.loss(module, gpu.there(it.inp, module.device)))
     state = module.state_dict()
     model = module.release()
     assert_plain(model)
@@ -220,7 +218,6 @@ def test_it_is_for_outside_of_everything() -> None:
             pair.module(**pair.case.inp)
         handle.remove()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_closed_after_an_exception() -> None:
@@ -305,7 +302,6 @@ def test_models_that_share_modules_without_weights(modes: tuple[str, str], order
     it = shared_case(table, 2)
     with Pair(it, make_plan(it, "streamed")) as third:
         third.train(1)
-        third.assert_same_weights()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -361,11 +357,3 @@ def test_weights_that_an_interrupted_close_has_not_given_back_are_not_dropped(mo
     with pytest.raises(KeyboardInterrupt):
         module.close()
     assert all(chunk.shard is not None for chunk in inside.chunks(module))
-
-
-def test_a_closed_module_says_so_where_gradients_are_not_reduced() -> None:
-    it = case("gpt2")
-    module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"))
-    module.close()
-    with pytest.raises(InputError, match="closed"), module.no_sync():
-        pass

@@ -76,7 +76,6 @@ def test_clipped_steps_keep_none_and_later_ones_make_none(homes: str) -> None:
     for _ in range(3):
         run.step(ALWAYS)
     assert "no chunk is updated early any more" in str(run.module.last_report)
-    run.module.close()
 
 
 def test_a_step_left_out_after_an_overflow_keeps_none() -> None:
@@ -85,7 +84,6 @@ def test_a_step_left_out_after_an_overflow_keeps_none() -> None:
     assert run.step() == DISCARDED
     assert all(torch.equal(*pair) for pair in zip(before, run.module.state_dict().values(), strict=True))
     assert run.so_far == DISCARDED
-    run.module.close()
 
 
 def test_states_that_could_not_be_made_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,6 @@ def test_states_that_could_not_be_made_are_not_kept(monkeypatch: pytest.MonkeyPa
         ticket.synchronize()
     run.optimizers[0].step()
     assert run.counts == EarlyCounts(LAYERS, LAYERS, LAYERS - 2)
-    run.module.close()
 
 
 def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +107,12 @@ def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises((StepError, RuntimeError)):
             run.optimizers[0].step()
     assert run.so_far == ALL
-    run.module.close()
 
 
 def test_several_optimizers_plan_and_make_none() -> None:
     """Several optimizers share the memory of chunks, so nothing is updated early."""
     run = Run(optimizers=2)
     assert run.step() == run.step(ALWAYS) == run.so_far == EarlyCounts()
-    run.module.close()
 
 
 def test_a_plan_without_early_updates_counts_none() -> None:
@@ -129,4 +124,3 @@ def test_a_plan_without_early_updates_counts_none() -> None:
     assert module.last_report is not None
     assert module.last_report.early == EarlyCounts()
     assert "early updates" not in str(module.last_report)
-    module.close()

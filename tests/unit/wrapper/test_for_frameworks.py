@@ -15,7 +15,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
 from elixir.wrapper.weights_io import model_state
 from tests.common import inside
 
-ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB"}
+ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB", "assume": "nominal"}
 
 
 def make_model() -> nn.Module:
@@ -39,9 +39,9 @@ def wrapped(**options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
     return elixir.wrap(model, optimizer, inp=batch(), step_fn=step, **{**ON_HOST, **options})
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_to_what_it_is_already_changes_nothing(inner: bool) -> None:
-    wrapper, _ = wrapped()
+@pytest.mark.parametrize(("inner", "placement"), [(False, "cpu"), (True, "cpu"), (False, "cuda"), (True, "cuda")])
+def test_to_what_it_is_already_changes_nothing(inner: bool, placement: str) -> None:
+    wrapper, _ = wrapped(placement=placement)
     model = wrapper.module if inner else wrapper
     assert model.to("cpu") is model
     assert model.to(torch.device("cpu"), torch.float32) is model

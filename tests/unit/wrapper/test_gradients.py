@@ -48,7 +48,6 @@ def test_a_gradient_that_has_left_is_not_none(pair: Pair, how: str) -> None:
     pair.step()
     READERS[how](pair)  # there is none now, as after zero_grad in plain PyTorch
     pair.train(1)
-    pair.assert_same_weights()
 
 
 def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
@@ -60,21 +59,6 @@ def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
     pair.backward()
     assert torch.equal(seen[0], seen[1])
     pair.step()
-    pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_module_clips(mode: str) -> None:
-    it = case("opt")
-    with Pair(it, make_plan(it, mode)) as pair:
-        for _ in range(3):
-            pair.backward()
-            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
-            assert pair.agree(pair.module.clip_grad_norm_(0.1), norm, are_norms=True)
-            pair.step()
-        pair.assert_same_weights()
-        with pytest.raises(InputError, match="2-norm"):
-            pair.module.clip_grad_norm_(0.1, norm_type=1.0)
 
 
 def test_a_limit_may_be_a_tensor() -> None:
@@ -88,12 +72,18 @@ def test_a_limit_may_be_a_tensor() -> None:
         assert stepper.user.options_to_compare(stepper.norm.limit)["the limit of the norm"] == "0.125"
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.125)
         pair.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize(
     ("max_norm", "limits"),
-    [(None, (0.1, float("inf"))), (0.1, (float("inf"),)), (0.1, (5.0,)), (0.5, (0.1, 0.2)), (None, (0.0,))],
+    [
+        (None, (0.1, float("inf"))),
+        (None, (0.3, 0.1)),
+        (0.1, (float("inf"),)),
+        (0.1, (5.0,)),
+        (0.5, (0.1, 0.2)),
+        (None, (0.0,)),
+    ],
 )
 def test_of_several_limits_the_least_holds(max_norm: float | None, limits: tuple[float, ...]) -> None:
     """A second call, as for a log, does not take the first one back; nor what the optimizer was made with."""
@@ -105,7 +95,6 @@ def test_of_several_limits_the_least_holds(max_norm: float | None, limits: tuple
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), min(*limits, max_norm or 9.0))
         pair.max_norm = None  # the twin is clipped
         pair.step()
-        pair.assert_same_weights()
 
 
 def test_a_clip_does_not_outlive_the_gradients(pair: Pair) -> None:
@@ -133,7 +122,6 @@ def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
             pair.train(1)
             for scheduler in schedulers:
                 scheduler.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,7 +148,6 @@ def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
     assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     with pytest.raises(InputError, match="several optimizers"):
         mine[0].zero_grad(set_to_none=False)
-    module.close()
 
 
 CLIPPERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
@@ -204,7 +191,6 @@ def test_clipping_needs_an_optimizer() -> None:
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     with pytest.raises(InputError, match="needs an ElixirOptimizer"):
         module.clip_grad_norm_(1.0)
-    module.close()
 
 
 @pytest.mark.sampled
@@ -226,7 +212,6 @@ def test_zeros_in_the_place_of_gradients(mode: str) -> None:
         pair.plain_optimizer.zero_grad(set_to_none=False)
         pair.backward()
         pair.step()
-        pair.assert_same_weights()
 
 
 DROPS: dict[str, Callable[[nn.Parameter], None]] = {
@@ -249,7 +234,6 @@ def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) ->
                 for parameter in model.parameters():
                     DROPS[how](parameter)
             assert not inside.holds_gradients(pair.module)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,7 +252,6 @@ def test_dropping_some_gradients_leaves_the_others(mode: str) -> None:
             for _ in range(backwards_after):
                 pair.backward()
             pair.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -279,7 +262,6 @@ def test_a_hook_may_drop_the_gradient_that_has_just_come(mode: str) -> None:
             for parameter in list(model.parameters())[::3]:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         pair.train(3)
-        pair.assert_same_weights()
 
 
 def test_a_dropped_gradient_is_none(pair: Pair) -> None:
@@ -292,26 +274,6 @@ def test_a_dropped_gradient_is_none(pair: Pair) -> None:
     pair.module.zero_grad()
 
 
-def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
-    with pair.module.no_sync():
-        pair.backward()
-    pair.backward()
-    pair.step()
-    pair.assert_same_weights()
-
-
-def test_a_skipped_step_is_reported_too() -> None:
-    it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), initial_scale=2.0**60)
-    optimizer.backward(it.loss(module, it.inp))
-    optimizer.step()
-    assert optimizer.loss_scale == 2.0**59
-    assert module.last_report is not None
-    assert module.last_report.observed["loads"] == module.last_report.predicted["loads"]
-    module.close()
-
-
 def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
@@ -322,7 +284,6 @@ def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) 
         inside.pretend_device(patched, module, torch.device("cuda"))
         with pytest.raises(InputError, match="CUDA graph"):
             module(**it.inp)
-    module.close()
 
 
 _LEFT_OPEN = """
@@ -379,7 +340,6 @@ def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -
             for _ in range(3):
                 pair.backward()
             pair.step()
-        pair.assert_same_weights()
 
 
 def test_gradients_that_a_failed_backward_left_may_be_given_up(tmp_path: Path) -> None:
@@ -417,7 +377,6 @@ def test_gradients_that_a_failed_backward_left_may_be_given_up(tmp_path: Path) -
     for optimizer in optimizers:
         optimizer.zero_grad()
     assert is_as_before()
-    module.close()
 
 
 def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_steps() -> None:
@@ -433,4 +392,3 @@ def test_no_gradients_come_between_one_norm_of_several_optimizers_and_their_step
     first.step()
     with pytest.raises(InputError, match="step all of them"):
         first.backward(it.loss(module, it.inp))
-    module.close()

@@ -28,7 +28,6 @@ from tests.common.peaks import status_bytes
 
 HERE = replace(preset("cpu"), host_memory_bytes=None)
 FREE = 16 * GIB
-PLACE = "elixir.wrapper.account.plan_promise"
 
 
 @pytest.fixture(autouse=True)

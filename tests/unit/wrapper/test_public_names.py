@@ -44,14 +44,12 @@ def test_public_names_are_those_of_a_module_and_a_few() -> None:
     assert own - set(dir(nn.Module)) == set(PUBLIC)
     module = wrapped(Named())
     assert {name for name in vars(module) if not name.startswith("_")} <= {"training"}
-    module.close()
 
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_a_models_own_attribute_is_reached(name: str) -> None:
     module = wrapped(Named())
     assert getattr(module, name) == f"the model's {name}"
-    module.close()
 
 
 def test_a_hidden_attribute_is_said_once_and_reached_through_module(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +60,6 @@ def test_a_hidden_attribute_is_said_once_and_reached_through_module(caplog: pyte
     assert "(plan, settle)" in said
     assert module.module.plan == "the model's plan"
     assert module.plan is not module.module.plan
-    module.close()
 
 
 def test_a_submodule_with_a_hidden_name_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +70,6 @@ def test_a_submodule_with_a_hidden_name_is_said(caplog: pytest.LogCaptureFixture
         module = ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
     assert "(module)" in caplog.text
     assert isinstance(module.module.module, nn.Linear)
-    module.close()
 
 
 def test_a_models_device_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,21 +79,6 @@ def test_a_models_device_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture)
     assert isinstance(it.model.device, torch.device)
     assert "wrapped.module." not in caplog.text
     module.close()
-
-
-def test_release_gives_the_model_back_with_its_weights() -> None:
-    it = case("gpt2")
-    model, kind = it.model, type(it.model)
-    with Pair(it, make_plan(it, "mixed")) as pair:
-        pair.train(2)
-        given = pair.module.release()
-        assert given is model
-        assert type(given) is kind
-        assert all(type(parameter) is nn.Parameter for parameter in given.parameters())
-        plain = pair.plain.state_dict()
-        assert all(torch.equal(value.cpu(), plain[name].cpu()) for name, value in given.state_dict().items())
-        pair.case.loss(given, it.inp).backward()  # an ordinary module, that anything can train
-        assert pair.module.release() is model
 
 
 def test_only_a_wrapped_model_has_an_engine() -> None:
@@ -146,4 +127,3 @@ def test_a_forward_that_raises_leaves_no_phase() -> None:
     with pytest.raises(RuntimeError):
         module(torch.randn(2, 7, device=gpu.DEVICE))
     assert inside.phase(module) is Phase.IDLE
-    module.close()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.audit import audit
+from tests.common.parity import report_of, take_step
 from tests.common.rank_threads import results
-from tests.unit.wrapper.test_rank_threads import LR, Rank, Situation, batch_of, loss_of, model_of, plan_of
+from tests.unit.wrapper.test_rank_threads import Rank, Situation, batch_of, loss_of, model_of, plan_of
 
 HOMES = ("host", "device", "mixed")
 
@@ -97,35 +97,6 @@ def test_gradients_are_the_mean_and_their_norm_is_that_of_all(homes: str) -> Non
     results(2, work)
 
 
-def test_the_limit_of_a_call_holds_for_the_next_step_alone() -> None:
-    """Clipped by a call, then not: as SGD of the clipped mean, then of the mean."""
-    model = model_of().eval()
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=LR)
-    for number, limit in enumerate((0.01, None)):
-        for rank in range(2):
-            (loss_of(model, batch_of(rank, number)) / 2).backward()
-        if limit:
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def work(rank: int) -> None:
-        module = ElixirModule(model_of().eval(), Situation().plan, device="cpu")
-        trained = [each for each in module.parameters() if each.requires_grad]
-        ours = ElixirOptimizer(module, torch.optim.SGD(trained, lr=LR))
-        for number, limit in enumerate((0.01, None)):
-            ours.backward(loss_of(module, batch_of(rank, number)))
-            if limit:
-                module.clip_grad_norm_(limit)
-            ours.step()
-            ours.zero_grad()
-        for name, each in module.state_dict().items():
-            torch.testing.assert_close(each, model.state_dict()[name], rtol=1e-5, atol=1e-6)
-        module.close()
-
-    results(2, work)
-
-
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_both() -> None:
     plan = plan_of(2, "host", torch.float32, unified_dtype=torch.float16)
 
@@ -136,14 +107,11 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_both() -> None:
         for number in range(3):
             before = run.weights()
             loss = loss_of(run.module, batch_of(rank, number))
-            optimizer.backward(loss * float("inf") if number == rank == 1 else loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss * float("inf") if number == rank == 1 else loss)
             scales.append(optimizer.loss_scale)
             same = all(torch.equal(each, before[name]) for name, each in run.weights().items())
             assert same == (number == 1)
-            report = run.module.last_report
-            assert report is not None
+            report = report_of(run.module)
             assert report.observed["device_to_host"] == report.predicted["device_to_host"]
         run.module.close()
         return scales
@@ -262,31 +230,3 @@ def test_a_step_inside_of_no_sync_is_for_one_rank_alone() -> None:
         run.optimizer.step()
     assert not torch.equal(run.weights()["4.bias"], before["4.bias"])
     run.module.close()
-
-
-@pytest.mark.parametrize(
-    ("max_norm", "asked", "limit"),
-    [
-        (None, [], None), (0.5, [], 0.5), (None, [0.2], 0.2), (0.5, [0.2], 0.2), (0.2, [0.5], 0.2),
-        (None, [0.3, 0.1], 0.1), (None, [0.1, 0.3], 0.1), (None, [float("inf")], None), (0.5, [float("inf")], 0.5),
-    ],
-)  # fmt: skip
-def test_the_least_of_all_limits_holds(max_norm: float | None, asked: list[float], limit: float | None) -> None:
-    """A step of SGD with rate 1 moves the weights by the clipped gradient, whose norm is 3 here."""
-    module = ElixirModule(model_of().eval(), Situation(size=1).plan, device="cpu")
-    trained = [each for each in module.parameters() if each.requires_grad]
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(trained, lr=1.0), max_norm=max_norm)
-    before = {name: each.clone() for name, each in module.state_dict().items()}
-    model = model_of().eval()
-    loss_of(model, batch_of(0, 0)).backward()
-    scale = 3.0 / norm_of({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    optimizer.backward(loss_of(module, batch_of(0, 0)) * scale)
-    for each in asked:
-        assert module.clip_grad_norm_(each).item() == pytest.approx(3.0, rel=1e-4)
-    optimizer.step()
-    moved = {name: before[name] - each for name, each in module.state_dict().items() if "num" not in name}
-    expected = 3.0 if limit is None else limit
-    assert norm_of({name: each for name, each in moved.items() if "running" not in name}) == pytest.approx(
-        expected, rel=1e-3
-    )
-    module.close()

@@ -27,7 +27,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.audit import audit
 from tests.common.file_faults import UnsyncedFiles
-from tests.common.parity import mixed
+from tests.common.parity import mixed, report_of
 from tests.common.rank_threads import on_ranks, results
 
 WIDTH, ROWS, LR = 8, 2, 1e-2
@@ -200,8 +200,7 @@ def test_ranks_train_as_one_process_that_sees_all_batches(name: str) -> None:
             run.step(number)
         assert run.losses == pytest.approx(losses[rank], rel=1e-4 if exact else 0.05)
         audit(run.module)
-        report = run.module.last_report
-        assert report is not None
+        report = report_of(run.module)
         for key, expected in report.predicted.items():
             if key in ("loads", "host_to_device", "device_to_host", "network", "replicas") and not report.not_compared:
                 assert report.observed[key] == expected, key

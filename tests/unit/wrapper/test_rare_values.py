@@ -32,7 +32,7 @@ from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_lo
 from tests.common.parity import Case, case, make_plan
 from tests.common.rank_threads import on_ranks
 from tests.unit.wrapper.step.test_muon import optimizers as with_muon
-from tests.unit.wrapper.test_one_pass_traps import Layer, seeded
+from tests.unit.wrapper.test_one_pass_traps import Layer, check, seeded
 
 
 class Talking(nn.Module):
@@ -57,7 +57,6 @@ def test_only_floating_outputs_are_widened() -> None:
     assert found["loss"].dtype == torch.float32
     assert found["places"].dtype == torch.int64
     assert (found["said"], found["nothing"], found["count"]) == ("words", None, 3)
-    module.close()
 
 
 def test_a_device_is_the_one_that_was_named_or_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +119,6 @@ def test_zeros_before_the_first_step_are_no_states(mode: str) -> None:
     optimizer.backward(it.loss(module, it.inp))
     optimizer.step()
     assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1.0}
-    module.close()
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
@@ -146,7 +144,6 @@ def test_states_that_are_none_are_loaded_as_none(mode: str) -> None:
     )
     assert all(torch.equal(value, found[at]) for at, value in expected.items())
     assert heard == [mine]
-    module.close()
 
 
 class Unbiased(Layer):
@@ -161,9 +158,7 @@ class Unbiased(Layer):
 
 
 def test_norms_without_statistics_take_several_micro_batches() -> None:
-    steps, make = vectors(2, steps=1), seeded(lambda: Stack([Unbiased(), Unbiased()]))
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+    check(seeded(lambda: Stack([Unbiased(), Unbiased()])), count=2)
 
 
 def test_as_many_threads_as_cores_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +168,6 @@ def test_as_many_threads_as_cores_are_no_matter(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         assert ElixirOptimizer(module, torch.optim.SGD(module.parameters()), host_threads=cores).host_threads == cores
     assert "host_threads=" not in caplog.text
-    module.close()
 
 
 def test_matrices_of_the_host_cross_an_emulated_link_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +186,6 @@ def test_matrices_of_the_host_cross_an_emulated_link_twice(monkeypatch: pytest.M
     module.settle()
     assert plan.matrices == ("weight",)
     assert slept.count(2 * 8 * 8 * DIRECTION_BYTES / speed) == 1, slept
-    module.close()
 
 
 def test_a_model_that_can_move_neither_way_is_given_back(tmp_path: Path) -> None:
@@ -259,7 +252,6 @@ def test_a_loaded_learning_rate_reaches_the_tensor_that_a_scheduler_holds() -> N
     optimizer.load_state_dict(state)
     group = optimizer.param_groups[0]
     assert (group["lr"] is lr, lr.item(), group["weight_decay"]) == (True, 0.25, 0.75)
-    module.close()
 
 
 def test_masters_that_cannot_be_read_are_given_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +265,6 @@ def test_masters_that_cannot_be_read_are_given_rounded(tmp_path: Path, caplog: p
     changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert changed
     assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in changed)
-    module.close()
 
 
 def test_parts_of_a_gradient_of_two_backwards_are_added_up_in_a_pass() -> None:
@@ -295,7 +286,6 @@ def test_parts_of_a_gradient_of_two_backwards_are_added_up_in_a_pass() -> None:
     found = module.state_dict()
     for name, each in plain.named_parameters():
         torch.testing.assert_close(found[name], each.detach() - each.grad)
-    module.close()
 
 
 class Buffered(nn.Module):
@@ -570,9 +560,7 @@ class Scaled(Stack):
 
 
 def test_what_enters_a_layer_of_a_pass_may_get_no_gradient_elsewhere() -> None:
-    steps, make = vectors(2, steps=1), seeded(lambda: Scaled([Layer(), Layer()]))
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    assert in_passes(make, steps, plan, square_loss).same_as(plainly(make, steps, square_loss))
+    check(seeded(lambda: Scaled([Layer(), Layer()])), count=2)
 
 
 def test_a_closed_model_has_its_own_kernels_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +21,8 @@ from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, Result, StepTrace, Unit, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.run_options import Debug
-from tests.common.parity import Case, Pair, case, mixed, square_loss
+from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, mixed, square_loss
 from tests.common.tracing import cpu_trace, sum_step
-from tests.unit.wrapper.test_compiled_layers import COUNTED, train
 from tests.unit.wrapper.test_units_as_one import INP, Stack
 
 PRODUCTS = tuple(Result(f"aten.{name}.default", number) for name in ("mm", "addmm") for number in (0, 2))
@@ -43,11 +40,7 @@ _EVERY = [
     for mode in ("streamed", "mixed")
     if not (name in ("vit", "stack") and own != "none")
 ]
-_SAMPLE = [
-    ("llama", "none", "products", "streamed"),
-    ("opt", "reentrant", "attention", "mixed"),
-    ("stack", "none", "products", "streamed"),
-]
+_FIRST = ("llama", "none", "products", "streamed")
 
 
 def made(name: str, own: str) -> Case:
@@ -68,48 +61,34 @@ def traced(it: Case, kept: str, *, by_turns: bool = True) -> StepTrace:
     return cpu_trace(it.model, it.inp, step, activations=own)
 
 
+def plan_that_keeps(it: Case, kept: str, request: SearchRequest | None = None, *, where: str = "cpu") -> Plan:
+    """A plan of a step whose layers keep something by turns."""
+    request = request or SearchRequest(world_size=1, optimizer_type="AdamW")
+    options: dict[str, Any] = {"split_number": 12, "allocate_factor": 1.0, "shard_device": where}
+    return simple_plan(traced(it, kept), preset("cpu"), request, **options)
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(("name", "own", "kept", "mode"), _SAMPLE)
+@pytest.mark.parametrize(("name", "own", "kept", "mode"), sorted(_EVERY, key=_FIRST.__ne__))
 def test_same_bits_and_loads_as_planned(name: str, own: str, kept: str, mode: str) -> None:
-    check(name, own, kept, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "own", "kept", "mode"), [each for each in _EVERY if each not in _SAMPLE])
-def test_same_bits_of_every_family(name: str, own: str, kept: str, mode: str) -> None:
-    check(name, own, kept, mode)
-
-
-def check(name: str, own: str, kept: str, mode: str) -> None:
     it = made(name, own)
-    plain, trace = copy.deepcopy(it.model), traced(it, kept)
     request = SearchRequest(world_size=1, optimizer_type="AdamW", fetch="units")
-    plan = simple_plan(trace, preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu")
+    plan = plan_that_keeps(it, kept, request)
     assert Plan.from_json(plan.to_json()) == plan
-    plan = mixed(plan) if mode == "mixed" else plan
-    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
-    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    state = model.state_dict()
-    assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
-    report = model.last_report
-    assert report is not None
-    assert report.demand_loads == 0
-    if mode == "streamed":
-        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
-    model.close()
+    with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+        assert_as_planned(pair.module, COUNTED if mode == "streamed" else ())
 
 
 def test_a_run_again_may_fetch_other_weights_than_the_first_run() -> None:
     """Chunks hold parts of two layers, so that what a layer needs has come with the one before it or after it."""
     it = case("llama", "none")
-    plain, trace = copy.deepcopy(it.model), traced(it, "products", by_turns=False)
+    trace = traced(it, "products", by_turns=False)
     request = SearchRequest(world_size=1, optimizer_type="AdamW")
     plan = simple_plan(trace, preset("cpu"), request, split_number=5, allocate_factor=0.5, shard_device="cpu")
-    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    model = ElixirModule(it.model, plan, device="cpu")
-    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    model.close()
+    with Pair(it, plan, device="cpu") as pair:
+        pair.train(4)
 
 
 def test_layers_that_are_compiled_later_are_refused() -> None:
@@ -157,15 +136,7 @@ def test_a_plan_outlasts_checkpoints_that_are_switched_on_after_wrapping(
     own: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     it = case("llama", own)
-    trace = traced(it, "products")
-    plan = simple_plan(
-        trace,
-        preset("cpu"),
-        SearchRequest(world_size=1, optimizer_type="AdamW"),
-        split_number=12,
-        allocate_factor=1.0,
-        shard_device="cpu" if mode == "streamed" else "cuda",
-    )
+    plan = plan_that_keeps(it, "products", where="cpu" if mode == "streamed" else "cuda")
     model = ElixirModule(it.model, plan, device="cpu")
     layer = it.model.model.layers[1]
     kept = unentered_function(layer)
@@ -192,7 +163,6 @@ def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(it.loss(model, it.inp))
     assert len(calls) == 2
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +186,6 @@ def test_layers_that_run_again_leave_the_cache_as_it_was(name: str, training: bo
     it = replace(it, loss=loss)
     with Pair(it, plan_that_keeps(it, "products"), device="cpu") as pair:
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_a_cache_that_is_written_in_place_is_copied_for_each_run() -> None:
@@ -238,10 +207,20 @@ def test_a_second_backward_over_kept_results_is_refused_in_words() -> None:
     optimizer.backward(loss, retain_graph=True)
     with pytest.raises(InputError, match="results of its operators for one backward only; add the losses up"):
         optimizer.backward(loss)
-    model.close()
 
 
-def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
+def _fails(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("again", "error", "says"),
+    [
+        (lambda x: x @ torch.eye(4), InputError, "a layer did something else when it ran again in backward than in forward"),
+        (_fails, RuntimeError, "^of its own$"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_does_something_else_when_it_runs_again_is_told(again: Any, error: Any, says: str) -> None:
     it = made("stack", "none")
     model = ElixirModule(it.model, plan_that_keeps(it, "products"), device="cpu")
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
@@ -250,19 +229,11 @@ def test_a_layer_that_does_something_else_when_it_runs_again_is_told() -> None:
 
     def changing(x: torch.Tensor) -> torch.Tensor:
         runs.append(x)
-        return forward(x @ torch.eye(4) if len(runs) > 1 else x)
+        return forward(again(x) if len(runs) > 1 else x)
 
     layer.forward = changing
-    with pytest.raises(InputError, match="a layer did something else when it ran again in backward than in forward"):
+    with pytest.raises(error, match=says):
         optimizer.backward(it.loss(model, it.inp))
-    model.close()
-
-
-def plan_that_keeps(it: Case, kept: str) -> Plan:
-    request = SearchRequest(world_size=1, optimizer_type="AdamW")
-    return simple_plan(
-        traced(it, kept), preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device="cpu"
-    )
 
 
 def test_what_is_refused() -> None:

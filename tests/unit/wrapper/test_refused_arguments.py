@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint import save_checkpoint
 from elixir.errors import CheckpointError, InputError, InputTypeError, StateError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.frozen_weights import safetensors_in
@@ -76,28 +75,6 @@ def test_a_checkpointed_function_that_does_something_else_again_has_the_error_of
         else:
             with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number of tensors"):
                 pair.optimizer.backward(loss)
-
-
-def test_weights_and_states_are_read_and_written_as_a_whole_outside_of_a_forward(pair: Pair, tmp_path: Path) -> None:
-    module, optimizer = pair.module, pair.optimizer
-    weights, states, state = module.state_dict(), optimizer.state_dict(), {"model": module}
-    calls: dict[str, Callable[[], Any]] = {
-        "state_dict() of an optimizer": optimizer.state_dict,
-        "load_state_dict() of an optimizer": lambda: optimizer.load_state_dict(states),
-        "state.clear() of an optimizer": optimizer.state.clear,
-        "load_state_dict()": lambda: module.load_state_dict(weights),
-        "gathered()": lambda: module.gathered().__enter__(),
-        "rehome()": lambda: module.rehome(pair.plan),
-        "close()": module.close,
-        "save_checkpoint()": lambda: save_checkpoint(tmp_path, state),
-        "load_checkpoint()": lambda: load_checkpoint(tmp_path, state),
-    }
-    for what, call in calls.items():
-        handle = module.module[1].register_forward_hook(lambda *_: call())  # noqa: B023 - called in this turn
-        with pytest.raises(InputError, match=re.escape(f"{what} is for outside of the model's forward and backward")):
-            module(**pair.case.inp)
-        handle.remove()
-    pair.train(1)
 
 
 def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,11 +81,10 @@ del OUTSIDE["state_dict"]  # reads weights, which may be done at any time
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_call_inside_of_a_forward_is_refused(name: str, opened: Pair) -> None:
     handle = opened.module.module[0].register_forward_hook(lambda *_: OUTSIDE[name](opened))
-    with pytest.raises(InputError, match="outside"):
+    with pytest.raises(InputError, match="is for outside of the model's forward and backward"):
         opened.module(**opened.case.inp)
     handle.remove()
     opened.train(1)
-    opened.assert_same_weights()
 
 
 def _fails(*_: object) -> None:
@@ -138,7 +137,6 @@ def test_a_call_after_a_backward_that_raised_ends_it(name: str, opened: Pair) ->
     opened.optimizer.zero_grad()
     opened.plain_optimizer.zero_grad()
     opened.train(1)
-    opened.assert_same_weights()
 
 
 STATES: dict[str, Callable[[Any], object]] = {
@@ -167,4 +165,3 @@ def test_there_are_no_states_before_the_first_step_or_after_they_were_cleared() 
             states.clear()
             pair.plain_optimizer.state.clear()
         pair.train(1)
-        pair.assert_same_weights()

@@ -1,21 +1,35 @@
-"""The phases of a step, its clock, the loss scale, bytes of full state dicts, and optimizers that step whole shards."""
+"""Parts of the wrapper alone: the phases of a step, its clock, the loss scale, bytes of full state dicts, contexts around
+calls, errors of before, and which optimizers step whole shards."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.errors import InputError
+from elixir.access.counted_parameter import CountedParameter
+from elixir.chunk.group import Group
+from elixir.errors import DiskError, ElixirError, FileError, InputError, RankError, StepError
+from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
+from elixir.wrapper import ElixirModule
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 from elixir.wrapper.account.step_clock import Span, StepClock
+from elixir.wrapper.calls import Arguments, Calls
+from elixir.wrapper.engine import Engine
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
+from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors, changed_in_part
+from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.step.fused_states import can_fuse, check_moments
+from elixir.wrapper.weight_uses import WeightUses
+from tests.common.parity import Case, make_plan, square_loss
 
 
 def test_full_state_dicts_are_of_float32_or_wider_but_codes_of_one_byte() -> None:
@@ -142,3 +156,159 @@ def test_a_module_is_closed_in_any_phase(now: Phase) -> None:
     assert (phase.now, phase.in_backward, phase.closed) == (Phase.CLOSED, False, True)
     with pytest.raises(InputError, match="closed"):
         phase.refuse_closed()
+
+
+# --- contexts around calls ------------------------------------------------------------------------------------------
+
+
+class Halving(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.sum():
+            raise ValueError("nothing to halve")
+        return x / 2
+
+
+def refuse_negative(model: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if output.sum() < 0:
+        raise ValueError("negative")
+
+
+def test_the_context_ends_with_the_error_of_its_call_or_with_its_output() -> None:
+    model, ended = Halving(), list[Any]()
+    model.register_forward_hook(refuse_negative)
+
+    @contextlib.contextmanager
+    def begin(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Arguments, Callable[[Any], Any]]]:
+        try:
+            yield (args, kwargs), lambda output: output + 1
+        except ValueError as error:
+            ended.append(error)
+            raise
+        ended.append("well")
+
+    calls = Calls([model], begin)
+    calls.attach()
+    with pytest.raises(ValueError, match="nothing to halve") as raised:
+        model(torch.zeros(2))
+    try:
+        raise KeyError
+    except KeyError:  # an error that the caller handles is none of the call's
+        assert model(torch.full((2,), 4.0)).tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="negative") as refused:
+        model(-torch.ones(2))
+    calls.remove()
+    assert model(torch.full((2,), 4.0)).tolist() == [2.0, 2.0]
+    assert ended == [raised.value, "well", refused.value]
+
+
+# --- parts of the engine --------------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_heap_where_compute_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *option: options.append(option), malloc_trim=lambda pad: None)
+    monkeypatch.setattr(process_memory, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    engine = Engine(nn.Linear(1, 1), Group(), torch.device("cpu"), RunOptions())
+    assert options == [(-8, 1)]  # one arena
+    assert engine.end()
+    assert engine.phase.closed
+    engine.stop()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", nn.Parameter), ("bfloat16", CountedParameter)])
+def test_only_weights_with_masters_count_writes_through_data(dtype: str, kind: type) -> None:
+    it = Case(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, square_loss)
+    module = ElixirModule(it.model, make_plan(it, "resident", unified_dtype=dtype), device="cpu")
+    assert {type(each) for each in it.model.parameters()} == {kind}
+    module.close()
+
+
+class Stream:
+    """A stream of a device, which notes whom it waits for."""
+
+    def __init__(self, waited: list[str], name: str) -> None:
+        self.waited, self.name = waited, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(f"{self.name} for {other.name}")
+
+
+def test_a_stream_that_uses_weights_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    streams = {name: Stream(waited, name) for name in ("one", "other")}
+    nobody: Any = None
+    uses = WeightUses(nobody, [], {}, nobody, torch.device("cuda"), lambda: None)
+    for name in ("one", "one", "other", "other", "one"):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: streams[name])
+        uses.order_compute()
+    assert waited == ["other for one", "one for other"]
+
+
+# --- errors of before -----------------------------------------------------------------------------------------------
+
+
+ERRORS: dict[ErrorKind, ElixirError] = {
+    ErrorKind.CHANGE: changed_in_part("a load has ended"),
+    ErrorKind.LANE: StepError("a step failed"),
+    ErrorKind.DISK: RankError("another rank's disk"),
+}
+
+REPORTED: dict[Call, set[ErrorKind]] = {
+    Call.USE: {ErrorKind.CHANGE},
+    Call.RUN: {ErrorKind.LANE, ErrorKind.DISK},
+    Call.GRADIENTS: {ErrorKind.LANE},
+    Call.STEP: {ErrorKind.DISK},
+    Call.ONE_STEP: {ErrorKind.LANE, ErrorKind.DISK},
+}
+
+
+def reported(errors: RunErrors, call: Call) -> Exception | None:
+    try:
+        errors.report(call)
+    except Exception as error:
+        return error
+    return None
+
+
+def with_disk(lost: DiskError | None, rank_count: int) -> RunErrors:
+    window: Any = SimpleNamespace(lost=lost)
+    return RunErrors(cast(Any, window), rank_count)
+
+
+LOST = DiskError(FileError(5, "broken", "/disk", "read"), "chunk 0")
+
+
+@pytest.mark.parametrize("call", Call)
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_a_call_reports_its_kinds_and_ends_only_the_error_of_a_lane(call: Call, kind: ErrorKind) -> None:
+    errors = with_disk(None, rank_count=2)
+    errors.record(kind, ERRORS[kind])
+    expected = ERRORS[kind] if kind in REPORTED[call] else None
+    assert reported(errors, call) is expected
+    ended = expected is not None and kind is ErrorKind.LANE and call is not Call.ONE_STEP
+    assert reported(errors, call) is (None if ended else expected)
+    assert errors.end(kind) == ([] if ended else [ERRORS[kind]])
+    assert reported(errors, call) is None
+
+
+def test_a_disk_stops_one_rank_at_once_and_several_once_they_have_agreed() -> None:
+    assert reported(with_disk(LOST, rank_count=1), Call.STEP) is LOST
+    here, there = with_disk(LOST, rank_count=2), with_disk(None, rank_count=2)
+    assert reported(here, Call.STEP) is None
+    assert reported(here, Call.ONE_STEP) is LOST  # a checkpoint reports it to the other ranks
+    reports = [here.of_disk, there.of_disk]
+    assert reports == [str(LOST), None]
+    with pytest.raises(DiskError):
+        here.agree(reports)
+    with pytest.raises(RankError, match="chunk 0"):
+        there.agree(reports)
+    assert isinstance(reported(there, Call.RUN), RankError)
+
+
+def test_the_first_error_of_a_lane_is_kept_and_the_newest_of_a_change() -> None:
+    errors = with_disk(None, rank_count=1)
+    for kind in (ErrorKind.LANE, ErrorKind.CHANGE):
+        errors.record(kind, ERRORS[kind])
+        errors.record(kind, InputError("a second one"))
+    assert reported(errors, Call.RUN) is ERRORS[ErrorKind.LANE]
+    assert str(reported(errors, Call.USE)) == "a second one"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from benchmark.observe import observe_step
 from elixir.access import swapping
@@ -16,15 +16,18 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
+from elixir.search import optimal_search
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, SAVED, Result, StepTrace, UnitActivations
+from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.run_options import Debug
-from tests.common import inside
-from tests.common.parity import Case, case, mixed
-from tests.common.tracing import cpu_trace
-from tests.unit.wrapper.test_compiled_layers import COUNTED, train
+from tests.common import gpu, inside
+from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, hf_loss, mixed, take_step
+from tests.common.tiny_models import tiny
+from tests.common.tracing import H200, cpu_trace
+from tests.common.twins import step_alike
+from tests.unit.wrapper.test_compiled_layers import train
 from tests.unit.wrapper.test_recomputation import PRODUCTS, made
 
 SWAPPED = {
@@ -46,11 +49,7 @@ _EVERY = [
     for mode in ("streamed", "mixed", "resident")
     if not (name in ("vit", "stack") and own != "none")
 ]
-_SAMPLE = [
-    ("llama", "none", "by turns", "streamed"),
-    ("gpt2", "non-reentrant", "inputs", "mixed"),
-    ("opt", "none", "all that is saved", "resident"),
-]
+_FIRST = ("llama", "none", "by turns", "streamed")
 
 
 @pytest.fixture(autouse=True)
@@ -84,35 +83,23 @@ def plan_of(trace: StepTrace, mode: str) -> Plan:
     return mixed(plan) if mode == "mixed" else plan
 
 
-def check(name: str, own: str, swapped: str, mode: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "own", "swapped", "mode"), sorted(_EVERY, key=_FIRST.__ne__))
+def test_same_bits_and_bytes_as_planned(name: str, own: str, swapped: str, mode: str) -> None:
     it = made(name, own)
-    plain, trace = copy.deepcopy(it.model), traced(it, swapped)
+    trace = traced(it, swapped)
     plan = plan_of(trace, mode)
     moved = plan.step.swap_bytes
     assert moved > 0
     assert plan.predicted.host_parts["swapped_activations"] == moved
     assert sum(each.nbytes for each in trace.transfers if each.direction == "device_to_host") == moved
     assert sum(each.nbytes for each in trace.transfers if each.direction == "host_to_device") == moved
-    wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    debug = Debug(poison=True, emulation=Emulation(bytes_per_s=1e9, delay_s=0.002))
-    model = ElixirModule(it.model, plan, device="cpu", debug=debug)
-    assert train(it, model, ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))) == wanted
-    state = model.state_dict()
-    assert [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)] == []
-    report = model.last_report
-    assert report is not None
-    assert report.demand_loads == 0
-    if mode != "mixed":
-        assert {key: report.observed[key] for key in COUNTED} == {key: report.predicted[key] for key in COUNTED}
-    assert inside.bytes_by_kind(model, "host")["swapped_activations"] == moved
-    model.close()
+    with Pair(it, plan, device="cpu", emulation=Emulation(bytes_per_s=1e9, delay_s=0.002)) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+        assert_as_planned(pair.module, () if mode == "mixed" else COUNTED)
+        assert inside.bytes_by_kind(pair.module, "host")["swapped_activations"] == moved
     assert train(it, it.model, torch.optim.SGD(it.model.parameters(), lr=0.0), steps=1)  # an ordinary model again
-
-
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize(("name", "own", "swapped", "mode"), _SAMPLE)
-def test_same_bits_and_bytes_as_planned(name: str, own: str, swapped: str, mode: str) -> None:
-    check(name, own, swapped, mode)
 
 
 @pytest.mark.sampled
@@ -145,22 +132,13 @@ def test_batches_of_other_lengths_take_the_planned_host_memory_or_say_so(caplog:
     planned, taken = trace.step.swap_bytes, {}
     longer = {name: torch.cat((value, value), 1) for name, value in it.inp.items()}
     for length in (5, 13, 9, 24, 16, 24, 36, 48):
-        optimizer.backward(it.loss(model, {name: value[:, :length] for name, value in longer.items()}))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, it.loss(model, {name: value[:, :length] for name, value in longer.items()}))
         taken[length] = inside.bytes_by_kind(model, "host")["swapped_activations"]
     assert all(nbytes == planned for length, nbytes in taken.items() if length <= 24)
     assert 1.5 * planned <= taken[36] < 2 * planned
     assert [
         record.message for record in caplog.records if "larger than the one that was traced" in record.message
     ] != []
-    model.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "own", "swapped", "mode"), [each for each in _EVERY if each not in _SAMPLE])
-def test_same_bits_of_every_family(name: str, own: str, swapped: str, mode: str) -> None:
-    check(name, own, swapped, mode)
 
 
 class Sending:
@@ -218,4 +196,56 @@ def test_a_layer_whose_results_move_is_not_compiled_late(place: str) -> None:
     it.model.get_submodule(name).compile(backend="eager")
     with pytest.raises(InputError, match=rf"{name} was compiled after the plan was made, which keeps or moves"):
         it.loss(module, it.inp)
-    module.close()
+
+
+# --- steps that move activations themselves -------------------------------------------------------------------------
+
+
+def _step(model: Any, batch: dict[str, Any], backward: Any = None) -> torch.Tensor:
+    with save_on_cpu(pin_memory=True):
+        loss = hf_loss(model, batch)
+    (backward or torch.Tensor.backward)(loss)
+    return loss.detach()
+
+
+@pytest.fixture
+def moved_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    sizes: list[int] = []
+    original = saved_tensors_hooks.__init__
+
+    def init(self: Any, pack: Any, unpack: Any) -> None:
+        def counted(tensor: torch.Tensor) -> Any:
+            sizes.append(tensor.numel() * tensor.itemsize)
+            return pack(tensor)
+
+        original(self, counted if isinstance(self, save_on_cpu) else pack, unpack)
+
+    monkeypatch.setattr(saved_tensors_hooks, "__init__", init)
+    return sizes
+
+
+@pytest.mark.parametrize("placement", ["cuda", "cpu"])
+def test_weights_stay_and_the_rest_is_as_traced(placement: Any, moved_bytes: list[int]) -> None:
+    plain, planned = (tiny("gpt2", attn_implementation="eager", use_cache=False, layers=4) for _ in range(2))
+    plain = gpu.there(plain)
+    batch: dict[str, Any] = {"input_ids": torch.arange(32).reshape(2, 16), "labels": torch.arange(32).reshape(2, 16)}
+    trace: StepTrace = trace_step(planned, batch, _step, hardware=H200)
+    moved_bytes.clear()
+    asked = {"hardware": H200, "device_memory": "1GiB", "host_budget": "1GiB", "assume": "nominal"}
+    search = optimal_search(trace, 1, placement=placement, **asked)
+    model = ElixirModule(planned, search)
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    step_alike(reference, model, dict(plain.named_parameters()))
+    assert {chunk.resident for chunk in search.plan.chunks} == {placement == "cuda"}
+    for _ in range(3):
+        moved_bytes.clear()
+        loss = _step(model, batch, optimizer.backward)
+        assert sum(moved_bytes) == trace.transferred_bytes("device_to_host") > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(loss, _step(plain, gpu.there(batch)))
+        reference.step()
+        reference.zero_grad()
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())

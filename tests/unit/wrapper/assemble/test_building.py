@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.hardware import memory as free_memory
+from elixir.hardware.profile import other_device, preset
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.assemble import chunks
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 from elixir.wrapper.assemble.weight_source import WeightSource
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
+from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan, take_step
 from tests.common.tiny_models import FAMILIES, tiny
 
 
@@ -55,12 +60,9 @@ def test_initialises_itself_as_on_the_cpu(family: str) -> None:
     losses = []
     for _ in range(3):
         loss = hf_loss(module, real.inp)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     assert losses[2] < losses[0]
-    module.close()
 
 
 def test_initial_values_depend_on_the_seed_alone() -> None:
@@ -95,7 +97,6 @@ def test_wrapping_a_model_that_has_its_weights_draws_nothing() -> None:
     module = ElixirModule(it.model, plan, device="cpu")
     ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
     assert torch.equal(torch.get_rng_state(), before)
-    module.close()
 
 
 def test_an_optimizer_made_on_meta_trains() -> None:
@@ -107,7 +108,6 @@ def test_an_optimizer_made_on_meta_trains() -> None:
     mine.backward(hf_loss(module, real.inp))
     mine.step()
     assert not torch.equal(module.state_dict()["lm_head.weight"], before["lm_head.weight"])
-    module.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,7 +123,6 @@ def test_hooks_on_gradients_outlive_meta(mode: str) -> None:
         del kept
     with Pair(Case(meta, real.inp, hf_loss), plan, plain=plain, weights=state) as pair:
         pair.train(2)
-        pair.assert_same_weights()
 
 
 class Layers(nn.Module):
@@ -158,7 +157,6 @@ def test_modules_of_torch(mode: str) -> None:
             assert abs(state[name].float().std() - expected.float().std()) < 0.25, name
     assert torch.equal(state["convolution.1.running_var"], torch.ones(8))
     real.loss(module, real.inp).backward()
-    module.close()
 
 
 @pytest.mark.sampled
@@ -184,7 +182,6 @@ def test_takes_given_weights(family: str, how: str, tmp_path: Path) -> None:
     with Pair(Case(meta, real.inp, hf_loss), make_plan(real, "mixed"), plain=plain.model, weights=weights) as pair:
         pair.assert_same_weights()
         pair.train(3)
-        pair.assert_same_weights()
 
 
 def test_given_weights_replace_those_of_a_real_model() -> None:
@@ -192,7 +189,6 @@ def test_given_weights_replace_those_of_a_real_model() -> None:
     wanted = {name: value + 1 for name, value in real.model.state_dict().items()}
     module = wrapped(real.model, make_plan(real, "streamed"), weights=wanted)
     assert all(torch.equal(value, wanted[name]) for name, value in module.state_dict().items())
-    module.close()
 
 
 def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
@@ -209,7 +205,6 @@ def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
     state = copy.deepcopy(real.model.state_dict())
     module = wrapped(real.model, make_plan(real, "streamed"), weights=state)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    module.close()
 
 
 def test_frozen_whole_numbers_are_planned() -> None:
@@ -224,7 +219,6 @@ def test_masters_start_from_unrounded_weights() -> None:
     state = real.model.state_dict()
     module = wrapped(meta, make_plan(real, "streamed", unified_dtype="bfloat16"), weights=state)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    module.close()
 
 
 def test_wrong_weights_are_refused(tmp_path: Path) -> None:
@@ -314,7 +308,6 @@ def test_a_model_with_nothing_to_train_is_evaluated_under_a_plan() -> None:
     module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
     for _ in range(2):
         assert torch.equal(module(inp["x"]), expected)
-    module.close()
 
 
 def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -> None:
@@ -329,7 +322,6 @@ def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -
         assert buffers[name].dtype is buffer.dtype
         assert torch.equal(buffers[name], buffer), name
     assert torch.equal(it.loss(module, it.inp), it.loss(plain, it.inp))
-    module.close()
 
 
 def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:
@@ -400,3 +392,72 @@ def test_a_dict_that_makes_its_tensors_when_asked_for_them_is_asked() -> None:
     late = Late({name: lambda value=value: value for name, value in weights.items()})
     module = wrapped(meta, make_plan(real, "streamed"), weights=late)
     assert all(torch.equal(found, weights[name]) for name, found in module.state_dict().items())
+
+
+# --- made elsewhere -------------------------------------------------------------------------------------------------
+
+
+def made_elsewhere(plan: Plan, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings when a model is made_elsewhere under `plan` and trained for a step."""
+    it = case("opt", layers=1)
+    with caplog.at_level(logging.WARNING):
+        module = ElixirModule(it.model, plan, device="cpu")
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        module.close()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(case("opt", layers=1), "streamed")
+
+
+def test_a_plan_for_this_device_is_run_without_a_word(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    assert made_elsewhere(plan, caplog) == []
+    here = free_memory.cpu_name()
+    measured = dataclasses.replace(plan, hardware_name="mine", device_name=f"{here}, 3 threads")
+    assert made_elsewhere(measured, caplog) == []
+    assert made_elsewhere(dataclasses.replace(plan, hardware_name="mine", device_name=""), caplog) == []
+
+
+def test_a_plan_for_a_gpu_says_so_on_a_cpu(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    made = dataclasses.replace(plan, hardware_name="h200", device_name=preset("h200").device_name)
+    (said,) = made_elsewhere(made, caplog)
+    assert f"made for 1 x h200 ({preset('h200').device_name}), but it runs on cpu ({free_memory.cpu_name()})" in said
+    assert "plan again with hardware=" in said
+
+
+def test_a_plan_for_another_machine_of_the_same_kind(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = made_elsewhere(dataclasses.replace(plan, hardware_name="lab", device_name="Acme 9000, 64 cores"), caplog)
+    assert "made for 1 x lab (Acme 9000, 64 cores), but it runs on cpu" in said
+
+
+def test_a_plan_that_needs_more_memory_than_there_is(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    parts = dict.fromkeys(plan.predicted.host_parts, 0) | {"weights": 2**50}
+    larger = dataclasses.replace(plan.predicted, host_parts=parts, host_peak_bytes=2**50)
+    (said,) = made_elsewhere(dataclasses.replace(plan, predicted=larger), caplog)
+    assert "it needs 1024.00 TiB of host memory, of which this machine has" in said
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_plan_may_need_all_the_memory_of_a_machine(
+    plan: Plan, more: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "total_host_bytes", lambda: plan.predicted.host_peak_bytes - more)
+    assert len(made_elsewhere(plan, caplog)) == more
+
+
+@gpu.on_the_cpu("the names of devices are made up")
+@pytest.mark.parametrize(
+    ("name", "here", "same"),
+    [
+        ("h200", "NVIDIA H200", True), ("rtx4090", "NVIDIA GeForce RTX 4090", True),
+        ("a100-40gb", "NVIDIA A100-SXM4-40GB", True), ("h200", "NVIDIA A100-SXM4-80GB", False),
+        ("cpu", "NVIDIA H200", False),
+    ],
+)  # fmt: skip
+def test_presets_are_known_by_their_number(name: str, here: str, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "device_name_here", lambda kind: here)
+    assert other_device(name, preset(name).device_name, "cuda") == (None if same else here)

@@ -201,7 +201,6 @@ def test_compiled_layers_whose_weights_are_streamed_have_the_same_bits(compiled:
     state = module.state_dict()
     for (name, value), mine in zip(plain.state_dict().items(), state.values(), strict=True):
         assert torch.equal(value, mine), name
-    module.close()
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -217,4 +216,3 @@ def test_compiled_layers_whose_weights_stay_have_the_same_bits(compiled: Callabl
         step(each, X)
     gradients = zip(plain.parameters(), model.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in gradients)  # type: ignore[arg-type]
-    module.close()

@@ -20,7 +20,7 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
 from tests.common.in_files import plan_in_files
-from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss
+from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss, take_step
 
 Share = Callable[["Net"], object]
 
@@ -117,16 +117,13 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
         again = []
         for _ in range(2):
             again.append(square_loss(pair.module, gpu.there(it.inp, pair.module.device)))
-            pair.optimizer.backward(again[-1])
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
+            take_step(pair.optimizer, again[-1])
         assert [loss.item() for loss in again] == losses
         pair.assert_same_weights()
         state_dict = pair.module.state_dict()
         pair.module.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
         pair.plain.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +188,6 @@ def test_weights_written_between_steps_show_under_both_names() -> None:
             model.load_state_dict({"layers.2.weight": torch.ones(8, 8)}, strict=False)
         assert torch.equal(pair.module.state_dict()["now"], torch.ones(8, 8))
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None:
@@ -208,7 +204,7 @@ def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None
 
     for mode in ("streamed", "resident"):
         it = _case(share)
-        with Pair(it, make_plan(it, mode, split_number=12), plain=_make(share)) as pair:
+        with Pair(it, make_plan(it, mode, split_number=12), plain=_make(share), alike=False) as pair:
             pair.train(1)
             pair.module.module.writes = pair.plain.writes = True
             if mode == "resident":
@@ -232,7 +228,6 @@ def test_a_buffer_that_is_written_to_between_two_steps_is_refused(kind: str) -> 
                 reads()
         buffer.mul_(2)
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_a_frozen_copy_in_a_block_is_old_once_its_weight_is_written() -> None:

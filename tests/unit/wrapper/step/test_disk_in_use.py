@@ -26,7 +26,7 @@ from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
 from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
-from tests.common.parity import Pair, case, hf_loss, make_plan
+from tests.common.parity import Pair, case, hf_loss, make_plan, report_of
 from tests.common.tiny_models import FAMILIES
 from tests.unit.wrapper.step.test_states_on_disk import OPTIMIZERS, assert_same, run
 
@@ -38,7 +38,7 @@ def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_p
     machine = replace(preset("cpu"), disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9, disk_free_bytes=2**30)
     model, optimizer = elixir.wrap(
         it.model, OPTIMIZERS["AdamW"](it.model), inp=it.inp, hardware=machine, replan=False,
-        device_memory="1600KiB", host_budget="960KiB", disk_memory="1GiB", disk_folder=tmp_path,
+        device_memory="1600KiB", host_budget="960KiB", disk_memory="1GiB", disk_folder=tmp_path, assume="nominal",
     )  # fmt: skip
     assert model.plan.uses_disk
     for trained, stepped in ((model, optimizer), (plain, its_optimizer)):
@@ -46,15 +46,13 @@ def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_p
             hf_loss(trained, it.inp).backward()
             stepped.step()
             stepped.zero_grad()
-    report = model.last_report
-    assert report is not None
+    report = report_of(model)
     for name in ("disk_read", "disk_write", "disk_peak"):
         assert report.observed[name] == report.predicted[name] > 0
     assert report.observed["host_peak"] <= report.predicted["host_peak"] <= 960 * 2**10
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     assert list(tmp_path.iterdir()) == []
-    model.close()
 
 
 class WatchedDisk(Files):
@@ -79,7 +77,6 @@ def test_states_are_striped_over_several_drives(tmp_path: Path) -> None:
     disk = WatchedDisk()
     with Pair(it, on_disk(make_plan(it, "streamed")), disk_folder=folders, files=disk) as pair:
         pair.train(5)
-        pair.assert_same_weights()
     for way in ("read", "write"):
         parts = [disk.moved["abc"[i], way] for i in range(3)]
         assert max(parts) < 2 * min(parts), parts  # the first step has only masters, which lie on the first drive
@@ -104,7 +101,6 @@ def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
         ):
             assert re.findall("are moved by (.*)", caplog.text) == expected
             pair.train(2)
-            pair.assert_same_weights()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +127,6 @@ def test_one_of_several_drives_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=str(folders[1])) as caught:
         module.settle()
     assert caught.value.errno == errno.EIO
-    module.close()
 
 
 def test_a_folder_may_go_while_the_run_has_its_states_there(tmp_path: Path) -> None:
@@ -143,7 +138,6 @@ def test_a_folder_may_go_while_the_run_has_its_states_there(tmp_path: Path) -> N
         pair.train(2)
         shutil.rmtree(folder)
         pair.train(2)
-        pair.assert_same_weights()
 
 
 class EndedDisk(Files):
@@ -176,7 +170,6 @@ def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_pat
         module.settle()
     assert caught.value.errno == (code or errno.EIO)
     assert all(bool(value.isfinite().all()) for value in module.state_dict().values() if value.is_floating_point())
-    module.close()
 
 
 @pytest.mark.slow
@@ -191,7 +184,6 @@ def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_pat
             for _ in range(2 if way == "accumulated" else 1):
                 pair.backward()
             pair.step()
-        pair.assert_same_weights()
 
 
 @pytest.mark.slow
@@ -216,4 +208,3 @@ def test_delays_on_all_lanes_change_no_bit(seed: int, tmp_path: Path) -> None:
     delays = Emulation(delay_s=0.002, seed=seed)
     with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, emulation=delays) as pair:
         pair.train(3)
-        pair.assert_same_weights()

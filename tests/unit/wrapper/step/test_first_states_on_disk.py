@@ -20,7 +20,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.shard import Shard
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
+from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss, take_step
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
@@ -224,7 +224,6 @@ def test_states_that_a_class_makes_take_no_more_than_the_window(
     if optimizers == 1:
         assert 0.4 * states_bytes < cls.states_bytes <= states_bytes, "the class has made the states of a whole chunk"
     assert cls.most_bytes <= window_kind(plan).nbytes
-    module.close()
 
 
 @pytest.mark.parametrize("cls", [AtOnce, Late, functools.partial(torch.optim.RMSprop, momentum=0.9)])
@@ -244,7 +243,6 @@ def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) ->
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(module, plain)
-    module.close()
 
 
 def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: Path) -> None:
@@ -254,16 +252,13 @@ def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: 
     before = [list(map(id, each.tensors)) for each in stored]
     optimizer = ElixirOptimizer(module, AtOnce(it.model.parameters(), lr=1e-3))
     for _ in range(3):
-        optimizer.backward(it.loss(module, it.inp))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, it.loss(module, it.inp))
     optimizer.load_state_dict(optimizer.state_dict())
     for each, first in zip(stored, before, strict=True):
         found = list(map(id, each.tensors))
         assert len(set(found)) == len(found) > len(first)
     inside.stepper(optimizer).drop_states()
     assert [list(map(id, each.tensors)) for each in stored] == before != []
-    module.close()
 
 
 def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,4 +306,3 @@ def test_a_class_that_counts_its_steps_counts_those_without_a_gradient(tmp_path:
     with Pair(it, plan, optimizer=lambda model: Counting(model.parameters()), disk_folder=tmp_path) as pair:
         for both in (True, False, False, True, False, True):
             pair.train(1, {"x": x, "both": both})
-        pair.assert_same_weights()

@@ -13,7 +13,7 @@ from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu, inside
-from tests.common.parity import Case, case, make_plan, mixed, square_loss
+from tests.common.parity import Case, case, make_plan, mixed, report_of, square_loss, take_step
 
 STEPS = 10
 LR = 1e-3
@@ -69,7 +69,6 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     for key, value in plain.state_dict().items():
         if value.is_floating_point() and not key.endswith("key.bias"):  # their gradient is rounding noise
             assert (state[key] - value).norm() <= 1e-5 * value.norm() + 1e-3 * LR * value.numel() ** 0.5, key
-    module.close()
 
 
 @pytest.mark.sampled
@@ -83,9 +82,7 @@ def test_low_precision_weights_are_the_rounded_masters(mode: str) -> None:
     still_optimizer = ElixirOptimizer(still, OPTIMIZERS["AdamW"](still.module))
     for _ in range(STEPS):
         for model, stepping in ((module, optimizer), (still, still_optimizer)):
-            stepping.backward(it.loss(model, it.inp))
-            stepping.step()
-            stepping.zero_grad()
+            take_step(stepping, it.loss(model, it.inp))
     masters, weights, reference = module.state_dict(), module.module.state_dict(), still.state_dict()
     for name, value in masters.items():
         assert torch.equal(value.bfloat16(), weights[name].cpu()), name
@@ -127,8 +124,7 @@ def test_several_optimizers_take_as_much_memory_as_one_and_give_its_bits(moments
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        report = module.last_report
-        assert report is not None
+        report = report_of(module)
         for what in ("host_peak", "device_buffers"):
             assert report.observed[what] <= 1.002 * report.predicted[what], (number, what)
         states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]

@@ -106,7 +106,6 @@ def test_weights_have_the_bits_of_the_class(mode: str, kind: type) -> None:
             each.zero_grad()
     assert_alike(module, plain)
     theirs[0].load_state_dict(mine[0].state_dict())  # by the names that the class has
-    module.close()
 
 
 def test_wrap_plans_it_as_the_family_of_its_rule() -> None:

@@ -33,7 +33,7 @@ from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, case, distance, make_plan, mixed
+from tests.common.parity import MODES, Case, case, distance, make_plan, rehomed, report_of, take_step
 from tests.common.samples import make_hardware
 
 LOW = ("bfloat16", "8bit")
@@ -48,16 +48,6 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": other, "lr": LR / 2}], lr=LR)
 
 
-def with_homes(plan: Plan, mode: str) -> Plan:
-    """The packing of `plan` with other homes."""
-    if mode == "mixed":
-        return mixed(plan)
-    resident = mode == "resident"
-    home: Any = "device" if resident else "host"
-    chunks = tuple(replace(c, resident=resident, weight_home=home, state_home=home) for c in plan.chunks)
-    return replace(plan, chunks=chunks)
-
-
 class Run:
     """A model under a plan with so many bits of moments."""
 
@@ -70,9 +60,7 @@ class Run:
         losses = []
         for _ in range(steps):
             loss = self.case.loss(self.module, self.case.inp)
-            self.optimizer.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.optimizer, loss)
             losses.append(loss.item())
         return losses
 
@@ -109,11 +97,9 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
     run.train(2)
     parts = plan.predicted.device_parts["optimizer_states"], plan.predicted.host_parts["optimizer_states"]
     assert run.accounted_bytes() == parts
-    report = run.module.last_report
-    assert report is not None
+    report = report_of(run.module)
     assert report.observed["device_buffers"] <= report.predicted["device_peak"]
     assert inside.peak_bytes(run.module, "host") <= plan.predicted.host_step_bytes
-    run.module.close()
 
 
 @functools.cache
@@ -142,14 +128,14 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
     plan = make_plan(case(family), "streamed", moments=kind)
     ends = []
     for start in MODES:
-        run = Run(case(family), with_homes(plan, start))
+        run = Run(case(family), rehomed(plan, start))
         run.train(6)
         ends.append(run.weights())
         run.module.close()
-    moved = Run(case(family), with_homes(plan, "streamed"))
+    moved = Run(case(family), rehomed(plan, "streamed"))
     for mode in ("resident", "mixed", "streamed"):
         moved.train(2)
-        moved.module.rehome(with_homes(plan, mode))
+        moved.module.rehome(rehomed(plan, mode))
     ends.append(moved.weights())
     assert all(isinstance(part.states, FusedStates) for part in inside.shards(moved.module))
     moved.module.close()
@@ -200,7 +186,6 @@ def test_a_step_is_that_of_hybrid_adam_where_shards_are_parameters(kind: str, ma
         reference.step()
         reference.zero_grad()
     assert same(run.weights(), twin.state_dict())
-    run.module.close()
 
 
 @pytest.mark.sampled
@@ -273,7 +258,6 @@ def test_rehome_asks_the_optimizer_first() -> None:
     with pytest.raises(InputError, match="moments"):
         run.module.rehome(replace(plan, optimizer="Adam", moments="8bit", state_size=moments_size("8bit")))
     run.train(1)  # nothing was taken from it
-    run.module.close()
 
 
 @pytest.mark.slow
@@ -287,9 +271,7 @@ def test_wrap_reads_the_moments_of_a_hybrid_adam() -> None:
         memory = {"device_memory": "1600KiB", "host_budget": "1GiB"}
         module, optimizer = elixir.wrap(it.model, make(it.model), inp=it.inp, hardware="cpu", moments=moments, **memory)
         for _ in range(7):  # a second plan is made after the fifth
-            optimizer.backward(it.loss(module, it.inp))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, it.loss(module, it.inp))
         assert module.plan.moments == expected
         assert f"moments in {expected}" in str(module.plan) or expected == "float32"
         module.close()

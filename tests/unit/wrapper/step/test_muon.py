@@ -23,7 +23,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import MODES, ROUNDED, Case, assert_alike, case, distance, make_plan
+from tests.common.parity import MODES, ROUNDED, Case, assert_alike, case, distance, make_plan, report_of
 from tests.common.tiny_models import FAMILIES
 
 CASES = (*FAMILIES, "encoder")
@@ -70,7 +70,6 @@ def test_weights_have_the_bits_of_torch(name: str, mode: str) -> None:
     assert plan.optimizer == "Muon + AdamW"
     plain, _, module = trained(given, plan)
     assert_alike(module, plain)
-    module.close()
 
 
 @pytest.mark.sampled(every=2)
@@ -87,7 +86,6 @@ def test_options_are_those_of_the_class(mode: str, options: dict[str, Any]) -> N
     given = case("llama")
     plain, _, module = trained(given, make_plan(given, mode, optimizer_type="Muon"), **options)
     assert_alike(module, plain)
-    module.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,7 +94,6 @@ def test_accumulated_and_clipped_gradients_give_the_bits_of_torch(mode: str) -> 
     plan = make_plan(given, mode, optimizer_type="Muon")
     plain, _, module = trained(given, plan, accumulate=2, clip=0.5)
     assert_alike(module, plain)
-    module.close()
 
 
 def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients() -> None:
@@ -112,7 +109,6 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     assert gradients.backward_count == 2
     second.zero_grad()
     assert gradients.backward_count == 0
-    module.close()
 
 
 @pytest.mark.sampled(every=4)
@@ -129,8 +125,7 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
             each.step()
             each.zero_grad()
     module.settle()
-    report = module.last_report
-    assert report is not None
+    report = report_of(module)
     seen, said = report.observed, report.predicted
     assert (seen["host_to_device"], seen["device_to_host"]) == (said["host_to_device"], said["device_to_host"])
     if mode != "mixed":  # whose prediction is that of another plan
@@ -144,7 +139,6 @@ def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
     turned = sum(map(plan.turned_bytes, plan.chunks))
     assert turned == sum(2 * c.used_numel for c in plan.chunks if c.matrices and c.state_home == "host")
     assert bool(turned) == (mode != "resident")
-    module.close()
 
 
 @pytest.mark.sampled
@@ -164,8 +158,7 @@ def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path
                 each.zero_grad()
         module.settle()
         states = mine[0].state_dict()["state"]
-        report = module.last_report
-        assert report is not None
+        report = report_of(module)
         if homes.uses_disk:
             assert any(chunk.matrices and chunk.state_home == "disk" for chunk in homes.chunks)
             assert not all(chunk.matrices for chunk in homes.chunks if chunk.state_home == "disk")
@@ -248,7 +241,6 @@ def test_moments_in_fewer_bits_are_those_of_adam(mode: str) -> None:
     plan = make_plan(given, mode, optimizer_type="Muon", moments="8bit")
     plain, _, module = trained(given, plan, steps=1)
     assert_alike(module, plain, plan.matrices)
-    module.close()
 
 
 def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
@@ -284,7 +276,6 @@ def test_wrap_takes_muon_and_adamw_in_a_list(device_memory: str) -> None:
             each.step()
             each.zero_grad()
     assert_alike(module, plain)
-    module.close()
 
 
 def test_states_are_those_of_torch_and_go_on_in_another_home() -> None:
@@ -310,7 +301,6 @@ def test_states_are_those_of_torch_and_go_on_in_another_home() -> None:
         module.rehome(plan)
     assert_alike(module, plain)
     assert isinstance(inside.arena(module), Arena)
-    module.close()
 
 
 def test_other_plans_ranks_homes_and_classes_are_refused() -> None:
@@ -331,7 +321,6 @@ def test_other_plans_ranks_homes_and_classes_are_refused() -> None:
     module = ElixirModule(given.model, whole)
     with pytest.raises(InputError, match=r"plan is for Muon \+ AdamW"):
         ElixirOptimizer(module, torch.optim.AdamW(given.model.parameters()))
-    module.close()
 
 
 def test_names_of_two_optimizers() -> None:

@@ -67,7 +67,6 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
             assert len(updates) > 2
             assert not any(ticket.done() for ticket in updates)
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
@@ -84,7 +83,6 @@ def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
             assert not holding.done(), "the fetch waited"
             inside.cache(pair.module).unpin(first)
         pair.train(2)
-        pair.assert_same_weights()
 
 
 @pytest.mark.sampled
@@ -103,4 +101,3 @@ def test_autograd_saves_by_itself_where_all_weights_stay(checkpoint: str, monkey
         pair.module.rehome(states_on_host(plan, streamed=1))
         pair.train(2)
         assert {"pack", "unpack"} <= set(asked)
-        pair.assert_same_weights()

@@ -24,7 +24,7 @@ from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.chains import NUMEL, Speeds
-from tests.common.parity import Case, case, hf_loss, make_plan
+from tests.common.parity import Case, case, hf_loss, make_plan, report_of, take_step
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import TraceBuilder
 from tests.unit.wrapper.step.test_overlap import held, over, states_on_host
@@ -40,9 +40,7 @@ def make_run(it: Case, plan: Plan, **options: Any) -> tuple[ElixirModule, Elixir
 
 def step(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> torch.Tensor:
     loss = hf_loss(module, it.inp)
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     return loss.detach()
 
 
@@ -68,7 +66,6 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
             for slot in chunk.slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 assert torch.equal(chunk.shard_weights[part].cpu(), chunk.masters[part].to(BF16)), slot.name
-    module.close()
 
 
 def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
@@ -83,7 +80,6 @@ def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
                 parameter.requires_grad_(False)
     for _ in range(3):
         assert torch.equal(step(module, optimizer, it), reference.step(it.inp))
-    module.close()
 
 
 def test_the_host_keeps_what_the_plan_says() -> None:
@@ -95,10 +91,8 @@ def test_the_host_keeps_what_the_plan_says() -> None:
     assert inside.bytes_by_kind(module, "host")["staging"] == 2 * max(shards)
     module.settle()  # moments are there when the first step is
     step(module, optimizer, it)
-    report = module.last_report
-    assert report is not None
+    report = report_of(module)
     assert report.observed["host_peak"] == report.predicted["host_peak"]
-    module.close()
 
 
 @gpu.on_the_cpu("holds a lane's thread")
@@ -119,7 +113,6 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
         assert not any(ticket.done() for ticket in stepped)
         assert second.home_uses.to_read()
     assert over(idle)
-    module.close()
 
 
 def chain(dtype: str, chunks: int) -> StepTrace:

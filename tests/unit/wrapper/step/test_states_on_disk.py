@@ -19,7 +19,7 @@ from elixir.wrapper.run_options import Debug
 from tests.common import inside
 from tests.common.early import all_early, chain
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
-from tests.common.parity import Case, Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan, report_of, take_step
 from tests.common.spawn import child
 
 OPTIMIZERS: dict[str, Any] = {
@@ -59,9 +59,7 @@ def run(it: Case, plan: Plan, steps: int = 4, **options: Any) -> tuple[ElixirMod
     module = ElixirModule(it.model, plan, **options)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.module.parameters(), lr=1e-3), max_norm=1.0)
     for _ in range(steps):
-        optimizer.backward(module(**it.inp).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, module(**it.inp).loss)
     return module, optimizer
 
 
@@ -101,22 +99,17 @@ def test_same_bits_and_states_as_in_memory_and_the_bytes_of_the_plan(
     disk = CountedDisk(piece_bytes=8192)
     delays = Debug(poison=True, emulation=Emulation(delay_s=0.001, seed=3), files=disk)
     module, optimizer = run(case("llama"), on_disk(plan), use_fused_kernels=fused, disk_folder=tmp_path, debug=delays)
-    report = module.last_report
-    assert report is not None
+    report = report_of(module)
     for name in ("disk_read", "disk_write", "disk_peak"):
         assert report.observed[name] == report.predicted[name] > 0
     assert report.observed["host_peak"] <= report.predicted["host_peak"]
     module.settle()
     disk.moved.update(read=0, write=0)
     it = case("llama")
-    optimizer.backward(module(**it.inp).loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, module(**it.inp).loss)
     module.settle()
     assert disk.moved == {"read": report.predicted["disk_read"], "write": report.predicted["disk_write"]}
-    its_optimizer.backward(with_memory(**it.inp).loss)
-    its_optimizer.step()
-    its_optimizer.zero_grad()
+    take_step(its_optimizer, with_memory(**it.inp).loss)
     assert_same(module.state_dict(), with_memory.state_dict())
     assert_same(optimizer.state_dict(), its_optimizer.state_dict())
     module.close()
@@ -133,9 +126,7 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
         with each.gathered(write=True):
             for parameter in each.module.parameters():
                 parameter.data.mul_(1.5)
-        its.backward(each(**case("gpt2").inp).loss)
-        its.step()
-        its.zero_grad()
+        take_step(its, each(**case("gpt2").inp).loss)
     assert_same(module.state_dict(), twin.state_dict())
     for name, value in module.state_dict().items():  # written in bfloat16, then stepped once
         torch.testing.assert_close(value, 1.5 * saved[name], rtol=2**-7, atol=2e-3)
@@ -147,8 +138,6 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
     one, other = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None][:2]
     with one.in_memory(), pytest.raises(StateError, match="still in use"), other.in_memory():
         pass
-    module.close()
-    twin.close()
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
@@ -169,7 +158,6 @@ def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_pa
             report = pair.module.last_report or pytest.fail("nothing was reported")
             moved.append(report.observed["disk_read"])
         assert moved[0] - moved[1] == resting.stored.used_bytes
-        pair.assert_same_weights()
 
 
 @pytest.mark.sampled
@@ -184,8 +172,7 @@ def test_states_move_between_disk_and_memory(name: str, tmp_path: Path) -> None:
             pair.assert_same_weights()
         pair.train(2)
         pair.assert_same_weights()
-        report = pair.module.last_report
-        assert report is not None
+        report = report_of(pair.module)
         assert report.observed["disk_peak"] == report.predicted["disk_peak"]
 
 
@@ -254,9 +241,7 @@ def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
     saving = save_checkpoint(tmp_path / "saved", {"model": module, "optimizer": optimizer})
     it = case("gpt2")
     for _ in range(2):
-        optimizer.backward(module(**it.inp).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, module(**it.inp).loss)
     later = module.state_dict(), optimizer.state_dict()
     saving.wait()
     for homes in (in_memory(plan), on_disk(plan, 2)):
@@ -264,12 +249,9 @@ def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
         load_checkpoint(tmp_path / "saved", {"model": other, "optimizer": its})
         assert_same((other.state_dict(), its.state_dict()), expected)
         for _ in range(2):
-            its.backward(other(**it.inp).loss)
-            its.step()
-            its.zero_grad()
+            take_step(its, other(**it.inp).loss)
         assert_same((other.state_dict(), its.state_dict()), later)
         other.close()
-    module.close()
 
 
 MOMENTS = 50

@@ -237,7 +237,6 @@ def test_hooks_run_whenever_they_were_registered() -> None:
     optimizer.load_state_dict(saved)
     assert seen[2:] == [("load", 1), ("loaded", optimizer)]
     assert "extra" in saved
-    module.close()
 
 
 def test_replaced_methods_are_refused_and_those_of_schedulers_are_not() -> None:
@@ -253,7 +252,6 @@ def test_replaced_methods_are_refused_and_those_of_schedulers_are_not() -> None:
     plain.note = print  # type: ignore[attr-defined]  # replaces nothing
     torch.optim.lr_scheduler.StepLR(plain, 1)
     ElixirOptimizer(module, plain)
-    module.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -281,7 +279,6 @@ def test_states_can_be_dropped_as_in_pytorch(mode: str) -> None:
             optimizer.state.clear()
         assert pair.optimizer.state_dict()["state"] == {}
         pair.train(2)
-        pair.assert_same_weights()
 
 
 def test_a_compiled_function_calls_the_step_as_it_is() -> None:
@@ -294,7 +291,6 @@ def test_a_compiled_function_calls_the_step_as_it_is() -> None:
             step()
             pair.plain_optimizer.step()
             pair.plain_optimizer.zero_grad()
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("make", [own.Averaging, own.Counting, own.Memo])
@@ -308,7 +304,6 @@ def test_planning_and_wrapping_leave_the_groups_as_they_are(make: Make) -> None:
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     ElixirOptimizer(module, plain)
     assert _groups(plain) == before
-    module.close()
 
 
 def test_modes_are_for_between_steps() -> None:
@@ -331,7 +326,6 @@ def test_modes_are_for_between_steps() -> None:
     optimizer.eval()
     with pytest.raises(RuntimeError, match=r"call train\(\) first"):
         optimizer.step()
-    module.close()
 
 
 def test_a_mode_does_not_change_weights_after_a_step_that_failed() -> None:
@@ -367,7 +361,7 @@ def test_weights_that_an_evaluation_mode_has_rewritten_in_part_are_refused() -> 
             super().eval()
 
     it = case("gpt2")
-    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Failing(model.parameters())) as pair:
+    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Failing(model.parameters()), alike=False) as pair:
         pair.train(1)
         Failing.left = 4  # the first call finds out what changes
         with pytest.raises(MemoryError, match="no room"):

@@ -15,7 +15,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
+from tests.common.parity import MODES, Case, Pair, make_plan, square_loss, take_step
 
 Write = Callable[[nn.Parameter], object]
 
@@ -35,10 +35,10 @@ class Net(nn.Module):
         return x
 
 
-def make_pair(mode: str, dtype: str | None = None) -> Pair:
+def make_pair(mode: str, dtype: str | None = None, *, alike: bool = True) -> Pair:
     torch.manual_seed(0)
     it = Case(Net(), {"ids": torch.randint(300, (2, 5))}, square_loss)
-    return Pair(it, make_plan(it, mode, unified_dtype=dtype))
+    return Pair(it, make_plan(it, mode, unified_dtype=dtype), alike=alike)
 
 
 def _optimizer_step(parameter: nn.Parameter) -> None:
@@ -84,7 +84,6 @@ def test_without_write_nothing_is_written(mode: str) -> None:
                 WRITES[how](weight(model, name))
             assert torch.equal(pair.module.state_dict()[name], weight(pair.plain, name).cpu()), (how, name)
         pair.train(2)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,7 +105,6 @@ def test_with_write_it_is_alike_everywhere(mode: str) -> None:
             assert torch.equal(pair.module.state_dict()[name], plain.cpu()), (how, name)
         pair.exact = gpu.has_cpu_kernels()  # a GPU multiplies by transposed memory in another order
         pair.train(2)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -130,7 +128,6 @@ def test_only_what_was_asked_for_is_written(mode: str) -> None:
             weight(pair.plain, "layers.2.weight").add_(1)
         pair.assert_same_weights()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -142,7 +139,6 @@ def test_an_exception_leaves_the_weights_as_they_were(mode: str) -> None:
             raise ZeroDivisionError
         pair.assert_same_weights()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,15 +155,12 @@ def test_one_inside_another(mode: str) -> None:
             weight(pair.plain, "layers.0.weight").add_(1)
         pair.assert_same_weights()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_masters_follow_what_was_written_and_only_that(mode: str) -> None:
-    with make_pair(mode, "bfloat16") as pair:
-        pair.optimizer.backward(square_loss(pair.module, pair.case.inp))
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+    with make_pair(mode, "bfloat16", alike=False) as pair:
+        take_step(pair.optimizer, square_loss(pair.module, pair.case.inp))
         before = pair.module.state_dict()
         with pair.module.gathered():
             for parameter in pair.module.module.parameters():
@@ -194,12 +187,11 @@ def test_a_state_dict_is_loaded_into_what_is_shown_for_writing_only(mode: str) -
         with pair.module.gathered(write=True):
             model.load_state_dict(state)
         pair.plain.load_state_dict(state)
-        pair.assert_same_weights()
 
 
 def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
     """Parameters are plain ones if all is on one device, and anybody may set their `data`."""
-    with make_pair("resident") as pair:
+    with make_pair("resident", alike=False) as pair:
         for model in (pair.module.module, pair.plain):
             parameter = weight(model, "layers.1.weight")
             parameter.data = parameter.data * 2
@@ -228,7 +220,6 @@ def test_a_plain_weight_of_another_shape_is_refused() -> None:
             pair.module.gathered(write=True),
         ):
             mine.data = torch.zeros(3)
-        pair.assert_same_weights()
 
 
 def test_what_is_written_to_memory_that_a_plain_weight_was_given_stays() -> None:
@@ -247,7 +238,6 @@ def test_what_is_written_to_memory_that_a_plain_weight_was_given_stays() -> None
             plain.add_(1)
         pair.assert_same_weights()
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> None:
@@ -260,11 +250,10 @@ def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> No
             mine.mul_(0.5)
             plain.mul_(0.5)
         pair.train(1)
-        pair.assert_same_weights()
 
 
 def test_a_checkpoint_copies_weights_before_anything_changes_them() -> None:
-    with make_pair("resident") as pair:
+    with make_pair("resident", alike=False) as pair:
         pair.train(1)
         found: dict[int, list[Any]] = {}
 
