@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -28,8 +28,6 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace, UnitActivations
-
-logger = logging.getLogger(__name__)
 
 LOOKS = 8
 """Steps in which the number of kept results goes from nothing to everything, and again next to the best."""
@@ -169,9 +167,11 @@ def _chosen(
     variants = _Variants(whole, hardware, request)
     best: Own = variants.nothing
     best_s, found = math.inf, dict[Own, StepTrace]()
-    for own, predicted_s in variants.planned():
-        if predicted_s >= best_s * (1 - NOTICEABLE_SHARE):
-            break
+    # What is exact may be slower than what was predicted, and than the simplest choices.
+    simplest = ((own, variants.floor_s(own)) for own in (None, variants.nothing))
+    for own, least_s in chain(variants.planned(), simplest):
+        if own in found or least_s >= best_s * (1 - NOTICEABLE_SHARE):
+            continue
         found[own] = whole if own is None else made(own)
         step_s = _planned_s(Question(found[own], hardware, request))
         if step_s < best_s:
@@ -207,6 +207,10 @@ class _Variants:
         for step_s, _, own in sorted(plans, key=lambda each: each[:2]):
             yield own, step_s
 
+    def floor_s(self, own: Own) -> float:
+        """The floor of a choice that was looked at."""
+        return self._floors[own][0]
+
     def _look_at_fillings(self) -> None:
         """From nothing to everything, then once more next to the fastest."""
         every = len(self._kept.changes)
@@ -219,8 +223,7 @@ class _Variants:
             counts = _spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)])
 
     def _filling_s(self, count: int) -> float:
-        own = None if count == len(self._kept.changes) else self._kept.activations(count)
-        return self._floors[own][0]
+        return self.floor_s(None if count == len(self._kept.changes) else self._kept.activations(count))
 
     def _look_at_moves(self) -> None:
         """The fastest ways by what compute and the links take, wherever chunks are."""

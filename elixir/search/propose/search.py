@@ -92,10 +92,10 @@ class ShapeSearch:
 
     def find(self, *, sure: bool = True) -> Outcome:
         """The plan with the least worst regret; the fastest in the nominal scenario, if not `sure`."""
-        resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
-        if resident is not None:  # lanes would only take cores from compute
-            self.judge.seconds(resident, self._nominal)
-            return self.judge.outcome(resident)
+        if self._space.hardware.device_kind == "cpu":
+            self._look_at_resident()
+        if self.judge.pool:  # lanes would only take cores from compute
+            return self.judge.outcome(self.judge.fastest())
         here = self._fastest_shape() if self._families else None
         self._look_at_all_of_few()
         if not self.judge.pool:
@@ -124,12 +124,12 @@ class ShapeSearch:
         best_s = self.judge.best_s(self._nominal)
         return best_s < math.inf and best_s <= self.least_s * (1 + GAP)
 
-    def _resident(self) -> Candidate | None:
+    def _look_at_resident(self) -> None:
+        """The placements of all packings that keep everything on the device."""
         for family in self._families:
-            placed = family.placed(Shape(family, 0, family.fewest[0], 0))
-            if placed is not None and placed[0].keeps_everything:
-                return self._weigh(family.model, *placed, 0)
-        return None
+            made = self._make(Shape(family, 0, family.fewest[0], 0))
+            if made is not None and made.placement.keeps_everything:
+                self.judge.seconds(made, self._nominal)
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 
