@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,6 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.variants import WORTHWHILE
 from elixir.step_trace import StepTrace, UnitActivations
-
-logger = logging.getLogger(__name__)
 
 LOOKS = 8
 """Steps in which the number of kept results goes from nothing to everything, and again next to the best."""
@@ -165,10 +163,13 @@ def _chosen(
     planned = variants.planned()
     if made is None:
         return variants.trace(planned[0][0] if planned else variants.nothing)
-    best, best_s = None, math.inf
-    for own, predicted_s in planned:
-        if predicted_s >= best_s * NEARLY:
-            break
+    best, best_s, seen = None, math.inf, set[Own]()
+    # What is exact may be slower than what was predicted, and than the simplest choices.
+    simplest = ((own, variants.floor_s(own)) for own in (None, variants.nothing))
+    for own, least_s in chain(planned, simplest):
+        if own in seen or least_s >= best_s * NEARLY:
+            continue
+        seen.add(own)
         found = whole if own is None else made(own)
         step_s = _planned_s(Question(found, hardware, request))
         if step_s < best_s:
@@ -209,6 +210,10 @@ class _Variants:
             plans.append((_planned_s(Question(trace, self._hardware, self._request)), number, own))
         return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
+    def floor_s(self, own: Own) -> float:
+        """The floor of a choice that was looked at."""
+        return self._floors[own][0]
+
     def _look_at_fillings(self) -> None:
         """From nothing to everything, then once more next to the fastest."""
         every = len(self._kept.changes)
@@ -221,8 +226,7 @@ class _Variants:
             counts = _spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)])
 
     def _filling_s(self, count: int) -> float:
-        own = None if count == len(self._kept.changes) else self._kept.activations(count)
-        return self._floors[own][0]
+        return self.floor_s(None if count == len(self._kept.changes) else self._kept.activations(count))
 
     def _look_at_moves(self) -> None:
         """The fastest ways by what compute and the links take, wherever chunks are."""

@@ -95,11 +95,11 @@ class ShapeSearch:
 
         In other scenarios it looks at few packings: that of the fastest plan, and those with the least nominal floors.
         """
-        resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
-        if resident is not None:  # lanes would only take cores from compute
-            self.judge.seconds(resident, self._nominal)
-            return self.judge.outcome(resident)
         judge, nominal = self.judge, {self._nominal: 1.0}
+        if self._space.hardware.device_kind == "cpu":
+            self._look_at_resident()
+        if judge.pool:  # lanes would only take cores from compute
+            return judge.outcome(judge.fastest())
         looked = self._look(self._families, nominal)
         self._approach(nominal, looked, GAP, self._work)
         self._look_at_all_of_few()
@@ -133,12 +133,12 @@ class ShapeSearch:
         found = {shape.family.work.packing.capacity_bytes: floor_s for floor_s, shape in reversed(looked)}
         return sorted((floor_s, size) for size, floor_s in found.items())
 
-    def _resident(self) -> Candidate | None:
+    def _look_at_resident(self) -> None:
+        """The placements of all packings that keep everything on the device."""
         for family in self._families:
-            placed = family.placed(Shape(family, 0, family.fewest[0], 0))
-            if placed is not None and placed[0].keeps_everything:
-                return self._weigh(family.model, *placed, 0)
-        return None
+            made = self._make(Shape(family, 0, family.fewest[0], 0))
+            if made is not None and made.placement.keeps_everything:
+                self.judge.seconds(made, self._nominal)
 
     def _approach(self, aim: Aim, looked: Sequence[tuple[float, Shape]], gap: float, work: int) -> None:
         """Simulates the candidates with the least floors, and climbs from the best of them.
