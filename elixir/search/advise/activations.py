@@ -143,7 +143,7 @@ def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
 
 
 Own = tuple[UnitActivations, ...] | None
-"""What units keep of their activations; None: everything."""
+"""The results that units keep of their activations; None: everything."""
 
 
 @garbage_collection_paused()
@@ -210,7 +210,7 @@ class _Variants:
         return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
     def _look_at_fillings(self) -> None:
-        """From nothing to everything, then once more next to the fastest."""
+        """Looks from nothing to everything, then once more next to the fastest."""
         every = len(self._kept.changes)
         counts = _spread(0, every)
         for _ in range(2):
