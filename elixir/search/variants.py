@@ -1,6 +1,6 @@
 """Variants of a step: other passes, other replicas, inputs of layers that wait on the host.
 
-Each is a question with a trace of its own, which planning answers like any other. Floors rank them, so that few are
+Each is a question with a separate trace, which planning answers like any other. Floors rank them, so that few are
 planned.
 """
 

@@ -141,7 +141,7 @@ def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
 
 
 Own = tuple[UnitActivations, ...] | None
-"""What units keep of their activations; None: everything."""
+"""The results that units keep of their activations; None: everything."""
 
 
 @garbage_collection_paused()
@@ -215,7 +215,7 @@ class _Variants:
         return self._floors[own][0]
 
     def _look_at_fillings(self) -> None:
-        """From nothing to everything, then once more next to the fastest."""
+        """Looks from nothing to everything, then once more next to the fastest."""
         every = len(self._kept.changes)
         counts = _spread(0, every)
         for _ in range(2):
