@@ -37,7 +37,7 @@ from elixir.tracer.step_functions import StepFunctions
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
+from elixir.tracer.values.shadows import MAX_COPIED_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -356,7 +356,7 @@ class Recorder(TorchDispatchMode):
 
     def _may_be_known(self, op: Traits, arguments: Arguments, outputs: list[Any]) -> bool:
         if not arguments.tensors or op.constant_like:
-            return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
+            return any(not t.is_floating_point() or t.numel() <= MAX_COPIED_NUMEL for t in outputs)
         storages = arguments.storages
         if not arguments.all_meta:
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]

@@ -182,7 +182,6 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 trained = any(parameter.grad is not None for parameter in parameters)
                 phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
                 ledger.stop()
-                shadows.stop()
             observed = Observed(
                 traced=traced,
                 model_name=model_name or type(model).__name__,
