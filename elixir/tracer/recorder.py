@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
-from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
@@ -33,7 +33,7 @@ from elixir.tracer.operator_cache import (
     remade,
     traits,
 )
-from elixir.tracer.step_functions import StepFunctions
+from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
@@ -75,10 +75,8 @@ class Recorder(TorchDispatchMode):
         self._shadows = shadows
         self._routing = routing
         self._operators = OperatorCache(target, cache)
-        self._regions = CheckpointedRegions(partial(_count_state, target, ledger, order))
-        self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
-        self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
+        self._around = contextlib.ExitStack()
         self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
         """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
         self.fused_costs = FusedCosts(())
@@ -87,22 +85,36 @@ class Recorder(TorchDispatchMode):
         """Objects that the step reaches."""
 
     def __enter__(self) -> Recorder:
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        autocast, functions = Autocast(self._target), StepFunctions(self._target.kind, self.host)
+        replaced = autocast.replaced() | {("torch.autograd", "_engine_run_backward"): functions.on_in_backward}
+        if self._target.counts_host_tensors:
+            replaced["torch", "get_rng_state"] = self._counting_states
+        self._around.callback(autocast.close)
+        for context in (replaced_functions(replaced), unseen_by_modes(), functions):
+            self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._autocast.close()  # its guards put back the dispatcher's state, of which this mode is a part
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._around.__exit__(*error)
+
+    def _counting_states(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Counts states of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while
+        its region runs again."""
+
+        def state() -> torch.Tensor:
+            made = get_state()
+            self._ledger.add(made, "activations", self._order.module(), "generator state")
+            return made
+
+        return state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # then the subclass is asked, whose operators come here
         with DisableTorchFunction():
-            if self._regions.beginning:
-                self._regions.settle()
             self._starts.append(len(self._log))
             op = KNOWN_TRAITS.get(id(func)) or traits(func)
             if op.views:  # three of four operators are views
@@ -369,12 +381,6 @@ class Recorder(TorchDispatchMode):
             record = self._workspaces[2 * library + (phase != "forward")]
             if not record.nbytes:
                 record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
-
-
-def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
-    """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
-    if target.counts_host_tensors:
-        ledger.add(state, "activations", order.module(), "generator state")
 
 
 def _indexes_by_mask(args: Any) -> bool:

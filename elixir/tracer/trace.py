@@ -32,7 +32,6 @@ from elixir.models.step import check_step
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
@@ -164,8 +163,6 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         try:
             with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
                 with (
-                    warnings_heard(),
-                    autocast_asked_for_meta(target.kind),
                     routed(target),
                     recomputing(model, activations, swapping),
                     restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),

@@ -198,10 +198,11 @@ class Shadows:
         if record is not None and tensor.numel():
             numel, dtype = tensor.untyped_storage().nbytes() // tensor.itemsize, tensor.dtype
             geometry = (tensor.size(), tensor.stride(), numel)
+            source = values.detach() if isinstance(values, torch.Tensor) else values
 
             def compute() -> torch.Tensor:
-                source = values if isinstance(values, torch.Tensor) else values()
-                return _flat_like(source.detach().to(dtype), geometry)
+                found = source if isinstance(source, torch.Tensor) else source()
+                return _flat_like(found.to(dtype), geometry)
 
             record.shadow = Shadow(tensor.numel(), compute, frozenset() if supposed is None else frozenset({supposed}))
 
