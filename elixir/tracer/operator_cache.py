@@ -24,7 +24,6 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.access.functions import REPLACES_MEMORY
-from elixir.access.placeholders import storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
@@ -229,7 +228,10 @@ class Arguments:
             kind = type(item)
             if kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
                 tensors.append(item)
-                storages.append(storage_of(item))
+                try:  # as `storage_of`
+                    storages.append(item.untyped_storage()._cdata)
+                except NotImplementedError:
+                    storages.append(0)
                 if not item.is_meta:
                     self.all_meta = False
                     cacheable = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(map(_wraps, types)):
             return NotImplemented  # then the subclass is asked, whose operators come here
         with DisableTorchFunction():
             self._starts.append(len(self._log))
@@ -381,6 +382,12 @@ class Recorder(TorchDispatchMode):
             record = self._workspaces[2 * library + (phase != "forward")]
             if not record.nbytes:
                 record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
+
+
+@functools.cache
+def _wraps(kind: type) -> bool:
+    """Whether tensors of a class wrap others."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _indexes_by_mask(args: Any) -> bool:
