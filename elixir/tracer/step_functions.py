@@ -39,7 +39,7 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 @contextlib.contextmanager
 def replaced_functions(makers: Mapping[tuple[str, str], Callable[[Any], Any]]) -> Iterator[None]:
-    """While open, functions of torch are others in this thread.
+    """While open, functions of torch are others in this thread. What somebody else has replaced meanwhile stays.
 
     Args:
         makers: by module and name of a function: gets it, and returns what is called instead.
@@ -58,10 +58,17 @@ def replaced_functions(makers: Mapping[tuple[str, str], Callable[[Any], Any]]) -
             for (module, name), make in makers.items():
                 owner = sys.modules[module]
                 before = getattr(owner, name)
-                stack.enter_context(patch.object(owner, name, of_thread(before, make(before))))
+                ours = of_thread(before, make(before))
+                stack.callback(_put_back, owner, name, before, ours)
+                setattr(owner, name, ours)
             yield
     finally:
         here = None  # somebody may have kept one of them
+
+
+def _put_back(owner: object, name: str, before: object, ours: object) -> None:
+    if getattr(owner, name) is ours:
+        setattr(owner, name, before)
 
 
 class StepFunctions(TorchFunctionMode):

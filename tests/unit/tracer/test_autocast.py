@@ -140,6 +140,13 @@ def test_another_thread_has_the_functions_of_torch_as_they_are() -> None:
     assert calls == [threading.current_thread().name]
 
 
+def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run does in another thread, which puts back what it has found."""
+    with replaced_functions({("torch", "is_autocast_enabled"): lambda before: before}):
+        monkeypatch.setattr(torch, "is_autocast_enabled", bool)
+    assert torch.is_autocast_enabled is bool
+
+
 def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
     def step(model: nn.Module, inp: dict[Any, Any]) -> None:
         torch.autocast(inp["x"].device.type, torch.bfloat16).__enter__()
