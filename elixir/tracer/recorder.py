@@ -162,23 +162,22 @@ class Recorder(TorchDispatchMode):
         return unknown_number(tensor)
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        func = op.func
+        func, (phase, module, node) = op.func, self._order.place()
         if op.matrix_product and self._workspaces and arguments.all_meta:
-            self._hold_workspaces(func, args)
+            self._hold_workspaces(func, args, phase, module)
         remembered = self._operators.recall(op, arguments)
         if remembered is not None:
-            result, tensors, cost = self._repeat(op, remembered)
+            result, tensors, cost = self._repeat(func, remembered, module, node)
             real = False
         else:
             result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
             real = bool(tensors) and tensors[0].device.type != "meta"
             if real and not self._target.counts_host_tensors:
                 return result
-            _, module, node = self._order.place()
             for tensor in tensors:
                 self._ledger.add(tensor, "activations", module, func).node = node
-            if cost.transient_bytes:
-                self._ledger.touch(cost.transient_bytes, module, func)
+        if cost.transient_bytes:
+            self._ledger.touch(cost.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         operation = cost.operation
@@ -224,12 +223,12 @@ class Recorder(TorchDispatchMode):
             self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
 
-    def _repeat(self, op: Traits, remembered: Remembered) -> tuple[Any, list[torch.Tensor], Cost]:
+    def _repeat(
+        self, func: Any, remembered: Remembered, module: str, node: int
+    ) -> tuple[Any, list[torch.Tensor], Cost]:
         """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
         something."""
-        func, cost = op.func, remembered.cost
         follow = self._ledger.follow
-        _, module, node = self._order.place()
         if remembered.container is torch.Tensor:
             spec = remembered.outputs[0]
             result: Any = remade(spec)
@@ -246,9 +245,7 @@ class Recorder(TorchDispatchMode):
                 else:
                     outputs.append(output)
             result = outputs if remembered.container is list else tuple(outputs)
-        if cost.transient_bytes:
-            self._ledger.touch(cost.transient_bytes, module, func)
-        return result, tensors, cost
+        return result, tensors, remembered.cost
 
     def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         written = []
@@ -375,9 +372,8 @@ class Recorder(TorchDispatchMode):
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
         return self._ledger.knows(storages)
 
-    def _hold_workspaces(self, func: Any, args: Any) -> None:
+    def _hold_workspaces(self, func: Any, args: Any, phase: str, module: str) -> None:
         """Counts what libraries keep for a thread: from its first product on, so that later steps begin with it."""
-        phase, module, _ = self._order.place()
         for library, nbytes in enumerate(self._target.matmul_workspace_bytes(func, args)):
             record = self._workspaces[2 * library + (phase != "forward")]
             if not record.nbytes:

@@ -380,7 +380,7 @@ def _made(run: Callable[[], Any], position: int, geometry: tuple[Any, Any, int])
 
 
 def _written(run: Callable[[], Any], copy: Shadow) -> torch.Tensor:
-    """What an operator has written to."""
+    """The values after an operator has written to them."""
     run()
     return copy.value()
 

@@ -141,7 +141,7 @@ def test_another_thread_has_the_functions_of_torch_as_they_are() -> None:
 
 
 def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run does in another thread, which puts back what it has found."""
+    """A run in another thread does so, and puts back what it has found."""
     with replaced_functions({("torch", "is_autocast_enabled"): lambda before: before}):
         monkeypatch.setattr(torch, "is_autocast_enabled", bool)
     assert torch.is_autocast_enabled is bool
