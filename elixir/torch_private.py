@@ -18,6 +18,7 @@ import torch
 import torch._prims_common
 import torch.utils._python_dispatch
 import torch.utils._pytree
+import torch.utils.checkpoint
 
 # --- Modes ------------------------------------------------------------------------------------------------------------
 
@@ -103,9 +104,9 @@ key_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 """Asked and set for this thread only; together several times faster than the guards below."""
 
-IncludeDispatchKeyGuard = torch._C._IncludeDispatchKeyGuard
+include_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
-"""Autocast for a missing device is a separate key, included for the time of a trace."""
+"""Autocast for a missing device is a separate key, included while a traced step has autocast on."""
 
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 """Inside, an operator goes past autograd: a derivative of ours calls the very operator that it replaces."""
@@ -234,10 +235,6 @@ def script_parameters(owner: Any) -> list[torch.Tensor]:
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
-pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
-push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
-"""Takes off the innermost `TorchFunctionMode` of the stack, or puts one on; `with` takes off whichever is innermost."""
-
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 """Exchanges the memory of two tensors in place. The public one exchanges classes too, and refuses weak references."""
 
@@ -298,6 +295,8 @@ tree_map = torch.utils._pytree.tree_map
 tree_unflatten = torch.utils._pytree.tree_unflatten
 """Tensors inside of nested arguments. `torch.utils.pytree` came with 2.9 and is not in all supported versions."""
 
-enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
-exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
-"""Torch functions by which `torch.autocast` tells a mode that it begins and ends."""
+checks_of_checkpoints: dict[str, Callable[[torch.Tensor], Any]] = getattr(
+    torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {}
+)
+"""By name, what a checkpoint asks each tensor that its region saves. Where PyTorch has none, modes see the questions,
+which takes longer."""

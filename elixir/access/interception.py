@@ -272,8 +272,9 @@ class Interception:
 
     def leave_ended(self) -> None:
         """Leaves the modules whose calls an interruption has ended on this thread, where nobody else does."""
-        while self._open and not runs(self._open[-1].call):
-            opened = self._open.pop()
+        running = self._open
+        while running and not runs(running[-1].call):
+            opened = running.pop()
             self._end(opened)
             self._listener.left(opened.module, None)
 
@@ -294,10 +295,10 @@ class Interception:
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
             hooks.__enter__()
-        opened, weights = _Open(module, sys._getframe(1), hooks), self._plain.get(module)
+        opened, weights, running = _Open(module, sys._getframe(1), hooks), self._plain.get(module), self._open
         # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
-        begins = weights is not None and all(each.module is not module for each in self._open)
-        self._open.append(opened)
+        begins = weights is not None and all(each.module is not module for each in running)
+        running.append(opened)
         self._listener.entered(module)
         if begins and weights is not None:
             opened.end = partial(weights.end, weights.begin())
@@ -309,11 +310,12 @@ class Interception:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         # A module whose pre-hook raised was never entered; one that a checkpoint stopped early was never left.
-        innermost = bool(self._open) and self._open[-1].module is module
-        if not innermost and all(each.module is not module for each in self._open):
+        running = self._open
+        innermost = bool(running) and running[-1].module is module
+        if not innermost and all(each.module is not module for each in running):
             return output
         while True:
-            opened = self._open.pop()
+            opened = running.pop()
             self._end(opened)
             kept = self._listener.left(opened.module, output if opened.module is module else None)
             if opened.module is module:

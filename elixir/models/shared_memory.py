@@ -109,11 +109,12 @@ def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
     """Pairs that share elements: a trained weight, and the other."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
-        if tensor.layout == torch.strided and tensor.numel() and not is_absent(tensor) and (at := storage_of(tensor)):
+        if tensor.layout == torch.strided and tensor.numel() and (at := storage_of(tensor)):
             by_storage[at].append((name, tensor))
-    for tensors in by_storage.values():
-        if len(tensors) == 1:  # nearly all
+    for found in by_storage.values():
+        if len(found) == 1:  # nearly all
             continue
+        tensors = [(name, tensor) for name, tensor in found if not is_absent(tensor)]
         extents = sorted(itertools.starmap(_Extent.of, tensors), key=lambda each: (each.first, -each.last))
         for place, one in enumerate(extents):
             for two in itertools.islice(extents, place + 1, None):

@@ -17,7 +17,7 @@ from elixir.tracer.device.common.target import Target
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operator_cache import Arguments, Traits
 from elixir.tracer.use_order import UseOrder
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, Shadows
+from elixir.tracer.values.shadows import MAX_COPIED_NUMEL, Shadows
 
 aten = torch.ops.aten
 
@@ -137,7 +137,7 @@ class HostCopies:
         if record is None:
             return
         whole = target.nbytes == target.untyped_storage().nbytes()
-        is_lasting = source.is_meta or source.numel() <= MAX_EAGER_SHADOW_NUMEL  # of a larger one no copy is kept
+        is_lasting = source.is_meta or source.numel() <= MAX_COPIED_NUMEL  # of a larger one no copy is kept
         if whole and is_lasting and self._shadows.known(target) is None:
             record.shadow = None
             self._shadows.derive(_CAST, (source,), {"dtype": target.dtype}, [source], [target])

@@ -97,11 +97,8 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     try:
         for swap in swaps.values():
             swap.to_meta()
-        for (
-            at,
-            name,
-            value,
-        ) in computed:  # from weights, as by `torch.nn.utils.weight_norm`; the graph keeps real ones
+        for at, name, value in computed:
+            # From weights, as by `torch.nn.utils.weight_norm`; the graph keeps real ones.
             at[name] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         _replace_in_scripts(held)
         yield TracedModel(model, names, modules, [(buffer, swaps[buffer].other) for buffer in places])

@@ -16,6 +16,7 @@ the same to the byte, because an operator is remembered only under three conditi
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.access.functions import REPLACES_MEMORY
-from elixir.access.placeholders import storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
@@ -78,18 +78,12 @@ _COUNTS_AS = {
 }
 """Operators without a formula of PyTorch's -> those with the same products."""
 
-_QUERY_AT = {
-    aten._scaled_dot_product_flash_attention_for_cpu: 0,
-    aten._scaled_dot_product_efficient_attention: 0,
-    aten._scaled_dot_product_flash_attention: 0,
-    aten._scaled_dot_product_cudnn_attention: 0,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
-    aten._scaled_dot_product_efficient_attention_backward: 1,
-    aten._scaled_dot_product_flash_attention_backward: 1,
-    aten._scaled_dot_product_cudnn_attention_backward: 1,
-}
-"""Attention kernels that take keys and values which heads share, and which argument is the query; keys and values
-follow."""
+_SHARES_HEADS = frozenset(
+    getattr(aten, f"_scaled_dot_product_{kernel}_attention{direction}")
+    for kernel, direction in itertools.product(("efficient", "flash", "cudnn"), ("", "_backward"))
+) | frozenset(_COUNTS_AS)
+"""Attention kernels that take keys and values which heads share; the query, after the gradient in backward, comes
+before them."""
 
 
 def _formulas_take_groups() -> bool:
@@ -229,7 +223,10 @@ class Arguments:
             kind = type(item)
             if kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
                 tensors.append(item)
-                storages.append(storage_of(item))
+                try:  # as `storage_of`
+                    storages.append(item.untyped_storage()._cdata)
+                except NotImplementedError:
+                    storages.append(0)
                 if not item.is_meta:
                     self.all_meta = False
                     cacheable = False
@@ -394,9 +391,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
     if formula is None:
         return 0
-    query_at = _QUERY_AT.get(packet)
-    if query_at is None:
+    if packet not in _SHARES_HEADS:
         return int(formula(*args, **kwargs, out_val=result))
+    query_at = int(packet.__name__.endswith("backward"))
     queries, keys = args[query_at].shape[-2], args[query_at + 1].shape[-2]
     if not _FORMULAS_TAKE_GROUPS:
         args = _ungrouped(args, query_at)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
-from elixir.tracer.checkpointed_regions import CheckpointedRegions
 from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
@@ -33,11 +34,11 @@ from elixir.tracer.operator_cache import (
     remade,
     traits,
 )
-from elixir.tracer.step_functions import StepFunctions
+from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values.expert_choice import Routing, choice_of
-from elixir.tracer.values.shadows import MAX_EAGER_SHADOW_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
+from elixir.tracer.values.shadows import MAX_COPIED_NUMEL, SELECTIONS, Shadows, assume_finite, snapshot
 from elixir.tracer.values.unknown_number import undecidable, unknown_number, user_location
 
 aten = torch.ops.aten
@@ -75,10 +76,8 @@ class Recorder(TorchDispatchMode):
         self._shadows = shadows
         self._routing = routing
         self._operators = OperatorCache(target, cache)
-        self._regions = CheckpointedRegions(partial(_count_state, target, ledger, order))
-        self._autocast = Autocast(target.kind)
         self.host = HostCopies(target, ledger, order, shadows)
-        self._functions = StepFunctions(target.kind, self._autocast, self._regions, self.host)
+        self._around = contextlib.ExitStack()
         self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
         """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
         self.fused_costs = FusedCosts(())
@@ -87,22 +86,36 @@ class Recorder(TorchDispatchMode):
         """Objects that the step reaches."""
 
     def __enter__(self) -> Recorder:
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        autocast, functions = Autocast(self._target), StepFunctions(self._target.kind, self.host)
+        replaced = autocast.replaced() | {("torch.autograd", "_engine_run_backward"): functions.on_in_backward}
+        if self._target.counts_host_tensors:
+            replaced["torch", "get_rng_state"] = self._counting_states
+        self._around.callback(autocast.close)
+        for context in (replaced_functions(replaced), unseen_by_modes(), functions):
+            self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._autocast.close()  # its guards put back the dispatcher's state, of which this mode is a part
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._around.__exit__(*error)
+
+    def _counting_states(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Counts states of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while
+        its region runs again."""
+
+        def state() -> torch.Tensor:
+            made = get_state()
+            self._ledger.add(made, "activations", self._order.module(), "generator state")
+            return made
+
+        return state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(map(_wraps, types)):
             return NotImplemented  # then the subclass is asked, whose operators come here
         with DisableTorchFunction():
-            if self._regions.beginning:
-                self._regions.settle()
             self._starts.append(len(self._log))
             op = KNOWN_TRAITS.get(id(func)) or traits(func)
             if op.views:  # three of four operators are views
@@ -149,23 +162,22 @@ class Recorder(TorchDispatchMode):
         return unknown_number(tensor)
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        func = op.func
+        func, (phase, module, node) = op.func, self._order.place()
         if op.matrix_product and self._workspaces and arguments.all_meta:
-            self._hold_workspaces(func, args)
+            self._hold_workspaces(func, args, phase, module)
         remembered = self._operators.recall(op, arguments)
         if remembered is not None:
-            result, tensors, cost = self._repeat(op, remembered)
+            result, tensors, cost = self._repeat(func, remembered, module, node)
             real = False
         else:
             result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
             real = bool(tensors) and tensors[0].device.type != "meta"
             if real and not self._target.counts_host_tensors:
                 return result
-            _, module, node = self._order.place()
             for tensor in tensors:
                 self._ledger.add(tensor, "activations", module, func).node = node
-            if cost.transient_bytes:
-                self._ledger.touch(cost.transient_bytes, module, func)
+        if cost.transient_bytes:
+            self._ledger.touch(cost.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         operation = cost.operation
@@ -211,12 +223,12 @@ class Recorder(TorchDispatchMode):
             self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
 
-    def _repeat(self, op: Traits, remembered: Remembered) -> tuple[Any, list[torch.Tensor], Cost]:
+    def _repeat(
+        self, func: Any, remembered: Remembered, module: str, node: int
+    ) -> tuple[Any, list[torch.Tensor], Cost]:
         """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
         something."""
-        func, cost = op.func, remembered.cost
         follow = self._ledger.follow
-        _, module, node = self._order.place()
         if remembered.container is torch.Tensor:
             spec = remembered.outputs[0]
             result: Any = remade(spec)
@@ -233,9 +245,7 @@ class Recorder(TorchDispatchMode):
                 else:
                     outputs.append(output)
             result = outputs if remembered.container is list else tuple(outputs)
-        if cost.transient_bytes:
-            self._ledger.touch(cost.transient_bytes, module, func)
-        return result, tensors, cost
+        return result, tensors, remembered.cost
 
     def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         written = []
@@ -356,25 +366,24 @@ class Recorder(TorchDispatchMode):
 
     def _may_be_known(self, op: Traits, arguments: Arguments, outputs: list[Any]) -> bool:
         if not arguments.tensors or op.constant_like:
-            return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
+            return any(not t.is_floating_point() or t.numel() <= MAX_COPIED_NUMEL for t in outputs)
         storages = arguments.storages
         if not arguments.all_meta:
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
         return self._ledger.knows(storages)
 
-    def _hold_workspaces(self, func: Any, args: Any) -> None:
+    def _hold_workspaces(self, func: Any, args: Any, phase: str, module: str) -> None:
         """Counts what libraries keep for a thread: from its first product on, so that later steps begin with it."""
-        phase, module, _ = self._order.place()
         for library, nbytes in enumerate(self._target.matmul_workspace_bytes(func, args)):
             record = self._workspaces[2 * library + (phase != "forward")]
             if not record.nbytes:
                 record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
 
 
-def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
-    """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
-    if target.counts_host_tensors:
-        ledger.add(state, "activations", order.module(), "generator state")
+@functools.cache
+def _wraps(kind: type) -> bool:
+    """Whether tensors of a class wrap others."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _indexes_by_mask(args: Any) -> bool:

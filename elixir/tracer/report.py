@@ -7,11 +7,10 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace, Transfer
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
@@ -25,36 +24,36 @@ MAX_STEP_SAMPLES = 896
 MAX_CONTRIBUTORS = 64
 
 
-@dataclass(frozen=True)
-class Observed:
-    """Facts of a trace apart from its ledger and its use order."""
+def assemble(  # noqa: PLR0913 - each fact of a trace once
+    traced: TracedModel,
+    ledger: Ledger,
+    order: UseOrder,
+    *,
+    span: tuple[int, int],
+    optimizer: OptimizerPhase,
+    step: StepShape,
+    hears_gradients: bool,
+    assumptions: tuple[str, ...],
+    unverified: Mapping[str, Iterable[Any]],
+    started: float,
+    **identity: str,
+) -> StepTrace:
+    """Peaks, curve, accesses and gates of a finished trace.
 
-    traced: TracedModel
-    model_name: str
-    model_fingerprint: str
-    device: str
-    dtype: torch.dtype | None
-    optimizer: OptimizerPhase
-    step_begin: int
-    """Length of the ledger's log before `step_fn` ran."""
-    step_end: int
-    """Length of the ledger's log when `step_fn` had returned."""
-    operators: int
-    assumptions: tuple[str, ...]
-    unverified: Mapping[str, Iterable[Any]]
-    """Unconfirmed assumption of the numbers -> the operators for which it was taken."""
-    step: StepShape
-    hears_gradients: bool
-    """Whether the device's memory has room again as soon as autograd has handed a gradient over, and it is known
-    when that is."""
-
-
-def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
-    """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
-
+    Args:
+        traced, ledger, order: of the trace.
+        span: lengths of the ledger's log before `step_fn` ran, and when it had returned.
+        optimizer: what the optimizer's part of the step gave.
+        step: how the step was asked for.
+        hears_gradients: whether the device's memory has room again as soon as autograd has handed a gradient over, and
+            it is known when that is.
+        assumptions: of the numbers.
+        unverified: unconfirmed assumption of the numbers -> the operators for which it was taken.
+        started: `time.perf_counter()` at the beginning of the trace.
+        identity: what the trace is of: fields of `StepTrace` as they are.
+    """
     curve = ledger.curve()
-    end = observed.step_end
-    traced = observed.traced
+    begin, end = span
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     total = curve.total
     peak = int(np.argmax(total[:end]))
@@ -63,25 +62,20 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     # A steady step has its states from the start; in the trace they come after backward.
     optimizer_bytes = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
     operations, numbers = _distinct(order)
-    arriving = ledger.arriving_gradients()[:end] if observed.hears_gradients else None
+    arriving = ledger.arriving_gradients()[:end] if hears_gradients else None
     accesses = _accesses(order, activations + ledger.incomplete_gradients()[:end], arriving, numbers)
     in_order = order.in_order()
-    accesses = (
-        _in_order(accesses, in_order) if observed.step.generate is None else _last_call(accesses, order.calls[-1])
-    )
+    accesses = _in_order(accesses, in_order) if step.generate is None else _last_call(accesses, order.calls[-1])
     return StepTrace(
-        model_name=observed.model_name,
-        model_fingerprint=observed.model_fingerprint,
-        device=observed.device,
-        dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
-        optimizer=observed.optimizer.description,
-        parameters=_parameters(traced, order, in_order, trains=not observed.step.forward),
+        **identity,  # type: ignore[arg-type]
+        optimizer=optimizer.description,
+        parameters=_parameters(traced, order, in_order, trains=not step.forward),
         param_bytes=sum(parameter.nbytes for parameter in traced.names),
         grad_bytes=sum(p.grad.nbytes for p in traced.names if p.grad is not None),
-        optimizer_bytes=observed.optimizer.state_bytes,
+        optimizer_bytes=optimizer.state_bytes,
         buffer_bytes=sum(buffer.nbytes for buffer, _ in traced.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
-        resting_bytes=int(total[observed.step_begin - 1]),
+        resting_bytes=int(total[begin - 1]),
         workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
         activation_peak_bytes=int(activations.max(initial=0)),
         backward_peak_bytes=backward_bytes,
@@ -92,21 +86,19 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
         accesses=accesses,
-        curve=_samples(curve, order, observed.step_begin, end, state_bytes),
-        operators=observed.operators,
+        curve=_samples(curve, order, begin, end, state_bytes),
+        operators=ledger.operators,
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
-            names[0]
-            for p, names in traced.names.items()
-            if p.requires_grad and p.grad is None and not observed.step.forward
+            names[0] for p, names in traced.names.items() if p.requires_grad and p.grad is None and not step.forward
         ),
         unused_modules=_unused_modules(traced, order),
-        assumptions=observed.assumptions + _unverified(observed.unverified, alive, backward_bytes),
+        assumptions=assumptions + _unverified(unverified, alive, backward_bytes),
         trace_s=time.perf_counter() - started,
-        step=observed.step,
-        transfers=_transfers(order, in_order) if observed.step.generate is None else (),
+        step=step,
+        transfers=_transfers(order, in_order) if step.generate is None else (),
         host_peak_bytes=ledger.host_peak_bytes(),
-        forwards=order.results.rerunnable_forwards(observed.step.units, accesses, numbers),
+        forwards=order.results.rerunnable_forwards(step.units, accesses, numbers),
     )
 
 

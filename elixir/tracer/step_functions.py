@@ -1,32 +1,31 @@
-"""Calls of a step in Python, seen by a mode of its thread, so that nothing of torch is replaced.
+"""Calls of a step in Python, seen by a mode of its thread; some functions of torch are others in this thread.
 
 A dispatch mode sees operators only. Some of what a trace must know is decided above them: values of lists in an index
 (PyTorch makes them a tensor on meta, below every dispatch mode), how a number is printed, whether autocast is on.
 
-A mode is off while it handles a function. `backward` runs the user's code again where it is checkpointed, so there the
-mode is put back before the engine starts.
+A mode is off while it handles a function. `backward` runs the user's code, again where it is checkpointed, so the mode
+is put back when the engine starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
-import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 
-# `torch.autocast` reports to modes of this kind, and to no other, that it is entered and left.
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-
-from elixir.torch_private import enter_autocast, exit_autocast, pop_function_mode, push_function_mode
-from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
-from elixir.tracer.device.common.autocast import Autocast
+from elixir.torch_private import DisableTorchFunction, checks_of_checkpoints
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.values.unknown_number import printable
 
@@ -35,21 +34,54 @@ NAMES_CUDA = "a tensor is moved to cuda, and a trace runs on no device"
 """The error of a step that names the device, on a machine with one."""
 
 
-class StepFunctions(PreDispatchTorchFunctionMode):
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+@contextlib.contextmanager
+def replaced_functions(makers: Mapping[tuple[str, str], Callable[[Any], Any]]) -> Iterator[None]:
+    """While open, functions of torch are others in this thread. What somebody else has replaced meanwhile stays.
+
+    Args:
+        makers: by module and name of a function: gets it, and returns what is called instead.
+    """
+    here: int | None = threading.get_ident()
+
+    def of_thread(before: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (ours if threading.get_ident() == here else before)(*args, **kwargs)
+
+        return chosen
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for (module, name), make in makers.items():
+                owner = sys.modules[module]
+                before = getattr(owner, name)
+                ours = of_thread(before, make(before))
+                stack.callback(_put_back, owner, name, before, ours)
+                setattr(owner, name, ours)
+            yield
+    finally:
+        here = None  # somebody may have kept one of them
+
+
+def _put_back(owner: object, name: str, before: object, ours: object) -> None:
+    if getattr(owner, name) is ours:
+        setattr(owner, name, before)
+
+
+class StepFunctions(TorchFunctionMode):
     """The functions of a step that need more than their operators.
 
     Args:
         kind: of the target device, ``cuda`` or ``cpu``.
-        autocast: is called when autocast is entered and left.
-        regions: is called when a checkpointed region begins.
         host: brings tensors back from the host.
     """
 
-    def __init__(self, kind: str, autocast: Autocast, regions: CheckpointedRegions, host: HostCopies) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
+    def __init__(self, kind: str, host: HostCopies) -> None:
+        super().__init__()
         self._kind = kind
-        self._autocast = autocast
-        self._regions = regions
         self._host = host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,25 +90,14 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             return handler(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def begin_backward(self, func: Any, args: Any, kwargs: Any) -> None:
-        """``loss.backward()`` is `torch.autograd.backward` of one tensor."""
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
-        tensor, gradient = given.pop("self"), given.pop("gradient", None)
-        self.differentiate(torch.autograd.backward, (tensor, gradient), given)
+    def on_in_backward(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that starts autograd's engine, with the mode on."""
 
-    def differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A backward pass, with the mode put back for what it runs again."""
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
-        starts, gradients = ("tensors", "grad_tensors") if "tensors" in given else ("outputs", "grad_outputs")
-        if given.get("grad_variables") is not None:  # the old name, which PyTorch refuses next to the new one
-            given[gradients] = given.pop("grad_variables")
-        if not isinstance(given[starts], (torch.Tensor, torch.autograd.graph.GradientEdge)):
-            given[starts] = tuple(given[starts])
-        entering = _Entering(self, given[starts], given.get(gradients))
-        try:
-            return func(**given | {gradients: entering})
-        finally:
-            entering.leave()
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run_backward(*args, **kwargs)
+
+        return run
 
     def device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``x.device`` is meta, but code that asks for its type because of autocast gets the target's."""
@@ -84,8 +105,6 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         device = func(*args, **kwargs)
         if device.type != "meta" or not _asks_type_for_autocast(caller.f_code, caller.f_lasti):
             return device
-        if caller.f_code.co_filename == CHECKPOINT_FILE:
-            self._regions.begins(caller)
         return torch.device(self._kind)
 
     def to(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -110,47 +129,20 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             return None
         return func(*args, **kwargs)
 
-    def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Autocast is on from now on."""
-        self._autocast.entered()
-
-    def autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Autocast is as it was before."""
-        self._autocast.left()
-
 
 def _is_cuda(value: object) -> bool:
     return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
 
 
-class _Entering:
-    """The gradients that a backward pass begins with; to ask for them enters a mode.
+def unseen_by_modes() -> Any:
+    """Makes checkpoints ask the tensors that a region saves for their metadata unseen, which is quicker."""
 
-    PyTorch asks after it has looked for modes, and before it calls the engine, which runs everything as it was then.
-    """
+    def unseen(check: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        with DisableTorchFunction():
+            return check(tensor)
 
-    def __init__(self, mode: StepFunctions, starts: Any, gradients: Any) -> None:
-        self._mode = mode
-        self._entered = False
-        if gradients is None:
-            self._gradients: tuple[Any, ...] = (None,) * (len(starts) if isinstance(starts, tuple) else 1)
-        else:
-            self._gradients = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._entered:
-            self._entered = True
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-        return iter(self._gradients)
-
-    def leave(self) -> None:
-        """The mode is off again if it was on. A ``with torch.device(...)`` around the step has come on top of it, since
-        PyTorch puts that back after the call."""
-        above: list[Any] = []
-        while self._entered and (innermost := pop_function_mode()) is not self._mode:
-            above.append(innermost)
-        while above:
-            push_function_mode(above.pop())
+    checks = {name: functools.partial(unseen, check) for name, check in checks_of_checkpoints.items()}
+    return patch.dict(checks_of_checkpoints, checks)
 
 
 def _index(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
@@ -226,7 +218,7 @@ def _make_like(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _asks_type_for_autocast(code: CodeType, position: int) -> bool:
     """Whether an instruction is part of ``x.device.type`` in a function that speaks of autocast, or of checkpoint's."""
-    checkpoints = code.co_filename == CHECKPOINT_FILE
+    checkpoints = code.co_filename == _CHECKPOINT_FILE
     if not checkpoints and not any("autocast" in name for name in (*code.co_names, *code.co_freevars)):
         return False
     instructions = dis.get_instructions(code)
@@ -245,14 +237,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.tensor: _make,
     torch.as_tensor: _make,
     torch.asarray: _make,
-    torch.Tensor.backward: StepFunctions.begin_backward,
-    torch.autograd.backward: StepFunctions.differentiate,
-    torch.autograd.grad: StepFunctions.differentiate,
     torch.Tensor.device.__get__: StepFunctions.device,
     torch.Tensor.to: StepFunctions.to,
     torch.Tensor.cuda: StepFunctions.to,
     torch.Tensor.grad.__get__: StepFunctions.gradient,  # type: ignore[union-attr]
-    enter_autocast: StepFunctions.autocast_entered,
-    exit_autocast: StepFunctions.autocast_left,
 }
 """Function -> what handles it instead, called with the mode first."""

@@ -32,7 +32,6 @@ from elixir.models.step import check_step
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.autocast import autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.device.routed_functions import routed
@@ -40,7 +39,7 @@ from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta import TracedModel, meta_input, on_meta
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
-from elixir.tracer.report import Observed, assemble
+from elixir.tracer.report import assemble
 from elixir.tracer.step_functions import NAMES_CUDA
 from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
@@ -48,6 +47,7 @@ from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
 from elixir.tracer.values.shadows import Shadows
 from elixir.tracer.values.unknown_number import raised_in, user_location
+from elixir.units import dtype_name
 
 StepFn = Callable[[nn.Module, Any], Any]
 
@@ -164,8 +164,6 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         try:
             with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
                 with (
-                    warnings_heard(),
-                    autocast_asked_for_meta(target.kind),
                     routed(target),
                     recomputing(model, activations, swapping),
                     restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),
@@ -178,21 +176,21 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 if regions := order.checkpointed():
                     layers = layer_units(model, compile=compile, checkpointed=regions)
                 units = _units_of(layers.values(), order)
-                step_end, operators = len(ledger), ledger.operators
+                step_end = len(ledger)
                 trained = any(parameter.grad is not None for parameter in parameters)
                 phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
                 ledger.stop()
-                shadows.stop()
-            observed = Observed(
-                traced=traced,
+            return assemble(
+                traced,
+                ledger,
+                order,
+                span=(step_begin, step_end),
+                optimizer=phase,
+                started=started,
                 model_name=model_name or type(model).__name__,
                 model_fingerprint=known_by,
                 device=hardware.name,
-                dtype=dtype,
-                optimizer=phase,
-                step_begin=step_begin,
-                step_end=step_end,
-                operators=operators,
+                dtype="as built" if dtype is None else dtype_name(dtype),
                 assumptions=_assumptions(traced, target, shadows, fused) + code.assumption,
                 unverified=target.unverified,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
@@ -213,7 +211,6 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     ),
                 ),
             )
-            return assemble(observed, ledger, order, started)
         except TraceError as error:
             if not code.generated:
                 raise

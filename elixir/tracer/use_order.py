@@ -449,7 +449,8 @@ class UseOrder:
         """Whether the running module or node has announced a parameter."""
         phase = self.phase()
         if self._in_module(phase):
-            return any(index in scope.parameters for scope in reversed(self._scopes))  # nearly always the innermost
+            innermost = index in self._scopes[-1].parameters
+            return innermost or any(index in scope.parameters for scope in self._scopes)
         if phase == "forward":
             return index in self._outside
         self._enter_node()

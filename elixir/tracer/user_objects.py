@@ -181,7 +181,7 @@ class UserObjects:
 
     def restore(self) -> None:
         """Puts changed values back."""
-        changed = [each for each in self._containers if not _same(*each)]
+        changed = [each for each in self._containers if (each[1] or each[2]) and not _same(*each)]  # most are empty
         uninterrupted(
             [
                 self._written.restore,
@@ -269,7 +269,7 @@ class UserObjects:
             kind = type(value)
             if kind is dict or kind is collections.OrderedDict:
                 self._seen[id(value)] = value
-                self._containers.append((kind, value, value.copy()))
+                self._containers.append((kind, value, value.copy() if value else {}))
                 if value:
                     self._push(value.values())
             else:
@@ -305,8 +305,8 @@ def _put_back(kind: Any, held: Any, before: Any) -> None:
 
 def _same(kind: Any, held: Any, before: Any) -> bool:
     """Whether a container of this kind holds the very same objects, in the same order."""
-    if len(held) != len(before) or not before:  # most are empty
-        return len(held) == len(before)
+    if len(held) != len(before):
+        return False
     if kind is set:
         return {id(item) for item in held} == {id(item) for item in before}
     if isinstance(before, dict):

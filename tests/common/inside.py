@@ -344,5 +344,5 @@ def count_attention_without_groups(monkeypatch: pytest.MonkeyPatch, formula: Cal
     from elixir.tracer import operator_cache
 
     monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
-    for kernel in operator_cache._QUERY_AT:
+    for kernel in operator_cache._SHARES_HEADS:
         monkeypatch.setitem(operator_cache.flop_registry, kernel, formula)

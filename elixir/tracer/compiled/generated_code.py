@@ -26,7 +26,6 @@ from torch.func import functional_call
 
 from elixir.step_trace import Operation
 from elixir.torch_private import tree_unflatten, while_nothing_compiles
-from elixir.tracer.checkpointed_regions import STATE_BYTES
 from elixir.tracer.compiled.emulated_cuda import RANDOM_STATE_BYTES, compiled_for_cuda, emulated_cuda, without_driver
 from elixir.tracer.compiled.layer_graph import Layout, checkpoints_in_the_graph, layer_graph
 from elixir.tracer.compiled.private_names import missing
@@ -45,6 +44,8 @@ _CHOSEN_BY_RUNNING = (
 )  # fmt: skip
 _BUILDS_KERNELS = "async_compile = AsyncCompile()"
 """The line of generated code after which its kernels are defined."""
+_HOST_STATE_BYTES = torch.get_rng_state().nbytes
+"""Bytes of the state of the CPU's generator."""
 _DRAWS = "torch.ops.higher_order."
 """The place of operators that set the generator's state around another operator, so that it draws alike again."""
 _FRESH = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "cpp.simdlen": 1}
@@ -209,7 +210,7 @@ def _loaded(graph: Any, cost: Cost) -> Any:
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
-    nbytes, place = (STATE_BYTES, "meta") if kind == "cpu" else (RANDOM_STATE_BYTES, "cpu")
+    nbytes, place = (_HOST_STATE_BYTES, "meta") if kind == "cpu" else (RANDOM_STATE_BYTES, "cpu")
 
     def saving(operator: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         return torch.empty(nbytes, dtype=torch.uint8, device=place), operator(*args, **kwargs)

@@ -20,11 +20,20 @@ import torch.nn.functional as F
 
 from elixir.torch_private import is_recorded
 from elixir.tracer.device.common import value_branches
-from elixir.tracer.device.common.target import Attention, Target
+from elixir.tracer.device.common.target import Attention, AttentionKernel, Target
 
 aten = torch.ops.aten
 
-_PAD = {"flash": 8, "efficient": 1, "cudnn": 1, "cpu_flash": 1}
+_ATTENTION: dict[AttentionKernel, Any] = {
+    "math": aten._scaled_dot_product_attention_math.default,
+    "cpu_flash": aten._scaled_dot_product_flash_attention_for_cpu.default,
+    "cudnn": aten._scaled_dot_product_cudnn_attention.default,
+    "flash": aten._scaled_dot_product_flash_attention.default,
+    "efficient": aten._scaled_dot_product_efficient_attention.default,
+}
+"""Kernel -> its operator, which names its arguments as the others do."""
+_FLASH_WIDTH = 8
+"""Flash takes heads of multiples of it, to which others are padded."""
 _EFFICIENT_BIAS_ALIGNMENT = 8
 _BLOCK_OF_SCALES = 256
 
@@ -166,40 +175,24 @@ def _attention(target: Target) -> Callable[..., torch.Tensor]:
             last_dim_contiguous=query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
             mask_last_dim_contiguous=attn_mask is None or attn_mask.stride(-1) == 1,
         )
-        kernel = target.attention_kernel(call)
+        kernel, width = target.attention_kernel(call), query.shape[-1]
         bias = _additive(attn_mask, query.dtype)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if kernel == "math":
-            output: torch.Tensor = aten._scaled_dot_product_attention_math(
-                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
-            return output
-        if kernel == "cpu_flash":
-            output = aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
-            )[0]
-            return output
-        if kernel == "cudnn":
-            output = aten._scaled_dot_product_cudnn_attention(
-                query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return output
-        width = query.shape[-1]
-        if kernel == "flash":
-            padding = -width % _PAD["flash"]
-            if padding:
-                query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-            scale = width**-0.5 if scale is None else scale
-            output = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return output[..., :width] if padding else output
-        if bias is not None:
+        padding = -width % _FLASH_WIDTH if kernel == "flash" else 0
+        if padding:
+            query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+        if kernel == "flash" and scale is None:
+            scale = width**-0.5
+        if kernel == "efficient" and bias is not None:
             bias = _aligned(bias).expand(*query.shape[:3], key.shape[-2])
-        output = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-        )[0]
-        return output
+        given = {
+            "attn_mask": bias, "attn_bias": bias, "compute_log_sumexp": saves, "dropout_p": dropout_p,
+            "is_causal": is_causal, "return_debug_mask": False, "scale": scale, "enable_gqa": enable_gqa,
+        }  # fmt: skip
+        operator = _ATTENTION[kernel]
+        names = {argument.name for argument in operator._schema.arguments}
+        output: torch.Tensor = operator(query, key, value, **{name: given[name] for name in given if name in names})[0]
+        return output[..., :width] if padding else output
 
     return scaled_dot_product_attention
 

@@ -115,22 +115,20 @@ class BalancedRouting:
         tokens = choice.indices.numel() // chosen
         if not choice.keeps_axis and tokens == 1:
             return  # one number: a decision, which nothing balances
-        first = torch.arange(tokens) * (1 if choice.ordered else chosen)
-        first[: int(tokens * self._skew)] = 0
-        if not choice.keeps_axis:
-            first += self._taken_before(call, choice.scores.shape)
-        values = (first[:, None] + torch.arange(chosen)[None, :]) % experts
-        if choice.keeps_axis:
-            shape = list(choice.indices.shape)
-            shape.append(shape.pop(choice.axis))
-            values = values.view(shape).movedim(-1, choice.axis)
+        taken = 0 if choice.keeps_axis else self._taken_before(call, choice.scores.shape)
         kind = "balanced" if self._skew == 0 else f"skewed by {self._skew:g}"
         each = "" if choice.ordered else f", {chosen} per token"
-        shadows.attach(
-            choice.indices,
-            values.view(choice.indices.shape) if not choice.keeps_axis else values,
-            f"{kind} routing of tokens over {experts} experts{each}",
-        )
+        shape, axis, ordered = choice.indices.shape, choice.axis if choice.keeps_axis else None, choice.ordered
+
+        def values() -> torch.Tensor:
+            first = torch.arange(tokens) * (1 if ordered else chosen)
+            first[: int(tokens * self._skew)] = 0
+            found = (first[:, None] + taken + torch.arange(chosen)[None, :]) % experts
+            if axis is None:
+                return found.view(shape)
+            return found.view(*shape[:axis], *shape[axis + 1 :], chosen).movedim(-1, axis)
+
+        shadows.attach(choice.indices, values, f"{kind} routing of tokens over {experts} experts{each}")
 
     def _taken_before(self, call: object, scores: torch.Size) -> int:
         """How many single choices over such scores this call of a module has made before."""

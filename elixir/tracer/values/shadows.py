@@ -8,21 +8,25 @@ never guessed: see `elixir.tracer.values.unknown_number`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from elixir.torch_private import DisableTorchDispatch, tree_leaves, tree_map
+from elixir.torch_private import DisableTorchDispatch, tree_leaves
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.values.unknown_number import undecidable
 
 MAX_SHADOW_NUMEL = 2**26
 """Values of larger tensors are not worked out: 512 MiB of int64."""
-MAX_EAGER_SHADOW_NUMEL = 2**22
-"""Largest tensor on which in-place operators are followed, which happens at once; larger ones lose their values."""
+MAX_COPIED_NUMEL = 2**22
+"""Largest tensor whose values are copied, before an in-place operator changes them or where they lie on the CPU. Larger
+ones lose their values once they are written to."""
+MAX_CHAIN = 32
+"""Values that follow by more operators than this, one from the other, are worked out at once: Python's stack ends."""
 
 aten = torch.ops.aten
 
@@ -90,57 +94,82 @@ def assume_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor)
 
 
 class Shadow:
-    """The values of one storage: a flat CPU tensor, or how to compute it."""
+    """The values of one storage, which never change: a flat CPU tensor, or how to compute it.
 
-    __slots__ = ("_compute", "_value", "numel", "supposed")
+    Args:
+        numel: elements of the storage.
+        compute: gives them.
+        supposed: the assumptions that gave these values, such as balanced routing.
+        operands: what `compute` works with.
+    """
 
-    def __init__(self, numel: int, compute: Callable[[], torch.Tensor], supposed: frozenset[str] = frozenset()) -> None:
+    __slots__ = ("_compute", "_value", "chain", "numel", "supposed")
+
+    def __init__(
+        self,
+        numel: int,
+        compute: Callable[[], torch.Tensor],
+        supposed: frozenset[str] = frozenset(),
+        operands: Iterable[Shadow] = (),
+    ) -> None:
         self.numel = numel
         self.supposed = supposed
-        """The assumption that gave these values, such as balanced routing; empty for those that follow from data."""
         self._compute: Callable[[], torch.Tensor] | None = compute
         self._value: torch.Tensor | None = None
+        self.chain: int = 1 + max((operand.chain for operand in operands), default=0)
+        """How many operators have to be worked out one after the other."""
+        if self.chain > MAX_CHAIN:
+            self.value()
 
     def value(self) -> torch.Tensor:
-        """The storage's elements as a flat CPU tensor; views of it see each other's writes."""
+        """The storage's elements as a flat CPU tensor."""
         if self._value is None:
             assert self._compute is not None
             with DisableTorchDispatch():  # it is no operator of the step
                 self._value = self._compute()
-            self._compute = None
+            self._compute, self.chain = None, 0
         return self._value
 
 
 class View:
-    """A shadow seen with a tensor's size, stride and offset."""
+    """A shadow seen with a size, strides and an offset."""
 
-    __slots__ = ("_geometry", "_shadow", "supposed")
+    __slots__ = ("_geometry", "shadow")
 
-    def __init__(self, shadow: Shadow, tensor: torch.Tensor) -> None:
-        self._shadow = shadow
-        self.supposed = shadow.supposed
-        self._geometry = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+    def __init__(self, shadow: Shadow, dtype: torch.dtype, *geometry: Any) -> None:
+        self.shadow = shadow
+        self._geometry = dtype, geometry
+
+    @classmethod
+    def of(cls, shadow: Shadow, tensor: torch.Tensor) -> View:
+        """A shadow seen as a tensor is."""
+        return cls(shadow, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    @property
+    def supposed(self) -> frozenset[str]:
+        """The assumptions that gave the values."""
+        return self.shadow.supposed
 
     def value(self) -> torch.Tensor:
         """A CPU tensor with the values, sharing memory with the shadow."""
-        dtype, size, stride, offset = self._geometry
-        flat = self._shadow.value()
-        if flat.dtype != dtype:
-            flat = flat.view(dtype)
-        return flat.as_strided(size, stride, offset)
+        dtype, geometry = self._geometry
+        flat = self.shadow.value()
+        return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(*geometry)
 
 
-class Blank(View):
-    """Replaces a tensor of which only shape and dtype matter."""
+def _blank(tensor: torch.Tensor) -> View:
+    """Zeros that take no memory, in place of a tensor of which only shape and dtype matter."""
+    shadow = Shadow(1, partial(torch.zeros, 1, dtype=tensor.dtype))
+    return View(shadow, tensor.dtype, tensor.size(), (0,) * tensor.dim(), 0)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._like = (tensor.dtype, tensor.size())
-        self.supposed = frozenset()
 
-    def value(self) -> torch.Tensor:
-        """Zeros that take no memory."""
-        dtype, size = self._like
-        return torch.zeros((), dtype=dtype).expand(size)
+def arguments_changed(change: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+    """The arguments of an operator, each item of which, in lists too, is what `change` makes of it."""
+
+    def changed(item: Any) -> Any:
+        return [changed(each) for each in item] if type(item) in (list, tuple) else change(item)
+
+    return tuple(map(changed, args)), {name: changed(item) for name, item in kwargs.items()}
 
 
 class Shadows:
@@ -148,7 +177,6 @@ class Shadows:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._pending: list[Shadow] = []
         self._supposed: dict[str, None] = {}
 
     @property
@@ -156,24 +184,27 @@ class Shadows:
         """Assumptions on values by which the step has decided; see `attach`."""
         return tuple(self._supposed)
 
-    def attach(self, tensor: torch.Tensor, values: torch.Tensor, supposed: str | None = None) -> None:
+    def attach(
+        self, tensor: torch.Tensor, values: torch.Tensor | Callable[[], torch.Tensor], supposed: str | None = None
+    ) -> None:
         """`tensor` (meta) has these values, cast to its dtype; they are read only when asked for.
 
         Args:
             tensor: followed by the ledger.
-            values: of its shape.
+            values: of its shape, or what gives them.
             supposed: what was supposed to have them, in words; None where they follow from data.
         """
         record = self._ledger.find(tensor)
-        if record is not None and values.numel():
-            source, dtype = values.detach(), tensor.dtype
-            because = frozenset() if supposed is None else frozenset({supposed})
-            record.shadow = Shadow(source.numel(), lambda: _flat_like(source.to(dtype), tensor_geometry), because)
-            tensor_geometry = (tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes() // tensor.itemsize)
+        if record is not None and tensor.numel():
+            numel, dtype = tensor.untyped_storage().nbytes() // tensor.itemsize, tensor.dtype
+            geometry = (tensor.size(), tensor.stride(), numel)
+            source = values.detach() if isinstance(values, torch.Tensor) else values
 
-    def stop(self) -> None:
-        """Work out no values any more: those that wait for it would keep themselves, and all of a trace, alive."""
-        self._pending.clear()
+            def compute() -> torch.Tensor:
+                found = source if isinstance(source, torch.Tensor) else source()
+                return _flat_like(found.to(dtype), geometry)
+
+            record.shadow = Shadow(tensor.numel(), compute, frozenset() if supposed is None else frozenset({supposed}))
 
     def known(self, tensor: torch.Tensor) -> View | None:
         """The known values of a meta tensor."""
@@ -185,7 +216,7 @@ class Shadows:
         record = self._ledger.find(tensor)
         if record is None or record.shadow is None:
             return None
-        return View(record.shadow, tensor)
+        return View.of(record.shadow, tensor)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, meta or not, as a CPU tensor; None where they are unknown.
@@ -204,67 +235,52 @@ class Shadows:
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
         """Lets new storages in `outputs` carry what `func` makes of known inputs, lazily."""
-        views: dict[int, Any] = {}
-        supposed = frozenset({_UNWRITTEN} if func in _UNINITIALISED else ())
-        for tensor in inputs:
-            if tensor.device.type != "meta":
-                views[id(tensor)] = snapshot(tensor)
-            else:
-                view = Blank(tensor) if func in CONSTANTS_LIKE else self.known(tensor)
-                if view is None:
-                    return
-                views[id(tensor)] = view
-                supposed |= view.supposed
         if torch.Tag.nondeterministic_seeded in func.tags:
             return
-        operands = (tree_map(lambda x: views.get(id(x), x), args), tree_map(lambda x: views.get(id(x), x), kwargs))
-        results: list[Any] = []
-
-        def result(position: int) -> torch.Tensor:
-            if not results:
-                results.append(self._evaluate(func, *operands))
-            made = results[0]
-            tensors = [made] if isinstance(made, torch.Tensor) else [t for t in made if isinstance(t, torch.Tensor)]
-            return tensors[position]
-
+        views: dict[int, View | torch.Tensor] = {}
+        for tensor in inputs:
+            view = snapshot(tensor) if not tensor.is_meta else self.known(tensor)
+            if func in CONSTANTS_LIKE and tensor.is_meta:
+                view = _blank(tensor)
+            if view is None:
+                return
+            views[id(tensor)] = view
+        sources, supposed = _sources(views.values())
+        supposed |= {_UNWRITTEN} if func in _UNINITIALISED else frozenset()
+        operands = arguments_changed(lambda item: views.get(id(item), item), args, kwargs)
+        run = functools.cache(partial(self._evaluate, func, *operands))
         for position, tensor in enumerate(outputs):
             record = self._ledger.find(tensor)
             if record is None or record.shadow is not None or tensor.numel() == 0:
                 continue
             numel = tensor.untyped_storage().nbytes() // tensor.itemsize
-            if numel > MAX_SHADOW_NUMEL:
-                continue
-            geometry = (tensor.size(), tensor.stride(), numel)
-            compute = partial(lambda p, g: _flat_like(result(p), g), position, geometry)
-            record.shadow = Shadow(numel, compute, supposed)
-            self._pending.append(record.shadow)
+            if numel <= MAX_SHADOW_NUMEL:
+                compute = partial(_made, run, position, (tensor.size(), tensor.stride(), numel))
+                record.shadow = Shadow(numel, compute, supposed, sources)
 
     def mutate(
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]
     ) -> None:
-        """Follows an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
+        """Follows an in-place operator, lazily: new values for what it writes to, or none if it makes them unknown."""
         followed = [record for record in written if record.shadow is not None]
-        if torch.Tag.pointwise not in func.tags or func in _OVERWRITES or "out" in kwargs:
-            for record in followed:
-                record.shadow.supposed -= {_UNWRITTEN}
-        views = [self._view(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
-        small = all(record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in followed)
-        known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
-        if not known or not small:
+        known = all(self._view(tensor) is not None for tensor in inputs if tensor.is_meta)
+        small = all(record.shadow.numel <= MAX_COPIED_NUMEL for record in followed)
+        if not known or not small or torch.Tag.nondeterministic_seeded in func.tags:
             for record in followed:
                 record.shadow = None
             return
-        # Values derived from the old ones are computed before those change.
-        for shadow in self._pending:
-            shadow.value()
-        self._pending.clear()
-        supposed = frozenset[str]().union(*(view.supposed for view in views if isinstance(view, View)))
+        overwrites = torch.Tag.pointwise not in func.tags or func in _OVERWRITES or "out" in kwargs
+        copies: dict[int, Shadow] = {}
         for record in followed:
-            record.shadow.supposed |= supposed
-        by_id = {id(tensor): view for tensor, view in zip(inputs, views, strict=True)}
-        self._evaluate(
-            func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
-        )
+            old = record.shadow
+            supposed = old.supposed - {_UNWRITTEN} if overwrites else old.supposed
+            record.shadow = copies[record.index] = Shadow(old.numel, partial(_copied, old), supposed, [old])
+        views = {id(t): snapshot(t) if not t.is_meta else self._view(t) for t in inputs}
+        operands = arguments_changed(lambda item: views.get(id(item), item), args, kwargs)
+        run, (sources, supposed) = functools.cache(partial(self._evaluate, func, *operands)), _sources(views.values())
+        for record in followed:
+            copy = copies[record.index]
+            record.shadow = Shadow(copy.numel, partial(_written, run, copy), supposed, sources)
 
     def exchange(self, args: Any) -> None:
         """Follows a collective, whose schema does not say that it writes to its first argument: other ranks have what
@@ -293,7 +309,7 @@ class Shadows:
                 raise undecidable(f"the outcome of {func}")
             return value
 
-        return self._evaluate(func, tree_map(real, args), tree_map(real, kwargs))
+        return self._evaluate(func, *arguments_changed(real, args, kwargs))
 
     def picked(self, func: Any, args: Any) -> tuple[Any, int]:
         """A selection by masks, rewritten as one by positions, and the bytes the positions take while it runs.
@@ -329,7 +345,7 @@ class Shadows:
                 return torch.device("cpu")
             return item
 
-        args, kwargs = tree_map(concrete, args), tree_map(concrete, kwargs)
+        args, kwargs = arguments_changed(concrete, args, kwargs)
         with torch.no_grad(), DisableTorchDispatch():
             if func is aten.histc.default and not args[0].is_floating_point():
                 # the CPU has no kernel that counts integers
@@ -344,10 +360,33 @@ _WIDEN_IF_ASKED = (aten._softmax.default, aten._log_softmax.default)
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor's present values, apart from it: it may be written to, and must not live longer for being known."""
-    if tensor.numel() > MAX_EAGER_SHADOW_NUMEL:
+    if tensor.numel() > MAX_COPIED_NUMEL:
         return tensor.detach()
     with DisableTorchDispatch():
         return tensor.detach().clone()
+
+
+def _sources(views: Iterable[View | torch.Tensor | None]) -> tuple[list[Shadow], frozenset[str]]:
+    """The shadows among some values, and the assumptions that gave them."""
+    shadows = [view.shadow for view in views if isinstance(view, View)]
+    return shadows, frozenset[str]().union(*(shadow.supposed for shadow in shadows))
+
+
+def _made(run: Callable[[], Any], position: int, geometry: tuple[Any, Any, int]) -> torch.Tensor:
+    """One of the tensors that an operator makes, as its storage is laid out."""
+    made = run()
+    tensors = [made] if isinstance(made, torch.Tensor) else [item for item in made if isinstance(item, torch.Tensor)]
+    return _flat_like(tensors[position], geometry)
+
+
+def _written(run: Callable[[], Any], copy: Shadow) -> torch.Tensor:
+    """The values after an operator has written to them."""
+    run()
+    return copy.value()
+
+
+def _copied(shadow: Shadow) -> torch.Tensor:
+    return shadow.value().clone()
 
 
 def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.fx.experimental.proxy_tensor
+import torch.utils.checkpoint
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
 
@@ -89,9 +90,12 @@ def keys() -> None:
     assert "aten::mm" in operators
     assert private.has_kernel("aten::mm", "AutocastCUDA")
     assert not private.has_kernel("aten::view", "AutocastCUDA")
-    autocast = private.DispatchKeySet(private.DispatchKey.AutocastCPU)
-    with private.IncludeDispatchKeyGuard(private.DispatchKey.AutocastCPU), private.ExcludeDispatchKeyGuard(autocast):
-        assert torch.ones(2).neg().dtype is torch.float32
+    autocast = private.dispatch_key("AutocastCPU")
+    for is_on in (True, False):
+        private.include_key(autocast, is_on)
+        assert torch._C._dispatch_tls_is_dispatch_key_included(autocast) is is_on
+    with private.ExcludeDispatchKeyGuard(private.DispatchKeySet(autocast)):
+        assert private.key_is_excluded(autocast)
 
 
 def autograd() -> None:
@@ -258,15 +262,11 @@ def contexts() -> None:
         assert private.default_device_context.device_context.device == torch.device("meta")
     finally:
         torch.set_default_device(None)
-    seen = []
-
-    class Mode(torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-
-    with Mode(None), torch.autocast("cpu", dtype=torch.bfloat16):
-        pass
-    assert seen == [private.enter_autocast, private.exit_autocast]
+    asked = []
+    checks = dict.fromkeys(private.checks_of_checkpoints, asked.append)
+    with mock.patch.dict(private.checks_of_checkpoints, checks):
+        torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert [tensor.shape for tensor in asked] == [(2,)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elixir.tracer.device.common.autocast import warnings_heard
+from elixir.tracer.step_functions import replaced_functions
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, trace_step
 
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -100,23 +100,51 @@ def test_on_cuda_operators_give_the_dtypes_of_the_table(low: torch.dtype) -> Non
     assert mixed == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}
 
 
-def test_a_trace_hides_two_warnings_from_its_thread_alone() -> None:
-    hidden, shown = "a previously registered kernel", ["another", "CUDA is not available", "autocast"]
-    given = [hidden, *shown, "CUDA is not available, which torch.autocast would say from another place"]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        before = list(warnings.filters)
-        with warnings_heard():
-            copied = list(warnings.filters)
-            for text in given:
-                warnings.warn(text, stacklevel=1)
-            other = threading.Thread(target=warnings.warn, args=(hidden,))
-            other.start()
-            other.join()
-            warnings.filters = copied  # as another thread does that leaves `catch_warnings` meanwhile
-        assert warnings.filters == before
-        warnings.warn(hidden, stacklevel=1)
-    assert [str(each.message) for each in seen] == [*given[1:], hidden, hidden]
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_for_a_target_without_its_device_is_on_and_warns_of_nothing(low: torch.dtype) -> None:
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
+        with torch.autocast("cuda", low):
+            y = model(inp["x"])
+        seen.append(y.dtype)
+        y.sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
+    assert list(seen) == [low]
+
+
+def test_another_thread_has_the_functions_of_torch_as_they_are() -> None:
+    """Meanwhile and afterwards, also of a function that it has taken from the module meanwhile."""
+    calls: list[str] = []
+    before = torch.is_autocast_enabled
+    taken: list[Any] = []
+
+    def answer(_: Any) -> Any:
+        return lambda *_: calls.append(threading.current_thread().name)
+
+    def ask() -> None:
+        taken.append(torch.is_autocast_enabled)
+        assert torch.is_autocast_enabled("cpu") is False
+
+    thread = threading.Thread(target=ask)
+    with replaced_functions({("torch", "is_autocast_enabled"): answer}):
+        thread.start()
+        thread.join()
+        assert torch.is_autocast_enabled("cpu") is None
+    assert torch.is_autocast_enabled is before
+    assert taken[0] is not before
+    assert taken[0]("cpu") is False
+    assert calls == [threading.current_thread().name]
+
+
+def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in another thread does so, and puts back what it has found."""
+    with replaced_functions({("torch", "is_autocast_enabled"): lambda before: before}):
+        monkeypatch.setattr(torch, "is_autocast_enabled", bool)
+    assert torch.is_autocast_enabled is bool
 
 
 def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
@@ -128,6 +156,8 @@ def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
     for _ in range(2):
         cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
         assert torch._C._dispatch_tls_local_include_set().raw_repr() == kept
+        assert torch.autocast_increment_nesting() == 1
+        assert torch.autocast_decrement_nesting() == 0
         x = torch.ones(2, 2, device="meta")
         assert (x @ x).dtype is torch.float32
 

@@ -34,9 +34,9 @@ def added_before_a_write(x: torch.Tensor, ids: torch.Tensor) -> Any:
 LIMITS: dict[str, tuple[ModuleType, str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
     "experts": (expert_choice, "MAX_EXPERTS", lambda x, ids: x.topk(2)[1][0, 0].item()),
     "values": (shadows, "MAX_SHADOW_NUMEL", lambda x, ids: (ids * 2)[0].item()),
-    "values that are written to": (shadows, "MAX_EAGER_SHADOW_NUMEL", written),
-    "values of the host": (shadows, "MAX_EAGER_SHADOW_NUMEL", added_before_a_write),
-    "constants": (recorder, "MAX_EAGER_SHADOW_NUMEL", lambda x, ids: torch.zeros(SIZE, device=x.device)[0].item()),
+    "values that are written to": (shadows, "MAX_COPIED_NUMEL", written),
+    "values of the host": (shadows, "MAX_COPIED_NUMEL", added_before_a_write),
+    "constants": (recorder, "MAX_COPIED_NUMEL", lambda x, ids: torch.zeros(SIZE, device=x.device)[0].item()),
 }
 
 

@@ -340,7 +340,6 @@ def test_values_that_nobody_has_asked_for_keep_nothing_alive() -> None:
     shadows.attach(known, torch.ones(4))
     shadows.derive(torch.ops.aten.neg.default, (known,), {}, [known], [made])
     gone = weakref.ref(shadows)
-    shadows.stop()
     ledger.stop()
     gc.disable()
     try:
@@ -534,3 +533,42 @@ def test_nothing_is_decided_by_an_empty_tensor() -> None:
 
     with pytest.raises(TraceError, match="the code decides by a number"):
         trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, step, hardware=CPU)
+
+
+def test_values_that_follow_by_a_thousand_operators_are_known() -> None:
+    """Each is worked out from the one before it: with no limit on their chain, Python's stack would end."""
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        made, written = inp["ids"], inp["ids"].clone()
+        for _ in range(1000):
+            made = made + 1
+        seen.append(made[0].item())
+        for _ in range(1000):
+            written += 1
+        seen.append(written[0].item())
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4), "ids": torch.zeros(3, dtype=torch.int64)}, step)
+    assert list(seen) == [1000, 1000]
+
+
+def test_a_write_whose_outcome_nobody_asks_for_is_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of experts is sorted and inverted in each layer, and only the shape of it counts."""
+    worked_out = []
+    evaluate = Shadows._evaluate
+    monkeypatch.setattr(Shadows, "_evaluate", staticmethod(lambda *a: worked_out.append(a[0]) or evaluate(*a)))
+    seen = Seen()
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        order = inp["ids"].argsort()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(3, device=order.device)
+        before, kept = inverse[:1], inverse + 0
+        inverse[0] = 7
+        seen.append(list(worked_out))
+        seen.append((before.item(), kept.tolist(), inverse.tolist()))
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4), "ids": torch.tensor([2, 0, 1])}, step)
+    assert list(seen) == [[], (7, [2, 0, 1], [7, 0, 1])]
