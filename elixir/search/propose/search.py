@@ -48,7 +48,7 @@ EXACT = 600
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
 pairs of neighbours."""
-PACKINGS = 3
+PACKINGS = 6
 """Packings looked at for aims other than the nominal seconds, next to that of the fastest plan."""
 STARTS, KNOWN, PATIENCE = 3, 6, 6
 """Climbs for one aim, candidates of the pool that are compared before, and the part of all simulations after which a
