@@ -99,7 +99,7 @@ class SearchSpace:
             key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
             found = self._by_chunks.get(key)
             if found is None:
-                found = self._by_chunks[key] = self.cost.known(PackedStep(self.facts, packing)).model
+                found = self._by_chunks[key] = MemoryModel(PackedStep(self.facts, packing), self.setting)
             self._models[capacity_bytes] = found
         return found
 
