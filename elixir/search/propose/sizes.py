@@ -188,8 +188,7 @@ class SearchSpace:
 
     def grid_sizes(self) -> tuple[int, ...]:
         """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
-        survey = self.table.grid
-        return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
+        return tuple(np.unique(self.table.grid.block_bytes).tolist())
 
     def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
         """Capacities below `smallest_size`, for when nothing else fits."""
