@@ -16,7 +16,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.floors import MOST_AHEAD
+from elixir.search.simulator.floors import MOST_AHEAD, Floors
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.samples import make_hardware
@@ -175,4 +175,4 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
 def _floors(search: SmallSearch, model: MemoryModel, placements: list[Placement]) -> npt.NDArray[np.float64]:
     codes, count = np.array([placement.codes for placement in placements]), len(model.work.chunks)
-    return search.space.cost.known(model.work).floors.seconds(codes, np.full(len(placements), count))
+    return Floors([search.space.cost.times(model)]).seconds(codes, np.full(len(placements), count))

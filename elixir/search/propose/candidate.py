@@ -78,7 +78,7 @@ class Candidate:
 
     def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
         """Seconds of the same step by another cost, as of a machine with other rates."""
-        return cost.estimate(self.work, self.placement, self.schedule, overlap=self.overlap)
+        return cost.estimate(self.model, self.placement, self.schedule)
 
 
 def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: SimulatedCost) -> Candidate:

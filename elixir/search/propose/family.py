@@ -295,7 +295,7 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
     models = dict.fromkeys(map(space.model, sizes))
     gathered = [False] if space.setting.world_size == 1 or homes == "cpu" else [False, True]
     return [
-        Family(model, space.cost.known(model.work).times, budgets, gathered=way, homes=homes)
+        Family(model, space.cost.times(model), budgets, gathered=way, homes=homes)
         for model in models
         for way in gathered
     ]

@@ -149,8 +149,8 @@ class Judge:
         key = id(model), rates
         if key not in self._floors:
             nominal = self.spaces[self.nominal]
-            machines = [nominal.on(each).cost.known(model.work).times for each in rates]
-            self._floors[key] = Floors(machines, model, ahead=nominal.hardware.device_kind == "cuda")
+            machines = [nominal.on(each).cost.times(model) for each in rates]
+            self._floors[key] = Floors(machines)
         return self._floors[key]
 
     def bounds(self, some: Sequence[Candidate], among: Sequence[Scenario]) -> Floats:

@@ -320,9 +320,7 @@ class ShapeSearch:
         if found.need.host_bytes > self._budgets.host_bytes or not speed:
             return found if found.need.host_bytes <= self._budgets.host_bytes else None
         left_bytes = early_host_bytes(model, self._budgets) - found.need.host_bytes
-        early = self._space.cost.early_chunks(
-            model.work, found.placement, speed=speed, left_bytes=left_bytes, rule=rule
-        )
+        early = self._space.cost.early_chunks(model, found.placement, speed=speed, left_bytes=left_bytes, rule=rule)
         return replace(found, placement=found.placement.updated_early(early)) if early else None
 
     def _climb(self, start: Candidate, tries: _Tries, near: Near, enough: float, until: int, patience: int) -> None:
@@ -466,7 +464,7 @@ def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenar
     left_bytes = early_host_bytes(model, budgets) - plain.need.host_bytes
     speeds = dict.fromkeys(each.host_adam for each in scenarios if not each.clipped) if asked is not False else ()
     for speed, rule in product(speeds, range(3)):
-        early = space.cost.early_chunks(model.work, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
+        early = space.cost.early_chunks(model, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
         if early:
             judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
     if asked and judge.best_s(judge.nominal) < plain_s:

@@ -99,7 +99,7 @@ class SearchSpace:
             key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
             found = self._by_chunks.get(key)
             if found is None:
-                found = self._by_chunks[key] = self.cost.known(PackedStep(self.facts, packing)).model
+                found = self._by_chunks[key] = MemoryModel(PackedStep(self.facts, packing), self.setting)
             self._models[capacity_bytes] = found
         return found
 
@@ -188,8 +188,7 @@ class SearchSpace:
 
     def grid_sizes(self) -> tuple[int, ...]:
         """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
-        survey = self.table.grid
-        return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
+        return tuple(np.unique(self.table.grid.block_bytes).tolist())
 
     def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
         """Capacities below `smallest_size`, for when nothing else fits."""

@@ -12,7 +12,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.propose.candidate import Candidate
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
-from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.rates import main_dtype
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
@@ -86,7 +86,7 @@ def to_plan(
         device_reserve_bytes=budgets.device_reserve_bytes,
         host_reserve_bytes=budgets.host_reserve_bytes,
         read_budgets=budgets.read,
-        host_threads=_host_threads(space),
+        host_threads=space.cost.rates.host_threads,
         start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
         device_name=space.hardware.device_name,
         step=trace.step,
@@ -113,14 +113,6 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
         total_s.append(best.seconds_by(cost)["total"])
     fastest, slowest = total_s
     return fastest, slowest
-
-
-def _host_threads(space: SearchSpace) -> int | None:
-    setting = space.setting
-    dtype = main_dtype(space.trace)
-    ranks = setting.world_size, setting.ranks_per_host
-    rates = Rates(space.hardware, dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
-    return rates.host_threads
 
 
 def _common_dtype(best: Candidate) -> str:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
 from elixir.search.simulator.work_times import WorkTimes
@@ -43,15 +42,14 @@ class Floors:
 
     Args:
         machines: seconds of every piece of work, by machine.
-        model: bytes of the same packing.
-        ahead: as in `Case`.
     """
 
-    def __init__(self, machines: Sequence[WorkTimes], model: MemoryModel, *, ahead: bool) -> None:
-        self._machines, self._times, self._setting = machines, machines[0], model.setting
-        times = self._times
+    def __init__(self, machines: Sequence[WorkTimes]) -> None:
+        self._machines = machines
+        times = self._times = machines[0]
+        self._setting = times.model.setting
         work, count = times.work, len(times.bytes)
-        self._shares_link = ahead  # on a CPU other cores copy
+        self._shares_link = times.rates.ahead  # on a CPU other cores copy
         self._several, self._replicated = times.shards > 1, times.rates.replicas > 1
         self._trained: Bools = np.array([chunk.grad_bytes > 0 for chunk in work.chunks], dtype=bool)
         self._able: Bools = np.array([work.can_update_early(c) for c in range(count)], dtype=bool)
@@ -61,11 +59,11 @@ class Floors:
         )
         self._forward_s, self._backward_s = times.before_backward_s, times.total_s - times.before_backward_s
         self._before_s = times.before_first_use_s
-        self._index_seconds(ahead)
-        self._index_orders(model)
+        self._index_seconds()
+        self._index_orders()
 
-    def _index_seconds(self, ahead: bool) -> None:
-        setting = self._setting
+    def _index_seconds(self) -> None:
+        setting, ahead = self._setting, self._times.rates.ahead
         self._fetch_s, self._host_adam_s = self._by_chunk("fetch_s"), self._by_chunk("host_adam_s")
         self._device_adam_s, self._turned_s = self._by_chunk("device_adam_s"), self._by_chunk("turned_s")
         self._copy_s, self._gather_s = self._by_chunk("device_copy_s"), self._by_chunk("gather_s")
@@ -84,7 +82,7 @@ class Floors:
         found: Floats = np.array([getattr(times, name) for times in self._machines], dtype=np.float64)
         return found
 
-    def _index_orders(self, model: MemoryModel) -> None:
+    def _index_orders(self) -> None:
         times, setting = self._times, self._setting
         count = len(times.bytes)
         place: Ints = np.full(count, count, dtype=np.int64)
@@ -102,7 +100,7 @@ class Floors:
         # The earliest that a chunk's gradient is on the host, from the beginning of forward on.
         home_s = times.total_s - self._after_sent_s + self._copy_s + self._offload_s
         self._home_s: Floats = np.where(self._trained, home_s + self._several * self._reduce_to_host_s, np.inf)
-        second = np.maximum(model.second_set_bytes * setting.ranks_per_host, 1)
+        second = np.maximum(times.model.second_set_bytes * setting.ranks_per_host, 1)
         per_byte_s = np.where(self._able, self._host_adam_s / second, 0.0)
         self._per_byte_s: Floats = per_byte_s.max(axis=1, initial=0.0, keepdims=True)
         """The most seconds of Adam that a byte of a second set saves."""

@@ -81,8 +81,8 @@ def tightness(seed: int, placements: int = PLACEMENTS) -> tuple[list[float], Cou
     for _ in range(placements):
         model = space.model(draw.choice(space.sizes(outsized=True)))
         costs = [space.on(scenario).cost for scenario in (Scenario(), SLOW)]
-        machines = [cost.known(model.work).times for cost in costs]
-        floors = Floors(machines, model, ahead=space.setting.device_kind == "cuda")
+        machines = [cost.times(model) for cost in costs]
+        floors = Floors(machines)
         placement = random_placement(draw, model)
         depth = draw.choice((0, 1, 2, 4)) if space.setting.overlap else 0
         streamed = placement.resident.count(False)

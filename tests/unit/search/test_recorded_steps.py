@@ -133,7 +133,7 @@ def early_chunks(candidate: Candidate, space: SearchSpace, left_bytes: int, rule
     if space.setting.early_updates is False:
         return []
     plain = candidate.after_norm.placement
-    return sorted(space.cost.early_chunks(candidate.work, plain, speed=0.6, left_bytes=left_bytes, rule=rule))
+    return sorted(space.cost.early_chunks(candidate.model, plain, speed=0.6, left_bytes=left_bytes, rule=rule))
 
 
 def simulated(

@@ -19,6 +19,7 @@ from elixir.search.propose.candidate import weigh
 from elixir.search.propose.judge import Outcome
 from elixir.search.propose.search import ShapeSearch
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.floors import Floors
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
 from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search
@@ -93,9 +94,9 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     space = SearchSpace(build.build("stack"), quick, Setting(world_size, world_size, StateSize(8), True))
     model = space.model(space.table.largest_bytes)
     placement = Placement.everywhere(Home.HOST, len(parts))
-    floors, codes = space.cost.known(model.work).floors, placement.codes[None]
-    compute_s = space.cost.known(model.work).times.total_s
-    early = space.cost.early_chunks(model.work, placement, speed=1.0, left_bytes=GIB, rule=0)
+    floors, codes = Floors([space.cost.times(model)]), placement.codes[None]
+    compute_s = space.cost.times(model).total_s
+    early = space.cost.early_chunks(model, placement, speed=1.0, left_bytes=GIB, rule=0)
     assert early
     step_s = weigh(model, placement.updated_early(early), 4, 2, space.cost).seconds["total"]
     floor_s = floors.seconds(codes, np.array([4]), early=True)[0]
