@@ -175,4 +175,4 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
 def _floors(search: SmallSearch, model: MemoryModel, placements: list[Placement]) -> npt.NDArray[np.float64]:
     codes, count = np.array([placement.codes for placement in placements]), len(model.work.chunks)
-    return Floors([search.space.cost.times(model)]).seconds(codes, np.full(len(placements), count))
+    return Floors([search.space.cost.times(model)]).seconds(codes, np.full(len(placements), count))[0]

@@ -88,18 +88,19 @@ def test_a_plan_has_the_seconds_that_its_simulation_has(
 
 
 def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
+    """At the rates of the machine, over the fastest plan as it is; a longer search may find a little more."""
     device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
-    given: dict[str, Any] = {
-        "placement": "auto",
-        "device_memory": device,
-        "assume": "scenarios",
-        "search": "minimum_waste",
-    }
-    levers = {lever.options: lever.plan for lever in answered(stack, **given).levers()}
+    given: dict[str, Any] = {"placement": "auto", "device_memory": device, "search": "minimum_waste"}
+    answer = answered(stack, **given, assume="scenarios")
+    levers = {lever.options: lever for lever in answer.levers()}
+    fastest_s = answer.plan.predicted.fastest_s
+    assert fastest_s is not None
     for name, value in (("accumulation", 4), ("moments", "8bit")):
-        (promised,) = (plan for options, plan in levers.items() if dict(options) == {name: str(value)})
-        assert promised is not None
-        assert promised.predicted == planned(stack, **given, **{name: value}).predicted
+        (promised,) = (lever for options, lever in levers.items() if dict(options) == {name: str(value)})
+        assert promised.step_s is not None
+        made_s = planned(stack, **given, assume="nominal", **{name: value}).predicted.step_s
+        assert promised.step_s / answer.plan.predicted.step_s == pytest.approx(made_s / fastest_s, rel=0.02)
+
 
 
 def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
