@@ -92,7 +92,8 @@ def some_space(draw: random.Random) -> tuple[SearchSpace, str, StepTrace]:
 
 def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
     """Homes of all kinds that the chunks may have together."""
-    gathered, early = draw.random() < 0.4, model.setting.early_updates is not False
+    gathered = draw.random() < 0.4 and model.setting.world_size > 1
+    early = model.setting.early_updates is not False
     levels = [levels_of(model, chunk, gathered=gathered) for chunk in range(len(model.work.chunks))]
     homes = [draw.choice(list(dict.fromkeys(three))) for three in levels]
     for chunk, home in enumerate(homes):
