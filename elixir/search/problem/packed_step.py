@@ -142,7 +142,6 @@ class PackedStep:
         required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from
             before.
         first_backward: the first entry that is not forward.
-        used: per chunk, whether any entry uses it.
     """
 
     def __init__(self, facts: StepFacts, packing: Packing) -> None:
@@ -156,8 +155,6 @@ class PackedStep:
         self.first_backward = next(
             (entry for entry, (phase, _, _) in enumerate(self.entries) if phase != "forward"), len(self.entries)
         )
-        used = {chunk for _, chunks, _ in self.entries for chunk in chunks}
-        self.used = tuple(index in used for index in range(len(self.chunks)))
         self._schedules: dict[frozenset[int], dict[int, Schedule]] = {}  # by resident chunks, and by depth
         self._can_update_early: dict[int, bool] = {}
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -127,7 +127,7 @@ class Rates:
             bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
 
     Raises:
-        InputError: a number that makes no sense, or no FLOP/s for the dtype.
+        InputError: no FLOP/s for the dtype.
     """
 
     def __init__(
@@ -279,17 +279,13 @@ class Rates:
 
     def sum_replicas(self, nbytes: npt.ArrayLike) -> Floats:
         """Seconds of sums over the replicas, by bytes of a shard; nothing for one replica."""
-        amounts = np.asarray(nbytes, dtype=np.float64)
-        known = {amount: all_reduce_s(amount, self._across) for amount in np.unique(amounts).tolist()}
-        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+        return _each(lambda amount: all_reduce_s(amount, self._across), nbytes)
 
     def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
         fit = self._hardware.fits.get(f"{name}.{self.shards}")
         if fit is not None:
             return Line(fit.latency_s, fit.per_s)(nbytes)
-        amounts = np.asarray(nbytes, dtype=np.float64)
-        known = {amount: gather_s(amount, self._cluster) for amount in np.unique(amounts).tolist()}
-        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+        return _each(lambda amount: gather_s(amount, self._cluster), nbytes)
 
     def _made(self) -> Cluster:
         """The ranks; an unknown network is as fast as the devices of one machine (`say_if_network_unknown`)."""
@@ -309,12 +305,11 @@ class Rates:
         """The ranks that hold the same shard. All that share a machine sum at once, so they share its network."""
         of_host = max(1, self._ranks // self.shards)
         together = min(self._ranks, self.shards)
-        network_per_s = self._cluster.network_bytes_per_s
         return replace(
             self._cluster,
             ranks=self.replicas,
             ranks_per_host=min(of_host, self.replicas),
-            network_bytes_per_s=None if network_per_s is None else network_per_s / together,
+            network_bytes_per_s=self._cluster.network_bytes_per_s / together,
         )
 
     def _line(self, key: str) -> Line:
@@ -394,6 +389,13 @@ class Rates:
             fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
         per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
         return RateFit(fit.latency_s, per_s, fit.error)
+
+
+def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
+    """Seconds of each amount; many are equal."""
+    different, place = np.unique(np.asarray(amounts, dtype=np.float64), return_inverse=True)
+    found: Floats = np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
+    return found
 
 
 def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:

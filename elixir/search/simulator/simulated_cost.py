@@ -5,16 +5,17 @@ It walks the same work (`work_times`) on the same resources (`replay`) as `simul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.cluster import check_positive
 from elixir.search.simulator.early_updates import gradients_home_s, within, worth_stepping, worth_stepping_within
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.replay import COMPUTE, STEADY_BATCH, Replay
@@ -46,7 +47,8 @@ class SimulatedCost:
         like: SimulatedCost | None = None,
         clipped: bool = False,
     ) -> None:
-        check_positive("compute_scale", compute_scale)
+        if not 0 < compute_scale < math.inf:
+            raise InputError(f"compute_scale must be a finite number above 0, got {compute_scale!r}")
         self.clipped, self._like = clipped, like
         self.rates = Rates(
             hardware,
