@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.scenario import Scenario, scenarios, unmeasured
+from elixir.hardware.scenario import Scenario, scenarios
 from elixir.optimizer_states import (
     MASTER_BYTES,
     check_kind,
@@ -31,7 +31,7 @@ from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.judge import Outcome
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
-from elixir.search.propose.shortage import can_fit, lacks_device, lacks_room, moments_instead, shortage
+from elixir.search.propose.shortage import can_fit, every_size, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
 from elixir.search.propose.written_plan import to_plan
@@ -40,7 +40,7 @@ from elixir.search.request import SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
 from elixir.search.variants import fastest, variants
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +222,10 @@ def _floors(
     return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
 
 
-def least_s(question: Question) -> float:
-    """The least floor of all shapes of all variants at the rates of the machine; infinite where none fits."""
-    floors = (floor_s for each in variants(question, moves=True) for floor_s, _ in packing_floors(each))
+def least_s(question: Question, sizes: Sequence[int] = ()) -> float:
+    """The least floor of all shapes of all variants at the rates of the machine; infinite where none fits. `sizes` are
+    those of `packing_floors`."""
+    floors = (floor_s for each in variants(question, moves=True) for floor_s, _ in packing_floors(each, sizes))
     return min(floors, default=math.inf)
 
 
@@ -260,22 +261,7 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     able = space.trace.pass_size == 1 and not space.trace.step.activations
     if request.fetch != "parameters" and able:
         space, outcome = with_units_as_one(space, outcome, wanted=request.fetch == "units")
-    assert outcome.best is not None  # since something was found
-    optimizer = optimizer_name(request.optimizer_type)
-    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
-    unknown = unmeasured(space.hardware)
-    seconds = [judged.step_s for judged in outcome.judgements]
-    low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)
-    predicted = replace(
-        plan.predicted,
-        range_s=(min((low, *seconds)), max((high, *seconds))),
-        judgements=outcome.judgements,
-        regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
-    )
-    reserve_bytes = parse_bytes(request.reserve or 0)
-    return replace(
-        plan, assume=request.assume, fetch_wanted=request.fetch, reserve_bytes=reserve_bytes, predicted=predicted
-    )
+    return to_plan(space, outcome, budgets, request)
 
 
 def simple_plan(
@@ -315,23 +301,22 @@ def simple_plan(
     depth = PREFETCH_DEPTH if request.overlap else 0
     blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
     candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
-    if not _fits(candidate, budgets):
-        raise _too_large(candidate, budgets)
     outcome = judge_updates(space, budgets, candidate, _scenarios(space, request))
-    made = _plan_of((space, outcome), budgets, request)
+    nearest: list[int] = []
+
+    def within(budgets: Budgets) -> Plan | None:
+        return _plan_of((space, outcome), budgets, request) if _fits(candidate, budgets) else None
+
+    made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
+    if made is None:
+        if nearest:
+            budgets = replace(budgets, host_bytes=0, other_bytes=min(nearest) - candidate.need.host_bytes)
+        raise _too_large(candidate, budgets)
     taken = made.predicted
-    over_bytes = 0 if budgets.machine_bytes is None else must_be_free_bytes(made, hardware) - budgets.machine_bytes
-    if over_bytes > 0:
-        budgets = replace(budgets, host_bytes=max(taken.host_peak_bytes - over_bytes, 0))
-        if not _fits(candidate, budgets):
-            needed_bytes = must_be_free_bytes(made, hardware) - taken.checkpoint_bytes
-            raise _too_large(candidate, replace(budgets, other_bytes=needed_bytes - candidate.need.host_bytes))
-        made = _plan_of((space, outcome), budgets, request)
-        taken = made.predicted
     return replace(
         made,
         device_budget_bytes=taken.device_peak_bytes if request.device_memory is None else budgets.device_bytes,
-        host_budget_bytes=budgets.host_bytes if request.gives_host else taken.host_peak_bytes,
+        host_budget_bytes=made.host_budget_bytes if request.gives_host else taken.host_peak_bytes,
     )
 
 
@@ -359,14 +344,16 @@ def _search(
     """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise. `briefly`,
     they are not."""
     possible, work = _scenarios(space, request), BRIEF_WORK if briefly else WORK
-    for here in (space,) if briefly else dict.fromkeys((space, space.without_overlap)):
-        for tier in here.tiers(request)[: 1 if briefly else None]:
-            sizes = tier()
-            if can_fit(here, sizes, request, budgets):
-                search = ShapeSearch(here, budgets, sizes, possible, request.placement, work)
-                outcome = search.find(sure=request.assume != "nominal")
-                if outcome.best is not None:
-                    return here, outcome
+    tiers = [(here, tier) for here in dict.fromkeys((space, space.without_overlap)) for tier in here.tiers(request)]
+    for number, (here, tier) in enumerate(tiers[:1] if briefly else tiers):
+        sizes = tier()
+        if number == 1 and not can_fit(space.without_overlap, every_size(space, request), request, budgets):
+            return None
+        if can_fit(here, sizes, request, budgets):
+            search = ShapeSearch(here, budgets, sizes, possible, request.placement, work)
+            outcome = search.find(sure=request.assume != "nominal")
+            if outcome.best is not None:
+                return here, outcome
     return None
 
 

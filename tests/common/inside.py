@@ -45,12 +45,7 @@ from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.step.shard import Shard
 
 if TYPE_CHECKING:
-    from elixir.hardware.profile import HardwareProfile
     from elixir.microbench.bench import Effort
-    from elixir.search.propose.kept_results import KeptResults
-    from elixir.search.request import SearchRequest
-    from elixir.search.simulator.rates import Rates
-    from elixir.step_trace import UnitActivations
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -340,17 +335,6 @@ def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
 
     with ThreadPoolExecutor(1) as worker:
         _Lane(lane, products, worker).turn(seconds)
-
-
-def activations_that_fit_best(
-    kept: KeptResults, rates: Rates, hardware: HardwareProfile, request: SearchRequest
-) -> tuple[UnitActivations, ...] | None:
-    """The activations of the fastest plan; None if it keeps everything."""
-    from elixir.search.advise.activations import _Trials
-    from elixir.search.propose.swapped_units import SwappedUnits
-
-    own, _ = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request).choice()
-    return own
 
 
 def attention_is_counted_with_groups() -> bool:

@@ -21,6 +21,9 @@ from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
+TOGETHER = 256
+"""Placements whose device memory is worked out at once."""
+
 
 def shortage(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> PlanError:
     """The error for a question that has no plan within its budgets, without levers.
@@ -62,14 +65,10 @@ def least_bytes(space: SearchSpace, request: SearchRequest, device_bytes: int | 
 
 def can_fit(space: SearchSpace, sizes: Iterable[int], request: SearchRequest, budgets: Budgets) -> bool:
     """Whether chunks of one of these sizes may fit device and host, as far as can be said without a search."""
-    there = Budgets(budgets.device_bytes, LARGEST_BYTES)
-    families = shapes.families(space, there, sizes, request.placement)
-    return any(
-        choice is not None and _hosted_bytes(family, choice) <= budgets.host_bytes
-        for least in (Family.most_on_device, _least_of_all)
-        for family in families
-        for choice in (least(family),)
-    )
+    families = shapes.families(space, budgets, sizes, request.placement)
+    if any(_by_shapes(family) <= budgets.host_bytes for family in families):
+        return True
+    return any(_by_any_homes(family, budgets.host_bytes + 1) <= budgets.host_bytes for family in families)
 
 
 def _device_message(space: SearchSpace, request: SearchRequest, budgets: Budgets, least: MemoryNeed) -> str:
@@ -113,8 +112,13 @@ def moments_instead(space: SearchSpace, request: SearchRequest, budgets: Budgets
 def _families(space: SearchSpace, request: SearchRequest, device_bytes: int) -> list[Family]:
     """The families of all sizes that the search tries, with so much of the device; without overlap, which is given up
     before a search fails."""
-    sizes = [size for tier in space.tiers(request) for size in tier()]
-    return shapes.families(space.without_overlap, Budgets(device_bytes, LARGEST_BYTES), sizes, request.placement)
+    budgets = Budgets(device_bytes, LARGEST_BYTES)
+    return shapes.families(space.without_overlap, budgets, every_size(space, request), request.placement)
+
+
+def every_size(space: SearchSpace, request: SearchRequest) -> list[int]:
+    """The capacities of chunks that a search tries before it fails."""
+    return [size for tier in space.tiers(request) for size in tier()]
 
 
 def _least_device(families: list[Family]) -> MemoryNeed:
@@ -125,30 +129,38 @@ def _least_device(families: list[Family]) -> MemoryNeed:
 
 def _least_host(families: list[Family]) -> int:
     """The least host memory of any candidate that fits the device; 0 where none does."""
-    choices = ((family, least(family)) for family in families for least in (Family.most_on_device, _least_of_all))
-    return min((_hosted_bytes(family, choice) for family, choice in choices if choice is not None), default=0)
+    least = min(map(_by_shapes, families), default=LARGEST_BYTES)
+    for family in families:
+        least = min(least, _by_any_homes(family, least))
+    return least if least < LARGEST_BYTES else 0
 
 
-def _hosted_bytes(family: Family, choice: tuple[Placement, int]) -> int:
+def _by_shapes(family: Family) -> int:
+    """The least host memory of a shape that fits the device; `LARGEST_BYTES` where none does."""
+    choice = family.most_on_device()
+    return LARGEST_BYTES if choice is None else _hosted_bytes(family, *choice)
+
+
+def _hosted_bytes(family: Family, placement: Placement, blocks: int) -> int:
     """Host memory of homes and blocks, with all states on the disk that may be there."""
-    placement, blocks = choice
     return family.model.need(spilled(family.model, placement, host_bytes=0), blocks).host_bytes
 
 
-def _least_of_all(family: Family) -> tuple[Placement, int] | None:
-    """The homes that take least of the host of all that fit the device, and their blocks; None where the search does
-    not look at all homes."""
+def _by_any_homes(family: Family, below: int) -> int:
+    """The least host memory of any homes that fit the device, if it is below so many bytes; otherwise, or where the
+    search does not look at all homes, `LARGEST_BYTES`."""
     codes = family.every
-    if not len(codes):
-        return None
-    blocks, fits = family.room_for(codes)
-    host_bytes = family.host_bytes(codes)
+    host_bytes = family.host_bytes(codes) if len(codes) else np.zeros(0)
     order = np.argsort(host_bytes, kind="stable")
-    for row in order[fits[order]].tolist():
-        residents = frozenset(np.flatnonzero(RESIDENT[codes[row]]).tolist())
-        if family.work.schedule(residents, 0).min_blocks <= blocks[row]:
-            return Placement.numbered(codes[row].tolist()), int(blocks[row])
-    return None
+    order = order[host_bytes[order] < below]
+    for first in range(0, len(order), TOGETHER):
+        some = codes[order[first : first + TOGETHER]]
+        blocks, fits = family.room_for(some)
+        for row in np.flatnonzero(fits).tolist():
+            residents = frozenset(np.flatnonzero(RESIDENT[some[row]]).tolist())
+            if family.work.schedule(residents, 0).min_blocks <= blocks[row]:
+                return _hosted_bytes(family, Placement.numbered(some[row].tolist()), int(blocks[row]))
+    return LARGEST_BYTES
 
 
 def room(trace: StepTrace, setting: Setting, budgets: Budgets) -> tuple[int, int]:
