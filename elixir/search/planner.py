@@ -301,7 +301,8 @@ def simple_plan(
     depth = PREFETCH_DEPTH if request.overlap else 0
     blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
     candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
-    outcome = judge_updates(space, budgets, candidate, _scenarios(space, request))
+    fits = _fits(candidate, budgets)
+    outcome = judge_updates(space, budgets, candidate, _scenarios(space, request)) if fits else Outcome(None)
     nearest: list[int] = []
 
     def within(budgets: Budgets) -> Plan | None:
