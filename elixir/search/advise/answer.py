@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.process_need import ProcessNeed, must_be_free_bytes, planned_need
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed, larger_batches, with_less
-from elixir.search.planner import lacks_memory, packing_floors, planned
+from elixir.search.planner import lacks_memory, least_s, planned
 from elixir.search.propose.judge import TIE
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
@@ -127,11 +128,20 @@ class Answer:
         are compared with: of both, safe plans are slower by about as much.
         """
         question = self.question._replace(request=replace(self.question.request, pass_size=self.plan.pass_size))
-        found = [self._effect(change, evaluate(change, question, briefly=True)) for change in for_speed(question)]
-        found += self._first_that_fits(larger_batches(question), question)
+        found = [self._first([change], question) for change in for_speed(question)]
+        if larger := larger_batches(question):
+            found.append(self._first(larger, question))
         found.sort(key=lambda row: (-(row.gain or 0.0), row.action))
-        fitting = [row for row in found if row.plan is not None]
-        return (*fitting, *self._as_fast(question), *(row for row in found if row.plan is None))
+        as_fast = (1 + TIE) * (self.plan.predicted.fastest_s or self.plan.predicted.step_s)
+        less = [self._first(each, question, as_fast) for each in with_less(self.plan, question) if each]
+        fitting = [[row for row in rows if row.plan is not None] for rows in (found, less)]
+        return (*fitting[0], *fitting[1], *(row for row in found if row.plan is None))
+
+    def _first(self, changes: Sequence[Change], question: Question, most_s: float = math.inf) -> Effect:
+        """The first of the changes with a plan that takes no longer; the last, without a plan, if there is none."""
+        size = self.plan.block_bytes or max(chunk.weight_bytes for chunk in self.plan.chunks)
+        answers = ((change, evaluate(change, question, briefly=True, most_s=most_s, size=size)) for change in changes)
+        return self._effect(*next((each for each in answers if each[1] is not None), (changes[-1], None)))
 
     def _effect(self, change: Change, other: Answer | None) -> Effect:
         if other is None:
@@ -143,29 +153,6 @@ class Answer:
         seconds = other.plan.predicted.seconds
         busiest = max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
         return Effect(change, other.plan, step_s, step_s - predicted.step_s, gain, busiest)
-
-    def _first_that_fits(self, changes: Iterable[Change], question: Question) -> list[Effect]:
-        found: list[Effect] = []
-        for change in changes:
-            found = [self._effect(change, evaluate(change, question, briefly=True))]
-            if found[0].plan is not None:
-                break
-        return found
-
-    def _as_fast(self, question: Question) -> Iterator[Effect]:
-        """The least of the device's memory, and of the host's, with which the step is about as fast."""
-        predicted, sizes = (
-            self.plan.predicted,
-            (self.plan.block_bytes or max(c.weight_bytes for c in self.plan.chunks),),
-        )
-        most_s = (1 + TIE) * (predicted.fastest_s or predicted.step_s)
-        for changes in with_less(self.plan, question):
-            for change in changes:
-                floors = packing_floors(change.applied(question), sizes)
-                other = evaluate(change, question, briefly=True) if floors and floors[0][0] <= most_s else None
-                if other is not None and other.plan.predicted.step_s <= most_s:
-                    yield self._effect(change, other)
-                    break
 
     def machine_levers(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[Effect, ...]:
         """The step planned again as things are, and with twice each part of the machine; the shortest first.
@@ -204,22 +191,26 @@ class Answer:
         return getattr(self.plan, name)
 
 
-def evaluate(change: Change, question: Question, *, briefly: bool = False) -> Answer | None:
+def evaluate(
+    change: Change, question: Question, *, briefly: bool = False, most_s: float = math.inf, size: int = 0
+) -> Answer | None:
     """The answer to the question with the change; None where nothing fits, or it cannot be asked.
 
     Args:
         change: what is done differently.
         question: as asked.
         briefly: as for `planned`.
+        most_s: None, too, if a step would take longer; no plan is made if the floor says so.
+        size: of the chunks that the floor is for.
     """
     try:
         if lacks_memory(Change((), change.action, request=change.request).applied(question)):
             return None  # nothing that another trace shows could change that
         asked = change.applied(question)
-        plan = planned(asked, briefly=briefly)
+        plan = planned(asked, briefly=briefly) if most_s == math.inf or least_s(asked, (size,)) <= most_s else None
     except (InputError, PlanError, TraceError):
         return None
-    return None if plan is None else Answer(plan, asked)
+    return None if plan is None or plan.predicted.step_s > most_s else Answer(plan, asked)
 
 
 def best_allowed(question: Question, kinds: Collection[str]) -> tuple[Question, tuple[Change, ...]]:

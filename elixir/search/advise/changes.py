@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from elixir.errors import readable_bytes
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import PRODUCTS, RateFit
+from elixir.hardware.rate_fit import PRODUCTS
+from elixir.hardware.scenario import scaled
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.activations import passes_together
 from elixir.plan.plan import Plan
@@ -199,22 +200,14 @@ def better_machine(plan: Plan, question: Question) -> Iterator[Change]:
             yield Change(("machine",), f"{FACTOR} x {name}", hardware=faster(hardware, what))
 
 
-_FIELDS = {
-    "host_link": ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "host_memory_bytes_per_s"),
-    "host_adam": ("host_adam_numel_per_s",),
-    "peers": ("device_to_device_bytes_per_s", "network_bytes_per_s"),
-    "device": ("device_memory_bytes_per_s", "device_adam_numel_per_s"),
-    "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
-}
-"""Part that gets faster -> plain rates of the profile. Host memory goes with the link, which it feeds."""
-_FITS = {
+_PARTS = {
     "host_link": ("host_to_device", "device_to_host", "host_memory"),
     "host_adam": ("host_adam",),
     "peers": ("device_to_device", "all_gather", "reduce_scatter"),
     "device": (*PRODUCTS, "elementwise", "activation", "reduction", "device_adam"),
     "disk": ("disk_read", "disk_write"),
 }
-"""Part that gets faster -> families of fits."""
+"""Part that gets faster -> families of rates. Host memory goes with the link, which it feeds."""
 
 
 def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> HardwareProfile:
@@ -224,15 +217,9 @@ def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> Hard
         what: ``host_link``, ``host_adam``, ``peers`` (devices of one machine, and machines), ``disk`` or ``device``
             (all that it computes, its own memory included).
     """
-    changes: dict[str, object] = {}
-    for name in _FIELDS[what]:
-        value = getattr(hardware, name, None)
-        if value is not None:
-            changes[name] = value * factor
+    found = scaled(hardware, dict.fromkeys(_PARTS[what], factor))
     if what == "device":
-        changes["flops_per_s"] = {dtype: rate * factor for dtype, rate in hardware.flops_per_s.items()}
-    changes["fits"] = {
-        key: RateFit(fit.latency_s, fit.per_s * factor, fit.error) if key.split(".")[0] in _FITS[what] else fit
-        for key, fit in hardware.fits.items()
-    }
-    return replace(hardware, name=f"{hardware.name} with {factor:g} x {what}", **changes)  # type: ignore[arg-type]
+        found = replace(found, flops_per_s={dtype: rate * factor for dtype, rate in hardware.flops_per_s.items()})
+    if what == "peers" and hardware.network_bytes_per_s is not None:
+        found = replace(found, network_bytes_per_s=hardware.network_bytes_per_s * factor)
+    return replace(found, name=f"{hardware.name} with {factor:g} x {what}")

@@ -102,7 +102,6 @@ def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
         assert promised.step_s / answer.plan.predicted.step_s == pytest.approx(made_s / fastest_s, rel=0.02)
 
 
-
 def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
     today = planned(stack, early_updates=False)
     need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]

@@ -20,6 +20,7 @@ import pytest
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
+from elixir.plan.plan import Plan
 from elixir.search.planner import setting_for
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
@@ -27,6 +28,7 @@ from elixir.search.problem.placement import Placement, Spill
 from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import levels_of
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
@@ -137,11 +139,17 @@ def early_chunks(candidate: Candidate, space: SearchSpace, left_bytes: int, rule
     return sorted(space.cost.early_chunks(candidate.model, plain, speed=0.6, left_bytes=left_bytes, rule=rule))
 
 
+def written(space: SearchSpace, candidate: Candidate, optimizer: str) -> Plan:
+    """The candidate as a plan."""
+    request = SearchRequest(world_size=space.setting.world_size, optimizer_type=optimizer)
+    return to_plan(space, Outcome(candidate, 1.0), ROOM, request)
+
+
 def simulated(
     draw: random.Random, space: SearchSpace, candidate: Candidate, optimizer: str, whole: StepTrace
 ) -> list[Any]:
     """The candidate as a plan, and the work of its steps."""
-    plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
+    plan = written(space, candidate, optimizer)
     clipped, steps = draw.random() < 0.5, draw.choice((None, 1, 2, 3))
     step = simulate_step(plan, whole, space.hardware, clipped=clipped, steps=steps, compute_scale=1.1)
     return [planned(plan), step, step.utilisation, step.bound_by]
@@ -156,7 +164,7 @@ def seen_of(draw: random.Random) -> list[Any]:
         placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
     fewest = model.work.schedule(placement.residents, 0).min_blocks
     candidate = weigh(model, placement, fewest, 0, space.cost)
-    plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
+    plan = written(space, candidate, optimizer)
 
     busy = {name: draw.choice((0.0, LEAST_BUSY_S, 0.02)) for name in ("refresh", "fetch", "offload", "host_adam")}
 
