@@ -34,11 +34,11 @@ from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_up
 from elixir.search.propose.shortage import can_fit, every_size, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
+from elixir.search.propose.variants import fastest, variants
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
-from elixir.search.variants import fastest, variants
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 

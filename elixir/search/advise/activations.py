@@ -21,10 +21,10 @@ from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
 from elixir.search.propose.kept_results import KeptResults
 from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.propose.variants import WORTHWHILE
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
-from elixir.search.variants import WORTHWHILE
 from elixir.step_trace import StepTrace, UnitActivations
 
 LOOKS = 8
