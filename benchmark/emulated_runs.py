@@ -101,7 +101,7 @@ def homes(mix: str, chunks: int) -> Placement:
         "states on disk": Home.RESIDENT_DISK,
         "streamed, states on disk": Home.HOST_DISK,
     }.get(mix, Home.RESIDENT_HOST)
-    return Placement.everywhere(home, chunks)
+    return Placement((home,) * chunks)
 
 
 def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], **setting: Any) -> list[Plan]:

@@ -95,7 +95,7 @@ def small_trace(draw: random.Random, count: int) -> StepTrace:
 
 def _everywhere(model: MemoryModel, *, on_device: bool) -> Placement:
     if on_device:
-        return Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
+        return Placement((Home.RESIDENT,) * len(model.work.chunks))
     outsized = {True: Home.RESIDENT_HOST, False: Home.RESIDENT}
     return Placement(tuple(outsized[c.trainable] if c.outsized else Home.HOST for c in model.work.chunks))
 

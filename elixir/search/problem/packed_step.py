@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -250,19 +251,8 @@ def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], lis
         (chunk_of[members[0]],) if len(members) == 1 else tuple(sorted({chunk_of[member] for member in members}))
         for members in facts.parameter_sets
     ]
-    keys: list[tuple[Phase, tuple[int, ...]]] = []
-    last_event: list[int] = []
-    entry_of: list[int] = []
-    for phase, used, pin_until in facts.uses:
-        chunks = chunks_of[used]
-        if not keys or keys[-1][1] != chunks or keys[-1][0] != phase:
-            keys.append((phase, chunks))
-            last_event.append(pin_until)
-        elif pin_until > last_event[-1]:
-            last_event[-1] = pin_until
-        entry_of.append(len(keys) - 1)
-    entries = [
-        (phase, chunks, max(entry, entry_of[until]))
-        for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
-    ]
+    uses = [((phase, chunks_of[used]), pin_until) for phase, used, pin_until in facts.uses]
+    runs = [(key, [pin_until for _, pin_until in run]) for key, run in groupby(uses, itemgetter(0))]
+    entry_of = [entry for entry, (_, pins) in enumerate(runs) for _ in pins]
+    entries = [(phase, chunks, max(entry, entry_of[max(pins)])) for entry, ((phase, chunks), pins) in enumerate(runs)]
     return entries, entry_of

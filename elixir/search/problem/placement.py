@@ -48,11 +48,6 @@ class Placement:
         return hash(self.codes.tobytes())
 
     @classmethod
-    def everywhere(cls, home: Home, chunks: int) -> Placement:
-        """Gives so many chunks the same home."""
-        return cls((home,) * chunks)
-
-    @classmethod
     def numbered(cls, codes: Iterable[int]) -> Placement:
         """Makes a placement of numbers of homes."""
         return cls(tuple(map(HOMES.__getitem__, codes)))

@@ -38,7 +38,7 @@ LITTLE = 2e-4
 """A candidate whose floor is this little below the best is not simulated."""
 SLOW = 1.05
 """No climb begins this far above the best."""
-WORK, BRIEF_WORK, OTHERS = 20_000, 2_500, 4
+WORK, BRIEF_WORK, OTHERS = 60_000, 2_500, 4
 """Simulations times chunks for one aim, where many plans are compared, and how many times fewer for the seconds of a
 scenario but the nominal one."""
 LESS = 5
@@ -48,7 +48,7 @@ EXACT = 600
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
 pairs of neighbours."""
-PACKINGS = 6
+PACKINGS = 10
 """Packings looked at for aims other than the nominal seconds, next to that of the fastest plan."""
 STARTS, KNOWN, PATIENCE = 3, 6, 6
 """Climbs for one aim, candidates of the pool that are compared before, and the part of all simulations after which a

@@ -115,11 +115,9 @@ class Replay:
             if span.end_s > 0
         ]
         self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
-        self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
-        self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
-        self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
-        self._read = deque((max(0.0, at - passed) for at in self._read), maxlen=FILE_BUFFERS)
-        self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
+        for moments in (self._ready_s, self._updated_s, self._staged, self._read, self._passed):
+            for index, at_s in enumerate(moments):
+                moments[index] = max(0.0, at_s - passed)
         self._added_s = max(0.0, self._added_s - passed)
         self._early_runs = [(start - passed, end - passed) for start, end in self._early_runs]
         self._returned_s, self._owed_s = {}, 0.0

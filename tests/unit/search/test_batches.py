@@ -107,7 +107,7 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
         )
         for accumulation in (1, 4)
     )
-    on_device, on_host = Placement.everywhere(Home.RESIDENT, 3), Placement.everywhere(Home.HOST, 3)
+    on_device, on_host = Placement((Home.RESIDENT,) * 3), Placement((Home.HOST,) * 3)
     before, after = one.need(on_device, 0), four.need(on_device, 0)
     assert before.device_parts["activations"] == after.device_parts["activations"] == 100 * MIB
     assert before.device_parts["gradients"] == 0

@@ -169,7 +169,7 @@ def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
 
 
 def placed(chunks: int) -> Placement:
-    return Placement.everywhere(Home.HOST, chunks)
+    return Placement((Home.HOST,) * chunks)
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_chunks_that_lie_among_others_shorten_a_step_more(
     machine = replace(SLOW, host_adam_numel_per_s=4e8)
     space = SearchSpace(stack, machine, setting_for(stack, machine, SearchRequest.of(1)))
     model = space.model(space.smallest_size)
-    placement = Placement.everywhere(Home.HOST, len(model.work.chunks))
+    placement = Placement((Home.HOST,) * len(model.work.chunks))
     plain_bytes, most_bytes = (sum(model.host_parts(homes).values()) for homes in (placement, all_early(placement)))
     budget = plain_bytes + model.copies_bytes + int(share * (most_bytes - plain_bytes))
 
@@ -328,7 +328,7 @@ def test_a_placement_takes_as_long_whatever_was_estimated_before(
     space = SearchSpace(stack, machine, setting)
     model = space.model(space.smallest_size)
     chunks = range(len(model.work.chunks))
-    plain = Placement.everywhere(Home.HOST, len(chunks))
+    plain = Placement((Home.HOST,) * len(chunks))
     some = [plain.updated_early(early) for early in (chunks[:3], chunks, chunks[2:], (), chunks[:3])]
     found = [weigh(model, placement, 4, 1, space.cost).seconds for placement in some]
     alone = [weigh(model, each, 4, 1, SimulatedCost(stack, machine, setting)).seconds for each in some]
@@ -342,10 +342,10 @@ def test_the_second_set_is_a_column_of_the_memory_model(stack: StepTrace, world_
     """Masters, two moments and the rounded weights of each chunk that is updated early, on all ranks of a machine."""
     space = SearchSpace(stack, SLOW, setting_for(stack, SLOW, SearchRequest.of(world_size)))
     model = space.model(space.smallest_size)
-    plain = Placement.everywhere(Home.HOST, len(model.work.chunks))
+    plain = Placement((Home.HOST,) * len(model.work.chunks))
     some = plain.updated_early((0, 3))
     numel = sum(model.work.chunks[chunk].numel for chunk in (0, 3))
     assert model.host_parts(some) == {**model.host_parts(plain), "new_states": numel * (4 + 8 + 2)}
     assert some.updated_early(()) == plain
     with pytest.raises(InputError, match="'update'"):
-        Placement.everywhere(Home.RESIDENT, 2).updated_early((1,))
+        Placement((Home.RESIDENT,) * 2).updated_early((1,))

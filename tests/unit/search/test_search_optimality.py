@@ -93,7 +93,7 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     quick = replace(HARDWARE, host_adam_numel_per_s=1e14, host_memory_bytes_per_s=1e15)
     space = SearchSpace(build.build("stack"), quick, Setting(world_size, world_size, StateSize(8), True))
     model = space.model(space.table.largest_bytes)
-    placement = Placement.everywhere(Home.HOST, len(parts))
+    placement = Placement((Home.HOST,) * len(parts))
     floors, codes = Floors([space.cost.times(model)]), placement.codes[None]
     compute_s = space.cost.times(model).total_s
     early = space.cost.early_chunks(model, placement, speed=1.0, left_bytes=GIB, rule=0)

@@ -135,7 +135,7 @@ def simulated_lanes(dtype: str, chunks: int, speeds: Speeds) -> dict[str, list[W
     machine = replace(machine, flops_per_s=dict.fromkeys(("float32", "bfloat16"), machine.flops_per_s["float32"]))
     space = SearchSpace(trace, machine, Setting(1, 1, state_size("Adam"), True))
     model = space.model(1 << 20)
-    homes = Placement.everywhere(Home.RESIDENT_HOST, chunks)
+    homes = Placement((Home.RESIDENT_HOST,) * chunks)
     candidate = weigh(model, homes, 0, 0, space.cost)
     plan = to_plan(space, Outcome(candidate), Budgets(1 << 50, 1 << 50), SearchRequest(world_size=1))
     found = simulate_step(plan, trace, machine)
