@@ -146,7 +146,7 @@ def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
 
 
 Own = tuple[UnitActivations, ...] | None
-"""What units keep of their activations; None: everything."""
+"""A choice of what units keep of their activations; None: everything."""
 
 
 @garbage_collection_paused()
@@ -208,11 +208,11 @@ class _Variants:
             yield own, step_s
 
     def floor_s(self, own: Own) -> float:
-        """The floor of a choice that was looked at."""
-        return self._floors[own][0]
+        """The floor of a choice; infinite if it was not looked at."""
+        return self._floors[own][0] if own in self._floors else math.inf
 
     def _look_at_fillings(self) -> None:
-        """From nothing to everything, then once more next to the fastest."""
+        """Looks at fillings from nothing to everything, then once more next to the fastest."""
         every = len(self._kept.changes)
         counts = _spread(0, every)
         for _ in range(2):
