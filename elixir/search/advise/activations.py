@@ -211,8 +211,8 @@ class _Variants:
         return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
     def floor_s(self, own: Own) -> float:
-        """The floor of a choice that was looked at."""
-        return self._floors[own][0]
+        """The floor of a choice; infinite if it was not looked at."""
+        return self._floors[own][0] if own in self._floors else math.inf
 
     def _look_at_fillings(self) -> None:
         """Looks from nothing to everything, then once more next to the fastest."""
