@@ -92,12 +92,14 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
 
 
 class _Found(NamedTuple):
+    """The outcome of planning all variants."""
+
     plan: Plan | None
     least: SearchSpace
-    """That of the variant which keeps least."""
+    """The space of the variant that keeps least."""
     nearest_bytes: int | None
-    """What must be free for the plan that comes nearest to the machine's memory; None where no budget was in the way of
-    that."""
+    """Memory that must be free for the plan that comes nearest to that of the machine; None where no budget was in the
+    way of that."""
 
 
 def _planned(

@@ -22,7 +22,7 @@ from elixir.units import dtype_bytes, parse_bytes
 
 
 def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
-    """What a search has chosen, as a `Plan`."""
+    """Writes the choice of a search as a `Plan`."""
     trace, best = space.trace, outcome.best
     if best is None:
         raise StateError("a search that found nothing has no plan")

@@ -87,7 +87,7 @@ class SimulatedCost:
         return self._known[key]
 
     def case(self, model: MemoryModel, placement: Placement, result: ScheduleResult) -> Case:
-        """What is replayed; `result` is the walk of a first batch."""
+        """Gathers what a replay takes; `result` is the walk of a first batch."""
         schedule = model.work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = int(model.grad_blocks(placement.codes[None])[0][0])
         return Case(self.times(model), placement, schedule, result, grad_blocks, self.clipped)
