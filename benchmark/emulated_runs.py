@@ -32,8 +32,10 @@ from elixir.plan.plan import Plan
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.simulation import simulate_step
@@ -85,7 +87,8 @@ def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
     candidate = weigh(model, placement, blocks, depth, space.cost)
     budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)
     optimizer = "Muon + AdamW" if space.setting.matrices else "AdamW"
-    return to_plan(space, candidate, budgets, optimizer, "auto")
+    request = SearchRequest(world_size=space.setting.world_size, optimizer_type=optimizer)
+    return to_plan(space, Outcome(candidate), budgets, request)
 
 
 def homes(mix: str, chunks: int) -> Placement:
@@ -98,7 +101,7 @@ def homes(mix: str, chunks: int) -> Placement:
         "states on disk": Home.RESIDENT_DISK,
         "streamed, states on disk": Home.HOST_DISK,
     }.get(mix, Home.RESIDENT_HOST)
-    return Placement.everywhere(home, chunks)
+    return Placement((home,) * chunks)
 
 
 def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], **setting: Any) -> list[Plan]:

@@ -5,8 +5,6 @@ of use, get the device or the host together. Whether the rCache or the shards ar
 per byte, computed with its constants for one A100 machine. It is measured generously: our schedule (clean evictions
 cost nothing), our packing and our memory model (chunks that live on the device of a single rank need no block), and
 none of its safety margins unless asked for.
-
-Nothing here is shared with `elixir.search.propose.original_elixir`, so that one checks the other.
 """
 
 from __future__ import annotations

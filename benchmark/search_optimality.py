@@ -33,13 +33,14 @@ from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.search_vs_original import BATCH, SEQUENCE, trace
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import StateSize
 from elixir.plan.activations import activations_text
 from elixir.search import plan_from_trace
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.planner import planned
 from elixir.search.problem.placement import Setting
-from elixir.search.propose.best import find_best
+from elixir.search.propose.search import ShapeSearch
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
@@ -87,14 +88,13 @@ def exhaustive(instances: int) -> Iterator[Row]:
             return
         search = small_search(seed)
         started = time.process_time()
-        ours = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True).fastest_s
+        step_s = ShapeSearch(search.space, search.budgets, search.sizes, (Scenario(),)).find().fastest_s
         between = time.process_time()
         best = best_of_all(search, skip=True)
         ended = time.process_time()
         if best is None:
             continue
         found += 1
-        step_s = ours
         best_s = best.seconds["total"]
         equal = step_s is not None and step_s <= best_s + EQUAL_S
         yield row(

@@ -31,6 +31,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from benchmark.emulated_runs import (
     with_error,
     with_products,
 )
-from elixir.search.simulator.rates import with_link_speed
+from elixir.hardware.profile import HardwareProfile
 from elixir.search.simulator.simulation import Simulation, simulate_step
 
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)
@@ -121,6 +122,21 @@ def work(model: str, rounds: int) -> dict[str, Any]:
     for run in runs.values():
         run.module.close()
     return {"model": f"{shape.name}, Muon" if whole else shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
+
+
+def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
+    """The machine with links no faster than `bytes_per_s` each way: what the runtime's CPU lanes emulate.
+
+    What was measured of its links and collectives is left out, so that these rates count.
+    """
+    links = ("host_to_device", "device_to_host", "all_gather", "reduce_scatter", "device_to_device")
+    fields = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s")
+    return replace(
+        hardware,
+        name=f"{hardware.name} with links of {bytes_per_s:g} B/s",
+        fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
+        **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
+    )
 
 
 def compared(mix: str, share: float, speed: float, simulated: Simulation, steps: Sequence[Timed]) -> dict[str, Any]:

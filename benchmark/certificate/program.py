@@ -74,10 +74,19 @@ class Program:
         table, facts = self.space.table, self.space.facts
         large = sorted(range(len(table.bytes)), key=lambda index: (-table.bytes[index], index))[:LARGE_PARAMETERS]
         groups: dict[tuple[object, ...], list[int]] = {}
+        reads = [
+            {
+                index
+                for access in self.trace.accesses
+                if (access.phase == "forward") is forward
+                for index in access.parameters
+            }
+            for forward in (True, False)
+        ]
         for index, param in enumerate(self.trace.parameters):
             stretch = None if param.grad_access is None else facts.stretch(param.grad_access)
             alone = index if index in large else None
-            used = (table.in_forward[index], table.in_backward[index])
+            used = tuple(index in some for some in reads)
             groups.setdefault((stretch, param.dtype, param.trainable, used, alone), []).append(index)
         keys, members = list(groups), list(groups.values())
         self.bytes = np.array([sum(table.bytes[i] for i in group) for group in members], dtype=np.float64)

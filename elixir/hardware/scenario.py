@@ -7,6 +7,7 @@ early. `scenarios` has every combination. Plans are judged by all of them.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +58,7 @@ class Scenario:
         if self.host_adam == self.link == 1.0:
             return hardware
         factors = dict.fromkeys(_HOST_ADAM, self.host_adam) | dict.fromkeys(_LINKS, self.link)
-        fields = {PLAIN_FIELDS[key]: factor for key, factor in factors.items()}
-        rates: dict[str, Any] = {name: getattr(hardware, name) * factor for name, factor in fields.items()}
-        fits = {key: _scaled(fit, factors.get(key.split(".")[0], 1.0)) for key, fit in hardware.fits.items()}
-        return replace(hardware, fits=fits, **rates)
+        return scaled(hardware, factors)
 
     def is_no_faster(self, other: Scenario) -> bool:
         """Whether no step is shorter than in the other scenario: nothing that gets slower makes a step shorter."""
@@ -128,5 +126,14 @@ def _least(hardware: HardwareProfile, families: tuple[str, ...]) -> float:
     return 1 / (1 + max(errors, default=0.0))
 
 
-def _scaled(fit: RateFit, factor: float) -> RateFit:
+def scaled(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
+    """The machine with rates of other speeds: factors by family of keys; latencies stay."""
+    fields = {PLAIN_FIELDS[key]: factor for key, factor in factors.items() if key in PLAIN_FIELDS}
+    known = {name: (getattr(hardware, name), factor) for name, factor in fields.items()}
+    rates: dict[str, Any] = {name: rate * factor for name, (rate, factor) in known.items() if rate is not None}
+    fits = {key: _faster(fit, factors.get(key.split(".")[0], 1.0)) for key, fit in hardware.fits.items()}
+    return replace(hardware, fits=fits, **rates)
+
+
+def _faster(fit: RateFit, factor: float) -> RateFit:
     return fit if factor == 1.0 else RateFit(fit.latency_s, fit.per_s * factor, fit.error)

@@ -1,4 +1,4 @@
-"""How to cut a step's samples into batches, and how much to checkpoint: ways are traced, planned, and compared."""
+"""How to cut a step's samples into batches, and how much to checkpoint: floors rank all ways, and few are planned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from elixir.errors import InputError, InputTypeError, PlanError
@@ -13,12 +14,11 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
-from elixir.search.planner import plan_or_shortage
-from elixir.search.propose.climb import DECIMALS
+from elixir.search.planner import least_s, plan_or_shortage
+from elixir.search.propose.judge import DECIMALS
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import with_exact_moves
-from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
 BATCHES_REFINED = 2
@@ -80,9 +80,13 @@ def search_batches(
     `checkpoints`.
 
     Checkpointing fewer layers takes less compute and more memory. Where `layers` says how many there are, numbers
-    between none and all are tried for the two batches whose steps were the fastest: from the better end in steps of a
+    between none and all are looked at for the two batches with the least floors: from the better end in steps of a
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
+
+    Floors (`elixir.search.planner.least_s`) rank the ways. A way is planned while its floor is below all seconds that
+    are known. One that has no floor, since nothing with overlap and chunks of a sensible size fits, is planned if no
+    other has a plan.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -106,136 +110,104 @@ def search_batches(
     if "accumulation" in options or request.accumulation != 1:
         raise InputError("accumulation follows from samples and the batch; leave it out")
     forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
-    ways = list(_ways(samples, checkpoints, micro_batches=micro_batches))
-    most = len(ways)
+    cuts = list(_cuts(samples, checkpoints, micro_batches=micro_batches))
+    most = len(cuts)
     if layers and forms:
-        batches = len({batch for batch, _ in ways})
-        most += min(BATCHES_REFINED, batches) * min(2 * layers.bit_length(), layers + 1)
+        most += min(BATCHES_REFINED, len(dict(cuts))) * min(2 * layers.bit_length(), layers + 1)
+    ways: dict[tuple[int, str], _Way] = {}
 
-    def before(way: str, done: int) -> None:
-        if progress is not None:
-            progress(way, done, max(most, done + 1))
+    def floor_s(batch: int, checkpoint: str) -> float:
+        cut = batch, checkpoint
+        if cut not in ways:
+            option = BatchOption(batch, samples // batch, checkpoint)
+            if progress is not None:
+                what = f"{option.accumulation} x {batch} samples, activation checkpointing {checkpoint}"
+                progress(what, len(ways), max(most, len(ways) + 1))
+            question = Question(trace_of(*cut), hardware, replace(request, accumulation=option.accumulation))
+            ways[cut] = _Way(round(least_s(question), DECIMALS), len(ways), option, question)
+        return ways[cut].least_s
 
-    trials = _Trials(trace_of, hardware, request, samples, before)
-    for batch, checkpoint in ways:
-        trials.step_s(batch, checkpoint)
+    for cut in cuts:
+        floor_s(*cut)
     if layers and forms:
-        for batch in trials.fastest_batches()[:BATCHES_REFINED]:
-            trials.refine(batch, forms[0], layers)
-    return trials.choice()
+        ranked = dict.fromkeys(way.option.batch for way in sorted(ways.values()))
+        for batch in list(ranked)[:BATCHES_REFINED]:
+            _refine(partial(floor_s, batch), forms[0], layers)
+    return _fastest(list(ways.values()))
 
 
 class _Way(NamedTuple):
-    """A way that may win."""
+    """A way, as far as it is known; of several, the least is the one that may be the fastest."""
 
     least_s: float
-    """Rounded seconds of its step; without a plan, those of its compute alone."""
+    """Rounded seconds of its step; without a plan, its floor."""
     place: int
-    """Among those that were tried."""
+    """Among those that were looked at."""
     option: BatchOption
     question: Question
-    plan: Plan | None = None
+    answer: Answer | None = None
+    exact: bool = False
+    """Whether it is known which inputs of layers move."""
+
+    def better_known(self) -> _Way:
+        """The way with a plan, or with the one that it has once it is known what moves: then it may be slower.
+
+        Raises:
+            PlanError: nothing fits, or not any more.
+        """
+        if self.answer is None:
+            answer = Answer(plan_or_shortage(*self.question), self.question)
+        else:
+            answer = with_exact_moves(self.answer, StepQuestion(model=self.question.trace))
+        option, exact = _measured(self.option, answer.plan), self.answer is not None
+        step_s = round(answer.plan.predicted.step_s, DECIMALS)
+        return self._replace(least_s=step_s, option=option, answer=answer, exact=exact)
 
 
-class _Trials:
-    """Ways that were tried."""
+def _refine(floor_s: Callable[[str], float], form: str, layers: int) -> None:
+    """Looks at numbers of layers between none and all."""
 
-    def __init__(
-        self,
-        trace_of: TraceOf,
-        hardware: HardwareProfile,
-        request: SearchRequest,
-        samples: int,
-        before: Callable[[str, int], None],
-    ) -> None:
-        self._trace_of, self._hardware, self._request, self._samples = trace_of, hardware, request, samples
-        self._before = before
-        self._tried: dict[tuple[int, str], BatchOption] = {}
-        self._fastest_s = math.inf
-        self._ways: list[_Way] = []
-        """A heap, the fastest first."""
-        self._missed: list[tuple[PlanError, Question]] = []
+    def of_count(count: int) -> float:
+        ends = {0: "none", layers: form}
+        return floor_s(ends.get(count, f"{form}:{count}"))
 
-    def step_s(self, batch: int, checkpoint: str) -> float:
-        """Seconds of one way; infinite without a plan, or without one that could win."""
-        key = (batch, checkpoint)
-        if key not in self._tried:
-            count = self._samples // batch
-            self._before(f"{count} x {batch} samples, activation checkpointing {checkpoint}", len(self._tried))
-            self._tried[key] = self._try(BatchOption(batch, count, checkpoint))
-        step_s = self._tried[key].step_s
-        return math.inf if step_s is None else step_s
+    here = min((layers, 0), key=of_count)
+    step = layers // 2
+    while step:
+        around = [count for count in (here - step, here + step) if 0 <= count <= layers]
+        best = min([here, *around], key=of_count)
+        if best == here:
+            step //= 2
+        here = best
 
-    def fastest_batches(self) -> list[int]:
-        """Batches with a plan, the one with the fastest step first."""
-        found: dict[int, float] = {}
-        for (batch, _), option in self._tried.items():
-            if option.step_s is not None:
-                found[batch] = min(found.get(batch, math.inf), option.step_s)
-        return sorted(found, key=lambda batch: found[batch])
 
-    def refine(self, batch: int, form: str, layers: int) -> None:
-        """Tries numbers of layers between none and all."""
-
-        def step_s(count: int) -> float:
-            ends = {0: "none", layers: form}
-            return self.step_s(batch, ends.get(count, f"{form}:{count}"))
-
-        here = min((layers, 0), key=step_s)
-        step = layers // 2
-        while step:
-            around = [count for count in (here - step, here + step) if 0 <= count <= layers]
-            best = min([here, *around], key=step_s)
-            if best == here:
-                step //= 2
-            here = best
-
-    def choice(self) -> BatchChoice:
-        """The fastest once it is known which inputs of layers move: then it may be slower than another, or not fit."""
-        found, fastest_s = None, math.inf
-        while self._ways and self._ways[0].least_s < fastest_s:
-            way = heapq.heappop(self._ways)
-            option = way.option
-            if way.plan is None:
-                self._tried[option.batch, option.checkpoint] = self._planned(way)
-                continue
-            try:
-                answer = with_exact_moves(Answer(way.plan, way.question), StepQuestion(model=way.question.trace))
-            except PlanError as error:
-                option = self._not_fitting(option, error, way.question)
-            else:
-                option, step_s = _measured(option, answer.plan), round(answer.plan.predicted.step_s, DECIMALS)
-                if step_s < fastest_s:
-                    found, fastest_s = (answer, option), step_s
-            self._tried[option.batch, option.checkpoint] = option
-        if found is None:
-            raise with_levers(*min(self._missed, key=lambda missed: _lacking(missed[0])))
-        return BatchChoice(*found, tuple(self._tried.values()))
-
-    def _try(self, option: BatchOption) -> BatchOption:
-        trace = self._trace_of(option.batch, option.checkpoint)
-        least_s = option.accumulation * _compute_s(trace, self._hardware, self._request.world_size)
-        question = Question(trace, self._hardware, replace(self._request, accumulation=option.accumulation))
-        way = _Way(round(least_s, DECIMALS), len(self._tried), option, question)
-        if least_s <= self._fastest_s:
-            return self._planned(way)
-        heapq.heappush(self._ways, way)
-        return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
-
-    def _planned(self, way: _Way) -> BatchOption:
+def _fastest(ways: list[_Way]) -> BatchChoice:
+    """The way that has the least seconds when all is known of it."""
+    options = [way.option for way in ways]
+    missed: list[tuple[PlanError, Question]] = []
+    heapq.heapify(ways)
+    while ways:
+        way = heapq.heappop(ways)
+        if way.answer is not None and way.exact:
+            for other in ways:
+                if other.answer is None:
+                    options[other.place] = replace(other.option, reason=_too_slow(other.least_s))
+            return BatchChoice(way.answer, way.option, tuple(options))
         try:
-            plan = plan_or_shortage(*way.question)
+            way = way.better_known()
+            heapq.heappush(ways, way)
+            options[way.place] = way.option
         except PlanError as error:
-            return self._not_fitting(way.option, error, way.question)
-        step_s, option = plan.predicted.step_s, _measured(way.option, plan)
-        self._fastest_s = min(self._fastest_s, step_s)
-        heapq.heappush(self._ways, way._replace(least_s=round(step_s, DECIMALS), option=option, plan=plan))
-        return option
+            missed.append((error, way.question))
+            none = BatchOption(way.option.batch, way.option.accumulation, way.option.checkpoint)
+            options[way.place] = replace(none, reason=str(error).splitlines()[0])
+    raise with_levers(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
 
-    def _not_fitting(self, option: BatchOption, error: PlanError, question: Question) -> BatchOption:
-        self._missed.append((error, question))
-        reason = str(error).splitlines()[0]
-        return BatchOption(option.batch, option.accumulation, option.checkpoint, reason)
+
+def _too_slow(least_s: float) -> str:
+    if least_s == math.inf:
+        return "does not fit with overlap and chunks of a sensible size"
+    return f"takes at least {least_s:.4g} s, longer than another way's step"
 
 
 def _measured(option: BatchOption, plan: Plan) -> BatchOption:
@@ -248,7 +220,7 @@ def _measured(option: BatchOption, plan: Plan) -> BatchOption:
     )
 
 
-def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:
+def _cuts(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:
     """Batch and checkpointing, the largest batch first."""
     batch = samples
     while True:
@@ -257,16 +229,6 @@ def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> I
         if not micro_batches or batch % 2:
             return
         batch //= 2
-
-
-def _compute_s(trace: StepTrace, hardware: HardwareProfile, world_size: int) -> float:
-    """Computes of one batch; no plan of it is faster."""
-    ranks = hardware.ranks_per_host(world_size)
-    return float(Rates(hardware, main_dtype(trace), world_size, ranks).accesses_s(trace).sum())
-
-
-def _lacking(error: PlanError) -> int:
-    return error.needed_bytes - error.available_bytes
 
 
 def _check(samples: object, checkpoints: object, layers: object) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.scenario import Scenario, scenarios, unmeasured
+from elixir.hardware.scenario import Scenario, scenarios
 from elixir.optimizer_states import (
     MASTER_BYTES,
     check_kind,
@@ -24,26 +24,27 @@ from elixir.optimizer_states import (
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
+from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Setting, Spill
-from elixir.search.propose.best import FIRST_LOOK, Outcome, find_best
-from elixir.search.propose.candidate import Candidate, everything_resident, settled, weigh
-from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.moved_inputs import WORTHWHILE, sizes_of_passes, with_moved_inputs
-from elixir.search.propose.regret import find_surest, judge_updates
-from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
+from elixir.search.problem.placement import Setting
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.family import families
+from elixir.search.propose.judge import Outcome
+from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
+from elixir.search.propose.shortage import can_fit, every_size, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
+from elixir.search.propose.variants import fastest, variants
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
-from elixir.search.request import HomeChoice, SearchRequest, check_count
+from elixir.search.request import SearchRequest, check_count
 from elixir.search.simulator.rates import say_if_network_unknown
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes, parse_bytes
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
+NO_LIMIT = Budgets(LARGEST_BYTES, LARGEST_BYTES)
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -55,37 +56,25 @@ def plan_or_shortage(
     pass may have their inputs on the host."""
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
-    question = Question(trace, hardware, request)
-    setting, budgets = setting_for(*question), budgets_of(hardware, request)
-    say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
-    if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
-        logger.info(
-            "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
-            format_bytes(budgets.device_reserve_bytes),
-            format_bytes(budgets.host_reserve_bytes),
-        )
-    plan, tried, searched, nearest_bytes = _planned(question, setting, budgets, moves=moves)
-    if plan is None and budgets.device_slack_bytes:
-        plan, *_ = _planned(question, setting, budgets.with_slack(), moves=moves)
-        if plan is not None:
-            logger.warning(
-                "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
-                format_bytes(budgets.device_slack_bytes),
-            )
-    if plan is None and nearest_bytes is not None:
+    question, budgets = Question(trace, hardware, request), budgets_of(hardware, request)
+    found = _planned(question, budgets, moves=moves, say=True)
+    plan, least = found.plan, found.least
+    if plan is None and found.nearest_bytes is not None:
         raise PlanError(
             f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
             "free there",
-            needed_bytes=nearest_bytes,
+            needed_bytes=found.nearest_bytes,
             available_bytes=budgets.given_host_bytes,
         )
     if plan is None:
-        unmet = Unmet(question, tried)
-        raise shortage(
-            unmet, budgets, lambda: _search(unmet.space, budgets, request)[1] if searched is None else searched
+        raise shortage(least, request, budgets)
+    if plan.device_reserve_bytes != budgets.device_reserve_bytes:
+        logger.warning(
+            "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
+            format_bytes(budgets.device_slack_bytes),
         )
-    instead = moments_instead(Unmet(question, setting), budgets) if plan.uses_disk else None
+    instead = moments_instead(least, request, budgets) if plan.uses_disk else None
     if instead is not None:
         logger.warning(
             "states go to the disk, which makes steps slower and wears the drive: with moments=%r none would need to",
@@ -95,42 +84,88 @@ def plan_or_shortage(
 
 
 def planned(question: Question, *, briefly: bool = False) -> Plan | None:
-    """The plan; None where nothing fits. `briefly`, without the sizes that are tried when nothing else fits."""
-    setting, budgets = setting_for(*question), budgets_of(question.hardware, question.request)
-    found = _planned(question, setting, budgets, briefly=briefly)[0]
-    if found is None and budgets.device_slack_bytes:
-        found = _planned(question, setting, budgets.with_slack(), briefly=briefly)[0]
-    return found
+    """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
+    are tried when nothing else fits."""
+    if briefly:
+        question = question._replace(request=replace(question.request, assume="nominal"))
+    return _planned(question, budgets_of(question.hardware, question.request), briefly=briefly).plan
+
+
+class _Found(NamedTuple):
+    """The outcome of planning all variants."""
+
+    plan: Plan | None
+    least: SearchSpace
+    """The space of the variant that keeps least."""
+    nearest_bytes: int | None
+    """Memory that must be free for the plan that comes nearest to that of the machine; None where no budget was in the
+    way of that."""
 
 
 def _planned(
-    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False, moves: bool = True
-) -> tuple[Plan | None, Setting, int | None, int | None]:
-    """The plan or None, the setting that was tried last, the least host bytes of all that fit the device there, None
-    where nothing was searched, and what must be free for the plan that comes nearest to the machine's memory, None
-    where no budget was in the way of that."""
-    nearest_bytes: int | None = None
-    while True:
-        plan, tried, searched = _in_budgets(question, setting, budgets, briefly=briefly, moves=moves)
-        if plan is None or budgets.machine_bytes is None:
-            return plan, tried, searched, nearest_bytes
+    question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True, say: bool = False
+) -> _Found:
+    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits otherwise.
+
+    `say`, the log has what is not known of the network, and what is kept back.
+    """
+    asked, setting = variants(question, moves=moves and not briefly), setting_for(*question)
+    if say:
+        _say(question, setting, budgets)
+    # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
+    spaces = {id(each): space_of(each, matrices=setting.matrices) for each in asked}
+    nearest: list[int] = []
+
+    def within(budgets: Budgets) -> Plan | None:
+        def floor_s(variant: Question) -> float:
+            found = _floors(spaces[id(variant)], budgets, variant.request)
+            return min((floor_s for floor_s, _ in found), default=math.inf)
+
+        def plan(variant: Question) -> tuple[Plan | None, float]:
+            found = plan_in(spaces[id(variant)], budgets, variant.request, briefly=briefly)
+            return found, math.inf if found is None else found.predicted.step_s
+
+        return fastest(asked, floor_s, plan)
+
+    plan = _in_machine(within, budgets, question, nearest)
+    if plan is None and budgets.device_slack_bytes:
+        plan = _in_machine(within, budgets.with_slack(), question, nearest)
+    return _Found(plan, spaces[id(asked[0])], min(nearest, default=None))
+
+
+def _say(question: Question, setting: Setting, budgets: Budgets) -> None:
+    say_if_network_unknown(question.hardware, setting.world_size, setting.ranks_per_host)
+    if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
+        logger.info(
+            "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
+            format_bytes(budgets.device_reserve_bytes),
+            format_bytes(budgets.host_reserve_bytes),
+        )
+
+
+def _in_machine(
+    within: Callable[[Budgets], Plan | None], budgets: Budgets, question: Question, nearest: list[int]
+) -> Plan | None:
+    """The plan with which all that must be free is no more than the machine has; `nearest` gets what the others
+    need."""
+    while (plan := within(budgets)) is not None and budgets.machine_bytes is not None:
         needed_bytes, predicted = must_be_free_bytes(plan, question.hardware), plan.predicted
         over_bytes = needed_bytes - budgets.machine_bytes
         if over_bytes <= 0:
-            return _with_rest(plan, -over_bytes, setting), tried, searched, nearest_bytes
+            return _with_rest(plan, -over_bytes, question.hardware)
         # On a CPU, whose heap and device are in the same memory, only the plan tells how much of it is the host's.
-        without_copies = needed_bytes - predicted.checkpoint_bytes
-        nearest_bytes = without_copies if nearest_bytes is None else min(nearest_bytes, without_copies)
+        nearest.append(needed_bytes - predicted.checkpoint_bytes)
         if over_bytes > predicted.host_peak_bytes:
-            return None, tried, searched, nearest_bytes
+            return None
         budgets = replace(budgets, host_bytes=predicted.host_peak_bytes - over_bytes)
+    return plan
 
 
-def _with_rest(plan: Plan, rest_bytes: int, setting: Setting) -> Plan:
+def _with_rest(plan: Plan, rest_bytes: int, hardware: HardwareProfile) -> Plan:
     """The plan whose budgets are what it takes and what a machine then has left, where its devices are CPUs."""
-    if setting.device_kind != "cpu":
+    if hardware.device_kind != "cpu":
         return plan
-    device_bytes = plan.predicted.device_peak_bytes + rest_bytes // setting.ranks_per_host
+    device_bytes = plan.predicted.device_peak_bytes + rest_bytes // hardware.ranks_per_host(plan.world_size)
     return replace(
         plan,
         device_budget_bytes=min(plan.device_budget_bytes, device_bytes),
@@ -138,42 +173,14 @@ def _with_rest(plan: Plan, rest_bytes: int, setting: Setting) -> Plan:
     )
 
 
-def _in_budgets(
-    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool, moves: bool
-) -> tuple[Plan | None, Setting, int | None]:
-    """The first three of `_planned`, whatever the processes take."""
-    request, found, seconds = question.request, [], []
-
-    def plan(of_pass: Question) -> None:
-        here = setting_for(*of_pass)
-        passes = replace(setting, accumulation=here.accumulation, replicas=here.replicas)
-        found.append(_planned_in_passes(of_pass, passes, budgets, briefly=briefly))
-        made = found[-1][0]
-        seconds.append(math.inf if made is None else made.predicted.step_s)
-
-    for replicas in request.divisions(setting.ranks_per_host):
-        for size in sizes_of_passes(question):
-            plan(question._replace(trace=pass_trace(question.trace, size), request=request.in_replicas(replicas)))
-    moved = with_moved_inputs(question, min(seconds), glance_s) if moves and not briefly else None
-    if moved is not None:
-        plan(moved)
-    # Of those about as fast the one with the fewest replicas, and the smallest passes: both keep least.
-    return found[next(number for number, step_s in enumerate(seconds) if step_s <= WORTHWHILE * min(seconds))]
+def space_of(question: Question, **changes: Any) -> SearchSpace:
+    """The question, ready to be searched; `changes` are fields of its `Setting`."""
+    return SearchSpace(question.trace, question.hardware, replace(setting_for(*question), **changes))
 
 
-def _planned_in_passes(
-    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool
-) -> tuple[Plan | None, Setting, int | None]:
-    """`_planned` for passes of one size, which the trace has."""
-    trace, hardware, request = question
-    on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes)) if budgets.disk_bytes else setting
-    if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        return None, on_disk, None
-    found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
-    if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
-        setting = on_disk
-        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
-    return None if found is None else _plan_of(found, budgets, request), setting, least_host_bytes
+def least_space(question: Question, **changes: Any) -> SearchSpace:
+    """The space of the variant that keeps least."""
+    return space_of(variants(question, moves=False)[0], **changes)
 
 
 def lacks_memory(question: Question) -> bool:
@@ -187,52 +194,50 @@ def least_host_bytes(question: Question) -> int | None:
     request = question.request
     if request.placement != "auto" or request.search != "optimal" or not request.overlap:
         return None
-    space = SearchSpace(question.trace, question.hardware, setting_for(*question))
-    none = replace(budgets_of(question.hardware, request), host_bytes=0)
-    found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
-    nearest = found.best or found.least_host
-    return None if nearest is None else nearest.need.host_bytes
+    space = space_of(question)
+    choices = (
+        (family.model, family.most_on_device(PREFETCH_DEPTH))
+        for family in families(space, budgets_of(question.hardware, request), space.sizes(outsized=True))
+    )
+    needs = [model.need(*choice) for model, choice in choices if choice is not None]
+    return min((need.host_bytes for need in needs), default=None)
 
 
-class Glance(NamedTuple):
-    """A first look at a step."""
+def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
+    """The least floor of all shapes of a packing at the rates of the machine, and its size of chunks; the least first,
+    and none where no shape fits. A plan of few chunks whose homes are no shape may be faster.
 
-    step_s: float
-    """About the seconds of its fastest plan at the rates of the machine; infinite where nothing fits."""
-    sizes: tuple[int, ...] = ()
-    """Sizes of chunks by which it was packed, the best first."""
+    Args:
+        question: its trace has passes of the size that is asked for.
+        sizes: of chunks; by default all that a search tries first.
+    """
+    return _floors(space_of(question), budgets_of(question.hardware, question.request), question.request, sizes)
 
 
-def glance(question: Question, sizes: Sequence[int] = ()) -> Glance:
-    """A first look at a step; at packings with these sizes of chunks alone, if some are given."""
-    trace, hardware, request = question
-    setting, budgets = setting_for(*question), budgets_of(hardware, request)
-    if budgets.disk_bytes or request.placement != "auto" or request.chunks_of is not None:
-        plan = planned(question._replace(request=replace(request, assume="nominal")), briefly=True)
-        return Glance(math.inf if plan is None else plan.predicted.step_s)
-    if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        return Glance(math.inf)
-    space = SearchSpace(trace, hardware, setting)
-    depth = PREFETCH_DEPTH if setting.overlap else 0
+def _floors(
+    space: SearchSpace, budgets: Budgets, request: SearchRequest, sizes: Sequence[int] = ()
+) -> list[tuple[float, int]]:
+    """`packing_floors` in a space."""
+    if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
+        return []
     tried = sizes or next(iter(space.tiers(request)))()
-    found = find_best(space, budgets, tried, depth, briefly=True, rounds=FIRST_LOOK)
-    return Glance(math.inf if found.fastest_s is None else found.fastest_s, found.packings)
+    return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
 
 
-def glance_s(question: Question) -> float:
-    """`Glance.step_s`."""
-    return glance(question).step_s
+def least_s(question: Question, sizes: Sequence[int] = ()) -> float:
+    """The least floor of all shapes of all variants at the rates of the machine; infinite where none fits. `sizes` are
+    those of `packing_floors`."""
+    floors = (floor_s for each in variants(question, moves=True) for floor_s, _ in packing_floors(each, sizes))
+    return min(floors, default=math.inf)
 
 
 def least_need(question: Question) -> MemoryNeed:
     """The need with everything on the host, chunks as small as is sensible and as few blocks as can be; with everything
     on the device where the request says so."""
-    setting = setting_for(*question)
-    space = SearchSpace(question.trace, question.hardware, setting)
-    model = space.model(space.sizes(outsized=False)[0])
-    placement = _everything(model, "cuda" if question.request.placement == "cuda" else "cpu").placement()
-    blocks = model.work.schedule(placement.residents, PREFETCH_DEPTH if setting.overlap else 0).min_blocks
-    return model.need(placement, blocks)
+    space = space_of(question)
+    homes: Literal["cuda", "cpu"] = "cuda" if question.request.placement == "cuda" else "cpu"
+    family = families(space, NO_LIMIT, space.sizes(outsized=False)[:1], homes)[0]
+    return family.model.need(family.placement, family.fewest[min(PREFETCH_DEPTH, len(family.fewest) - 1)])
 
 
 def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -240,10 +245,16 @@ def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 
-def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Plan | None:
-    """The plan of a space that was prepared by the caller; None where nothing fits."""
-    found, _ = _search(space, budgets, request)
-    return None if found is None else _plan_of(found, budgets, request)
+def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False) -> Plan | None:
+    """The plan of a space, whose passes have one size; None where nothing fits. States go to the disk only where
+    nothing fits otherwise."""
+    if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
+        return None
+    for here in dict.fromkeys((space, space.with_disk(budgets))):
+        found = _search(here, budgets, request, briefly=briefly)
+        if found is not None:
+            return _plan_of(found, budgets, request)
+    return None
 
 
 def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: SearchRequest) -> Plan:
@@ -252,22 +263,7 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     able = space.trace.pass_size == 1 and not space.trace.step.activations
     if request.fetch != "parameters" and able:
         space, outcome = with_units_as_one(space, outcome, wanted=request.fetch == "units")
-    assert outcome.best is not None  # since something was found
-    optimizer = optimizer_name(request.optimizer_type)
-    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
-    unknown = unmeasured(space.hardware)
-    seconds = [judged.step_s for judged in outcome.judgements]
-    low, high = plan.predicted.range_s or (plan.predicted.step_s, plan.predicted.step_s)
-    predicted = replace(
-        plan.predicted,
-        range_s=(min((low, *seconds)), max((high, *seconds))),
-        judgements=outcome.judgements,
-        regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
-    )
-    reserve_bytes = parse_bytes(request.reserve or 0)
-    return replace(
-        plan, assume=request.assume, fetch_wanted=request.fetch, reserve_bytes=reserve_bytes, predicted=predicted
-    )
+    return to_plan(space, outcome, budgets, request)
 
 
 def simple_plan(
@@ -301,30 +297,29 @@ def simple_plan(
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
-    model = space.model(size)
-    builder = _everything(model, shard_device if request.placement == "auto" else request.placement)
+    homes = shard_device if request.placement == "auto" else request.placement
+    family = families(space, budgets, [size], homes)[0]
+    streamed = family.placement.resident.count(False)
     depth = PREFETCH_DEPTH if request.overlap else 0
-    schedule = model.work.schedule(builder.placement().residents, depth)
-    wanted = math.ceil(allocate_factor * builder.streamed)
-    blocks = min(max(schedule.min_blocks, wanted), builder.streamed)
-    candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
-    if not _fits(candidate, budgets):
+    blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
+    candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
+    fits = _fits(candidate, budgets)
+    outcome = judge_updates(space, budgets, candidate, _scenarios(space, request)) if fits else Outcome(None)
+    nearest: list[int] = []
+
+    def within(budgets: Budgets) -> Plan | None:
+        return _plan_of((space, outcome), budgets, request) if _fits(candidate, budgets) else None
+
+    made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
+    if made is None:
+        if nearest:
+            budgets = replace(budgets, host_bytes=0, other_bytes=min(nearest) - candidate.need.host_bytes)
         raise _too_large(candidate, budgets)
-    outcome = judge_updates(candidate, space, budgets, _scenarios(space, request))
-    made = _plan_of((space, outcome), budgets, request)
     taken = made.predicted
-    over_bytes = 0 if budgets.machine_bytes is None else must_be_free_bytes(made, hardware) - budgets.machine_bytes
-    if over_bytes > 0:
-        budgets = replace(budgets, host_bytes=max(taken.host_peak_bytes - over_bytes, 0))
-        if not _fits(candidate, budgets):
-            needed_bytes = must_be_free_bytes(made, hardware) - taken.checkpoint_bytes
-            raise _too_large(candidate, replace(budgets, other_bytes=needed_bytes - candidate.need.host_bytes))
-        made = _plan_of((space, outcome), budgets, request)
-        taken = made.predicted
     return replace(
         made,
         device_budget_bytes=taken.device_peak_bytes if request.device_memory is None else budgets.device_bytes,
-        host_budget_bytes=budgets.host_bytes if request.gives_host else taken.host_peak_bytes,
+        host_budget_bytes=made.host_budget_bytes if request.gives_host else taken.host_peak_bytes,
     )
 
 
@@ -348,40 +343,21 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
 @garbage_collection_paused()
 def _search(
     space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False
-) -> tuple[tuple[SearchSpace, Outcome] | None, int]:
-    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise.
-
-    `briefly`, they are not. With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
-    """
-    placement, optimal = request.placement, request.search == "optimal"
-    possible = _scenarios(space, request)
-    least_host_bytes = LARGEST_BYTES
-    spaces = [space]
-    if space.setting.overlap and not briefly:
-        without = replace(space.setting, overlap=False)
-        spaces.append(SearchSpace(space.trace, space.hardware, without, space.compute_scale))
-    for here in spaces:
-        depth = PREFETCH_DEPTH if here.setting.overlap else 0
-        for tier, sizes in enumerate(here.tiers(request)):
-            if placement == "auto":
-                # The first Elixir kept what the model keeps.
-                alike = request.chunks_of is None and not here.trace.step.activations
-                classic = optimal and tier == 0 and not briefly and alike
-                if request.assume == "nominal":
-                    nominal = here.on(possible[0])
-                    outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)
-                else:
-                    outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
-                logger.debug("overlap %s, tier %d", here.setting.overlap, tier)
-            else:
-                outcome = _forced(here, budgets, placement, sizes(), depth, possible)
+) -> tuple[SearchSpace, Outcome] | None:
+    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise. `briefly`,
+    they are not."""
+    possible, work = _scenarios(space, request), BRIEF_WORK if briefly else WORK
+    tiers = [(here, tier) for here in dict.fromkeys((space, space.without_overlap)) for tier in here.tiers(request)]
+    for number, (here, tier) in enumerate(tiers[:1] if briefly else tiers):
+        sizes = tier()
+        if number == 1 and not can_fit(space.without_overlap, every_size(space, request), request, budgets):
+            return None
+        if can_fit(here, sizes, request, budgets):
+            search = ShapeSearch(here, budgets, sizes, possible, request.placement, work)
+            outcome = search.find(sure=request.assume != "nominal")
             if outcome.best is not None:
-                return (here, outcome), least_host_bytes
-            if outcome.least_host is not None:
-                least_host_bytes = min(least_host_bytes, outcome.least_host.need.host_bytes)
-            if briefly:
-                break
-    return None, least_host_bytes
+                return here, outcome
+    return None
 
 
 def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:
@@ -390,37 +366,6 @@ def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ..
     clips = request.clipping is not False and space.setting.clipping and space.setting.early_updates is None
     found = scenarios(space.hardware, clips=clips)
     return found[:1] if request.assume == "nominal" else found
-
-
-def _forced(
-    space: SearchSpace,
-    budgets: Budgets,
-    placement: HomeChoice,
-    sizes: tuple[int, ...],
-    depth: int,
-    possible: Sequence[Scenario],
-) -> Outcome:
-    found, cost = [], space.on(possible[0]).cost
-    for model in (space.model(size) for size in sizes):
-        choice = settled(model, _everything(model, placement), depth, budgets.device_bytes)
-        if choice is not None:
-            found.append(weigh(model, *choice, depth, cost))
-        whole = everything_resident(model, budgets.device_bytes, cost) if placement == "cuda" else None
-        if whole is not None:
-            found.append(whole)
-    best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
-    judged = Outcome(None, None) if best is None else judge_updates(best, space, budgets, possible)
-    return replace(judged, least_host=least_host)
-
-
-def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
-    """Every chunk where `placement` says, whatever it takes."""
-    builder = PlacementBuilder(model, 0)
-    if placement == "cuda":
-        single = model.setting.world_size == 1
-        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=LARGEST_BYTES)
-    return builder
 
 
 def _fits(candidate: Candidate, budgets: Budgets) -> bool:

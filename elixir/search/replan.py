@@ -22,8 +22,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.early_updates import out_of_place_share
-from elixir.search.simulator.rates import adam_share
+from elixir.search.simulator.rates import adam_share, out_of_place_share
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 

@@ -11,7 +11,7 @@ from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.packed_weights import Weight, numel_text, packed_text
 from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
-from elixir.show.style import part_label
+from elixir.show.style import RESOURCE_LABELS, part_label
 from elixir.step_trace import Direction, StepTrace
 from elixir.units import format_bytes, format_seconds
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     """The effect of one change each on a plan: seconds, memory, speed (rich)."""
-    body = [["as planned", *_lever_cells(plan, 1.0)]]
+    body = [["as planned", *_lever_cells(plan, plan.predicted.step_s, 1.0), ""]]
     for lever in levers:
-        cells = ["does not fit", "", ""] if lever.plan is None else _lever_cells(lever.plan, lever.gain)
+        cells = ["does not fit", "", "", ""]
+        if lever.plan is not None and lever.step_s is not None:
+            busiest = RESOURCE_LABELS[lever.busiest] if lever.busiest else ""
+            cells = [*_lever_cells(lever.plan, lever.step_s, lever.gain), busiest]
         body.append([f"{lever.action}:\n{flags_of(lever.options)}", *cells])
-    columns = ("change, and what to add", "step", "peaks", "speed")
+    columns = ("change, and what to add", "step", "peaks", "speed", "then busiest")
     return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
 
@@ -41,15 +44,16 @@ def flags_of(options: Iterable[tuple[str, str]]) -> str:
     return " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in options)
 
 
-def _lever_cells(plan: Plan, gain: float | None) -> list[str]:
+def _lever_cells(plan: Plan, step_s: float, gain: float | None) -> list[str]:
     predicted = plan.predicted
     peaks = (
         f"{memory} {format_bytes(amount)}"
         for memory, amount in (("device", predicted.device_peak_bytes), ("host", predicted.host_peak_bytes))
     )
-    speed = [] if plan.tokens_per_s is None else [f"{plan.tokens_per_s:,.0f} tokens/s"]
+    tokens_per_s = None if plan.tokens_per_s is None else plan.tokens_per_s * predicted.step_s / step_s
+    speed = [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} tokens/s"]
     speed += [] if gain is None else [f"{gain:.2f} x"]
-    return [range_cell(predicted.step_s, predicted.range_s), "\n".join(peaks), "\n".join(speed)]
+    return [range_cell(step_s, predicted.range_s), "\n".join(peaks), "\n".join(speed)]
 
 
 def range_cell(seconds: float, between: tuple[float, float] | None) -> str:

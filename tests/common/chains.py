@@ -11,8 +11,10 @@ from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import Simulation, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import MIB
@@ -94,7 +96,8 @@ def chain_plan(
     space = SearchSpace(trace, Speeds().machine(), setting)
     placement = Placement(tuple(LETTERS[home] for home in homes))
     candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
-    plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50, 1 << 50), "Adam", "auto")
+    budgets = Budgets(1 << 50, 1 << 50, 1 << 50)
+    plan = to_plan(space, Outcome(candidate), budgets, SearchRequest(world_size=world_size))
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
 
 

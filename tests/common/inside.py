@@ -332,13 +332,6 @@ def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
         _Lane(lane, products, worker).turn(seconds)
 
 
-def look_in_pieces(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
-    """Makes a look at many placements take them in pieces whose curves are no larger."""
-    from elixir.search.propose import placement_batch
-
-    monkeypatch.setattr(placement_batch, "_LOOK_BYTES", piece_bytes)
-
-
 def attention_is_counted_with_groups() -> bool:
     """Whether this PyTorch counts the FLOPs of attention whose heads share keys."""
     from elixir.tracer.operator_cache import _formulas_take_groups

@@ -14,10 +14,9 @@ from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.best import MOST_AHEAD
 from elixir.search.propose.candidate import Candidate, weigh
-from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.floors import MOST_AHEAD, Floors
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.samples import make_hardware
@@ -34,21 +33,11 @@ class SmallSearch:
     space: SearchSpace
     budgets: Budgets
     sizes: tuple[int, ...]
-    depth: int
-    """Prefetch depth to begin with."""
 
+    @property
     def models(self) -> list[MemoryModel]:
-        """Packings that the search looks at, the first Elixir's included."""
-        found = {id(model): model for model in map(self.space.model, self.sizes)}
-        for candidate in self.classic():
-            model = self.space.model(candidate.work.packing.capacity_bytes)
-            found[id(model)] = model
-        return list(found.values())
-
-    def classic(self) -> list[Candidate]:
-        """The choice of the first Elixir, if that fits the host."""
-        proposals = classic_candidates(self.space, self.budgets.device_bytes, self.depth)
-        return [candidate for candidate in proposals if candidate.need.host_bytes <= self.budgets.host_bytes]
+        """Packings that the search looks at."""
+        return list(dict.fromkeys(map(self.space.model, self.sizes)))
 
 
 def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = None) -> SmallSearch:
@@ -77,7 +66,7 @@ def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = No
     least, most = _extremes(model)
     device = int(least + (most - least) * draw.uniform(0.0, 1.0)) if most > least else least
     host = model.need(_everywhere(model, on_device=False), 0).host_bytes
-    return SmallSearch(space, Budgets(device, int(host * draw.choice((0.8, 1.0, 1.0, 2.0)))), sizes, int(overlap))
+    return SmallSearch(space, Budgets(device, int(host * draw.choice((0.8, 1.0, 1.0, 2.0)))), sizes)
 
 
 def small_trace(draw: random.Random, count: int) -> StepTrace:
@@ -106,7 +95,7 @@ def small_trace(draw: random.Random, count: int) -> StepTrace:
 
 def _everywhere(model: MemoryModel, *, on_device: bool) -> Placement:
     if on_device:
-        return Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
+        return Placement((Home.RESIDENT,) * len(model.work.chunks))
     outsized = {True: Home.RESIDENT_HOST, False: Home.RESIDENT}
     return Placement(tuple(outsized[c.trainable] if c.outsized else Home.HOST for c in model.work.chunks))
 
@@ -158,7 +147,7 @@ def every_plan(model: MemoryModel, search: SmallSearch, placement: Placement) ->
     block = work.packing.block_bytes
     room = (budgets.device_bytes - need.device_bytes) // block if block else 0
     streamed = placement.resident.count(False)
-    for depth in range(min(MOST_AHEAD, streamed) + 1) if search.depth else (0,):
+    for depth in range(min(MOST_AHEAD, streamed) + 1) if search.space.setting.overlap else (0,):
         fewest = work.schedule(placement.residents, depth).min_blocks
         for blocks in range(fewest, min(room, streamed) + 1):
             yield weigh(model, placement, blocks, depth, search.space.cost)
@@ -169,24 +158,21 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
     Args:
         search: the instance.
-        skip: leave out homes whose floor (`SimulatedCost.lower_bound_s`, with a block for every chunk) is above the best so
-            far.
+        skip: leave out homes whose floor, with a block for every chunk, is above the best so far.
     """
     best: Candidate | None = None
-    for model in search.models():
+    for model in search.models:
         placements = every_placement(model)
         floors = _floors(search, model, placements) if skip else np.zeros(len(placements))
         for at in np.argsort(floors, kind="stable").tolist():
-            # What keeps everything on the device goes before what does not, however slow it is.
-            first = all(placements[at].resident) and all(placements[at].state_on_device)
-            if best is not None and not first and floors[at] > best.seconds["total"] * (1 + 1e-9):
-                continue
+            if best is not None and floors[at] > best.seconds["total"] * (1 + 1e-9):
+                break
             for candidate in every_plan(model, search, placements[at]):
-                if best is None or candidate.sort_key < best.sort_key:
+                if best is None or candidate.seconds["total"] < best.seconds["total"]:
                     best = candidate
     return best
 
 
 def _floors(search: SmallSearch, model: MemoryModel, placements: list[Placement]) -> npt.NDArray[np.float64]:
     codes, count = np.array([placement.codes for placement in placements]), len(model.work.chunks)
-    return search.space.cost.lower_bound_s(model.work, np.arange(count), codes, np.full(len(placements), count))
+    return Floors([search.space.cost.times(model)]).seconds(codes, np.full(len(placements), count))[0]

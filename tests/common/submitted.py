@@ -9,10 +9,10 @@ from typing import Any
 from elixir.chunk.chunk import Chunk
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import packed_step_of, placement_of
-from elixir.search.simulator.activation_moves import ActivationMoves
-from elixir.search.simulator.rates import Rates, main_dtype
-from elixir.search.simulator.work_times import LOAD, OPEN, SEND, WorkTimes
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
+from elixir.search.problem.memory_model import MemoryModel
+from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.work_times import LOAD, OPEN, SEND
 from elixir.step_trace import StepTrace
 from tests.common import inside
 
@@ -43,9 +43,8 @@ def watching() -> Iterator[list[tuple[int, int]]]:
 
 def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
     """The same as the simulator has it, for one batch."""
-    work, rates = packed_step_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
-    accesses_s = rates.accesses_s(trace)
-    times = WorkTimes(work, rates, accesses_s, ActivationMoves(trace, rates, accesses_s), plan.block_bytes)
+    setting = setting_of(plan, plan.world_size, hardware.device_kind)
+    times = SimulatedCost(trace, hardware, setting).times(MemoryModel(packed_step_of(plan, trace), setting))
     schedule = plan.schedule()
     events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count), updated=True)
     pairs = zip(events.kinds, events.chunks, strict=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -19,29 +18,23 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
-from elixir.search.planner import budgets_of, glance, least_need, planned
-from elixir.search.problem.kept_trace import kept_trace
-from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
+from elixir.search.planner import budgets_of, least_need, packing_floors, planned
 from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.moved_inputs import WORTHWHILE
-from elixir.search.propose.swapped_units import SwappedUnits, Swaps
+from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.propose.variants import WORTHWHILE
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace, UnitActivations
 
-logger = logging.getLogger(__name__)
-
-MOST_TRIALS = 4
-"""Fillings for which homes of chunks are looked for."""
-MOST_WAYS = 2
-"""Ways to move activations for which they are looked for."""
+LOOKS = 8
+"""Steps in which the number of kept results goes from nothing to everything, and again next to the best."""
+MOST_WAYS, MOST_PLANNED = 8, 3
+"""Ways to move activations that are looked at, and choices that are planned."""
 PACKINGS = 3
-"""Packings that are looked at for all fillings: the best for the first."""
-CLEARLY = 0.93
-"""A step of at most this part of the compute of one that keeps nothing is faster, whatever its plan. A first look may
-misjudge plans by 3 %. The choice may need so much more memory than was predicted that it takes another 4 %, as steps
-of opt-125m in 0.7 to 1 GiB."""
+"""Packings that are looked at for all choices: the best for the first."""
+NEARLY = 1 - NOTICEABLE_SHARE
+"""A choice whose floor is above this part of another's seconds is not planned."""
 
 
 def that_keeps_everything(step: StepQuestion, built: nn.Module) -> StepQuestion:
@@ -95,12 +88,9 @@ def trace_that_keeps(
     def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
         return replace(step, activations=own).trace(hardware, model(), kinds)
 
-    def predicted(own: tuple[UnitActivations, ...]) -> StepTrace:
-        return swapped_trace(kept_trace(every, own), SwappableStep(every))
-
     found = []
     if one_by_one:
-        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else predicted))
+        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else None))
     passing = _not_compiled(every)
     if request.pass_size != 1 and passing and not (found and passes_together(found[0].step)):
         found.append(traced(tuple(UnitActivations(name, ()) for name in passing)))
@@ -150,12 +140,16 @@ def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 
 
+Own = tuple[UnitActivations, ...] | None
+"""The results that units keep of their activations; None: everything."""
+
+
 @garbage_collection_paused()
 def _chosen(
     whole: StepTrace,
     hardware: HardwareProfile,
     request: SearchRequest,
-    made: Callable[[tuple[UnitActivations, ...]], StepTrace],
+    made: Callable[[tuple[UnitActivations, ...]], StepTrace] | None,
 ) -> StepTrace:
     """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
 
@@ -163,157 +157,106 @@ def _chosen(
         whole: the step that keeps everything.
         hardware, request: of the plan.
         made: gives the step with some activations. What it needs may differ a little from what was predicted for the
-            choice.
+            choice. None: what was predicted.
     """
-    ranks = request.world_size, hardware.ranks_per_host(request.world_size)
-    rates = Rates(hardware, main_dtype(whole), *ranks)
-    kept = KeptResults(whole, rates)
-    trials = _Trials(kept, SwappedUnits(kept, rates), rates, hardware, request)
-    (own, step_s), nothing = trials.choice(), kept.activations(0)
-    found = whole if own is None else made(own)
-    logger.debug("%d of %d fillings with activations planned", len(trials.step_s), len(kept.changes) + 1)
-    simpler = [whole] if found is not whole and trials.may_keep_everything else []
-    doubtful = own != nothing and step_s > CLEARLY * trials.least_s(0)
-    if not (simpler or doubtful):
-        return found
-    found_s = _planned_s(Question(found, hardware, request))
-    if doubtful and found_s > trials.least_s(0):
-        simpler.append(made(nothing))
-    for each in reversed(simpler):
-        each_s = _planned_s(Question(each, hardware, request))
-        if each_s <= found_s:
-            found, found_s = each, each_s
-    return found
+    variants = _Variants(whole, hardware, request)
+    planned = variants.planned()
+    if made is None:
+        return variants.trace(planned[0][0] if planned else variants.nothing)
+    best, best_s, seen = None, math.inf, set[Own]()
+    # What is exact may be slower than what was predicted, and than the simplest choices.
+    simplest = ((own, variants.floor_s(own)) for own in (None, variants.nothing))
+    for own, least_s in chain(planned, simplest):
+        if own in seen or least_s >= best_s * NEARLY:
+            continue
+        seen.add(own)
+        found = whole if own is None else made(own)
+        step_s = _planned_s(Question(found, hardware, request))
+        if step_s < best_s:
+            best, best_s = found, step_s
+    if best is None:
+        return whole if variants.nothing is None else made(variants.nothing)
+    return best
 
 
-@dataclass
-class _Trials:
-    """Fillings whose plans were looked for, and ways to move activations."""
+class _Variants:
+    """The step with all fillings and ways to move activations that are looked at, by floors of their seconds."""
 
-    kept: KeptResults
-    units: SwappedUnits
-    rates: Rates
-    hardware: HardwareProfile
-    request: SearchRequest
-    step_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of the step with each filling; infinite if nothing fits."""
-    sizes: tuple[int, ...] = ()
-    """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
+    def __init__(self, whole: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> None:
+        self._whole, self._hardware, self._request = whole, hardware, request
+        ranks = request.world_size, hardware.ranks_per_host(request.world_size)
+        self._rates = Rates(hardware, main_dtype(whole), *ranks)
+        self._kept = KeptResults(whole, self._rates)
+        self._units = SwappedUnits(self._kept, self._rates)
+        self._sizes: tuple[int, ...] = ()
+        """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
+        self._floors: dict[Own, tuple[float, StepTrace]] = {}
+        self.nothing: Own = self._kept.activations(0) if self._kept.changes else None
 
-    def choice(self) -> tuple[tuple[UnitActivations, ...] | None, float]:
-        """The activations with which the step is fastest, None if everything is kept; and about its seconds."""
-        every, may_keep_everything = len(self.kept.changes), self.may_keep_everything
-        way, way_s = (None, math.inf) if may_keep_everything else self._moved(math.inf)
-        if way is None or self._may_beat(way_s):
-            count = self._best(way_s)
-            found_s = self._seconds(count)
-            if may_keep_everything and (count < every or found_s == math.inf):
-                way, way_s = self._moved(found_s)
-            if way is None or way_s >= found_s * (1 - NOTICEABLE_SHARE):
-                return None if count == every else self.kept.activations(count), found_s
-        return self.units.activations(way), way_s
+    def trace(self, own: Own) -> StepTrace:
+        """The step with a choice that was looked at, as it is predicted."""
+        return self._floors[own][1]
 
-    def _may_beat(self, way_s: float) -> bool:
-        """Whether a filling may be about as fast as a way to move activations, which is clearly faster than nothing
-        kept."""
-        return self.least_s(self._most) * (1 - NOTICEABLE_SHARE) <= way_s or way_s > CLEARLY * self.least_s(0)
+    def planned(self) -> list[tuple[Own, float]]:
+        """Choices whose plans were made, and their seconds, the fastest first."""
+        self._look_at_fillings()
+        self._look_at_moves()
+        plans: list[tuple[float, int, Own]] = []
+        ranked = sorted(self._floors, key=lambda own: self._floors[own][0])
+        for number, own in enumerate(ranked):
+            floor_s, trace = self._floors[own]
+            if floor_s == math.inf or len(plans) == MOST_PLANNED or (plans and floor_s >= min(plans)[0] * NEARLY):
+                break
+            plans.append((_planned_s(Question(trace, self._hardware, self._request)), number, own))
+        return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
-    def _best(self, most_s: float) -> int:
-        """The number of changes with which the step is fastest; 0 if nothing fits. Those whose compute takes longer
-        than `most_s` are not looked at."""
-        here = self._most
-        while here and self._seconds(here) == math.inf and len(self.step_s) < MOST_TRIALS:
-            here -= max(1, here // 4)
-        stride = max(1, here // 2)
-        while stride and len(self.step_s) < MOST_TRIALS:
-            around = [count for count in (here - stride, here + stride) if 0 <= count <= self._most]
-            better = [
-                count
-                for count in around
-                if count not in self.step_s
-                and self.least_s(count) < min(self._seconds(here), most_s)
-                and self._seconds(count) < self._seconds(here)
-            ]
-            here = min(better, key=self._seconds, default=here)
-            stride = stride if better else stride // 2
-        return here
+    def floor_s(self, own: Own) -> float:
+        """The floor of a choice; infinite if it was not looked at."""
+        return self._floors[own][0] if own in self._floors else math.inf
 
-    def least_s(self, count: int) -> float:
-        """Seconds of compute with a filling, which none is faster than; they are fewer with each change."""
-        return self.request.accumulation * (self._compute_s - self.kept.saved_s[count])
+    def _look_at_fillings(self) -> None:
+        """Looks from nothing to everything, then once more next to the fastest."""
+        every = len(self._kept.changes)
+        counts = _spread(0, every)
+        for _ in range(2):
+            for count in reversed(counts):
+                self._look(None if count == every else self._kept.activations(count))
+            best = min(counts, key=lambda count: (self._filling_s(count), -count))
+            at = counts.index(best)
+            counts = _spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)])
 
-    def _moved(self, step_s: float) -> tuple[Swaps | None, float]:
-        """The way to move activations with which the step is fastest, and its seconds; None if none is faster than
-        `step_s`."""
-        (device, host), (device_need, host_need) = self._room
-        ways = sorted(
-            self.units.ways(device - device_need, host - host_need, self._compute_s),
-            key=lambda way: (way.step_s, way.whole, way.inputs),
-        )
-        best = None
-        for way in ways[:MOST_WAYS]:
-            if self.request.accumulation * way.step_s < step_s * (1 - NOTICEABLE_SHARE):
-                found_s = self._glance_s(self.units.trace(way))
-                if found_s < step_s * (1 - NOTICEABLE_SHARE):
-                    best, step_s = way, found_s
-        return best, step_s
+    def _filling_s(self, count: int) -> float:
+        return self.floor_s(None if count == len(self._kept.changes) else self._kept.activations(count))
 
-    @cached_property
-    def _nothing(self) -> StepTrace:
-        """The step that keeps nothing."""
-        return self.kept.filled(0)
+    def _look_at_moves(self) -> None:
+        """The fastest ways by what compute and the links take, wherever chunks are."""
+        nothing = self._kept.filled(0)
+        question = Question(nothing, self._hardware, self._request)
+        budgets, need = budgets_of(self._hardware, self._request), least_need(question)
+        spare = budgets.device_bytes - need.device_bytes, budgets.host_bytes - need.host_bytes
+        ways = self._units.ways(*spare, float(self._rates.accesses_s(nothing).sum()))
+        for way in sorted(ways, key=lambda way: (way.step_s, way.whole, way.inputs))[:MOST_WAYS]:
+            if self._request.accumulation * way.step_s < min(floor_s for floor_s, _ in self._floors.values()):
+                self._look(self._units.activations(way), self._units.trace(way))
 
-    @cached_property
-    def _compute_s(self) -> float:
-        """Seconds of its compute."""
-        return float(self.rates.accesses_s(self._nothing).sum())
+    def _look(self, own: Own, trace: StepTrace | None = None) -> None:
+        """Works out the floor of a choice."""
+        if own in self._floors:
+            return
+        if trace is None:
+            trace = self._whole if own is None else self._kept.with_activations(own)
+        floors = packing_floors(Question(trace, self._hardware, self._request), self._sizes)
+        if floors and not self._sizes:
+            self._sizes = tuple(dict.fromkeys(size for _, size in floors))[:PACKINGS]
+        self._floors[own] = floors[0][0] if floors else math.inf, trace
 
-    @cached_property
-    def _room(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Budgets of device and host, and the least need of both if nothing is kept."""
-        budgets = budgets_of(self.hardware, self.request)
-        need = least_need(Question(self._nothing, self.hardware, self.request))
-        return (budgets.device_bytes, budgets.host_bytes), (need.device_bytes, need.host_bytes)
 
-    @cached_property
-    def _most(self) -> int:
-        """The most changes with which the least that a plan needs of the device fits."""
-        (budget, _), (least, _) = self._room
-        rest = least - _peak(self._nothing)
-        return _last(lambda count: _peak(self.kept.filled(count)) + rest <= budget, len(self.kept.changes))
-
-    def _seconds(self, count: int) -> float:
-        if count not in self.step_s:
-            self.step_s[count] = self._glance_s(self.kept.filled(count))
-        return self.step_s[count]
-
-    def _glance_s(self, trace: StepTrace) -> float:
-        """A first look at a step; what chunks are best for the first of them is nearly so for all."""
-        found = glance(Question(trace, self.hardware, self.request), self.sizes)
-        if not self.sizes and found.step_s < math.inf:
-            self.sizes = found.sizes[:PACKINGS]
-        return found.step_s
-
-    @property
-    def may_keep_everything(self) -> bool:
-        """Whether the device may have room for all activations."""
-        return self._most == len(self.kept.changes)
+def _spread(low: int, high: int) -> list[int]:
+    """Numbers from `low` to `high`, evenly."""
+    return sorted({round(low + (high - low) * part / LOOKS) for part in range(LOOKS + 1)})
 
 
 def _planned_s(question: Question) -> float:
-    """Seconds of the step after a full search, at the rates of the machine; infinite if nothing fits."""
-    plan = planned(question._replace(request=replace(question.request, assume="nominal")))
+    """Seconds of the fastest step at the rates of the machine; infinite if nothing fits."""
+    plan = planned(question, briefly=True)
     return math.inf if plan is None else plan.predicted.step_s
-
-
-def _peak(trace: StepTrace) -> int:
-    return max(access.live_bytes for access in trace.accesses)
-
-
-def _last(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if all below one that fits do too; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

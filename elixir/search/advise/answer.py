@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +11,12 @@ from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.process_need import ProcessNeed, must_be_free_bytes, planned_need
-from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
-from elixir.search.planner import lacks_memory, planned
+from elixir.search.advise.changes import Change, Kind, better_machine, for_speed, larger_batches, with_less
+from elixir.search.planner import lacks_memory, least_s, planned
+from elixir.search.propose.judge import TIE
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
+from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_seconds
@@ -35,6 +38,8 @@ class Effect:
     """Negative where the step gets shorter."""
     gain: float | None
     """Samples a second over those of the plan as it is."""
+    busiest: str | None = None
+    """The resource that works longest in the step, such as ``compute`` or ``host_adam``."""
 
     def __repr__(self) -> str:
         if self.step_s is None:
@@ -114,24 +119,40 @@ class Answer:
         return (plan.step.samples or 1) * plan.accumulation * plan.world_size / plan.predicted.step_s
 
     def levers(self) -> tuple[Effect, ...]:
-        """The step with one thing changed, planned again: moments in fewer bits, fused kernels, accumulation, other
-        activation checkpointing; the most samples a second first, and last what does not fit.
+        """The step with one thing changed, planned again: moments in fewer bits, fused kernels, more samples a step,
+        other activation checkpointing; the most samples a second first, then what is as fast with less memory, and last
+        what does not fit.
 
         What takes another trace is there for models that are known by name. Passes are as large as those of the plan,
-        since trying all sizes again for each change would take minutes.
+        or have all micro-batches. All plans are the fastest at the rates of the machine, as the seconds are that they
+        are compared with: of both, safe plans are slower by about as much.
         """
-        found = []
         question = self.question._replace(request=replace(self.question.request, pass_size=self.plan.pass_size))
-        for change in for_speed(question):
-            # As a user's own search would: a row promises what planning with the change then gives.
-            other = evaluate(change, question)
-            if other is None:
-                found.append(Effect(change, None, None, None, None))
-                continue
-            step_s = other.plan.predicted.step_s
-            gain = other.samples_per_s / self.samples_per_s
-            found.append(Effect(change, other.plan, step_s, step_s - self.plan.predicted.step_s, gain))
-        return tuple(sorted(found, key=lambda row: (-(row.gain or 0.0), row.action)))
+        found = [self._first([change], question) for change in for_speed(question)]
+        if larger := larger_batches(question):
+            found.append(self._first(larger, question))
+        found.sort(key=lambda row: (-(row.gain or 0.0), row.action))
+        as_fast = (1 + TIE) * (self.plan.predicted.fastest_s or self.plan.predicted.step_s)
+        less = [self._first(each, question, as_fast) for each in with_less(self.plan, question) if each]
+        fitting = [[row for row in rows if row.plan is not None] for rows in (found, less)]
+        return (*fitting[0], *fitting[1], *(row for row in found if row.plan is None))
+
+    def _first(self, changes: Sequence[Change], question: Question, most_s: float = math.inf) -> Effect:
+        """The first of the changes with a plan that takes no longer; the last, without a plan, if there is none."""
+        size = self.plan.block_bytes or max(chunk.weight_bytes for chunk in self.plan.chunks)
+        answers = ((change, evaluate(change, question, briefly=True, most_s=most_s, size=size)) for change in changes)
+        return self._effect(*next((each for each in answers if each[1] is not None), (changes[-1], None)))
+
+    def _effect(self, change: Change, other: Answer | None) -> Effect:
+        if other is None:
+            return Effect(change, None, None, None, None)
+        predicted = self.plan.predicted
+        safe = predicted.step_s / (predicted.fastest_s or predicted.step_s)
+        step_s = safe * other.plan.predicted.step_s
+        gain = other.samples_per_s / (safe * self.samples_per_s)
+        seconds = other.plan.predicted.seconds
+        busiest = max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
+        return Effect(change, other.plan, step_s, step_s - predicted.step_s, gain, busiest)
 
     def machine_levers(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[Effect, ...]:
         """The step planned again as things are, and with twice each part of the machine; the shortest first.
@@ -170,22 +191,26 @@ class Answer:
         return getattr(self.plan, name)
 
 
-def evaluate(change: Change, question: Question, *, briefly: bool = False) -> Answer | None:
+def evaluate(
+    change: Change, question: Question, *, briefly: bool = False, most_s: float = math.inf, size: int = 0
+) -> Answer | None:
     """The answer to the question with the change; None where nothing fits, or it cannot be asked.
 
     Args:
         change: what is done differently.
         question: as asked.
-        briefly: without the sizes that are tried when nothing else fits.
+        briefly: as for `planned`.
+        most_s: None, too, if a step would take longer; no plan is made if the floor says so.
+        size: of the chunks that the floor is for.
     """
     try:
         if lacks_memory(Change((), change.action, request=change.request).applied(question)):
             return None  # nothing that another trace shows could change that
         asked = change.applied(question)
-        plan = planned(asked, briefly=briefly)
+        plan = planned(asked, briefly=briefly) if most_s == math.inf or least_s(asked, (size,)) <= most_s else None
     except (InputError, PlanError, TraceError):
         return None
-    return None if plan is None else Answer(plan, asked)
+    return None if plan is None or plan.predicted.step_s > most_s else Answer(plan, asked)
 
 
 def best_allowed(question: Question, kinds: Collection[str]) -> tuple[Question, tuple[Change, ...]]:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from elixir.errors import readable_bytes
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import PRODUCTS, RateFit
+from elixir.hardware.rate_fit import PRODUCTS
+from elixir.hardware.scenario import scaled
 from elixir.optimizer_states import is_adam, optimizer_name
+from elixir.plan.activations import passes_together
 from elixir.plan.plan import Plan
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
@@ -16,9 +19,13 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import FREE_HERE
 from elixir.units import format_bytes, parse_bytes
 
-Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "activations", "placement", "machine"]
+Kind = Literal["moments", "kernels", "batch", "accumulation", "checkpointing", "activations", "placement", "machine"]
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
+LARGER = (4, 2)
+"""How many times as large a micro-batch is; the first that fits."""
+LESS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""Parts of the memory that a plan takes, with less of which another may be as fast."""
 FACTOR = 2
 """A change of the machine multiplies one part of it by this."""
 
@@ -96,13 +103,42 @@ def of_the_training(question: Question) -> Iterator[Change]:
 
 
 def for_speed(question: Question) -> Iterator[Change]:
-    """Changes of the training, one of which has more samples a step, so that updates are fewer."""
+    """Changes of the training, some of which have more samples a step, so that weights move and updates are made less
+    often."""
+    trace, request = question.trace, question.request
     yield from of_the_training(question)
-    if question.trace.step.forward:
+    if trace.step.forward:
         return
-    count = MORE_BATCHES * question.request.accumulation
+    count = request.accumulation
+    if count > 1 and request.pass_size == 1 and passes_together(trace.step):
+        action = f"fetch each layer once for all {count} micro-batches"
+        yield Change(("accumulation",), action, (("pass_size", str(count)),), (("pass_size", count),))
+    count *= MORE_BATCHES
     action = f"accumulate {count} batches a step"
     yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
+
+
+def larger_batches(question: Question) -> list[Change]:
+    """Larger micro-batches, the largest first."""
+    step = question.trace.step
+    if not step.samples or step.checkpoint is None or step.forward:
+        return []
+    sizes = (factor * step.samples for factor in LARGER)
+    return [Change(("batch",), f"micro-batches of {n}", (("batch", str(n)),), step=(("batch", n),)) for n in sizes]
+
+
+def with_less(plan: Plan, question: Question) -> Iterator[list[Change]]:
+    """Less of the device's memory, and less of the host's: changes of each, the one that saves most first."""
+    no_host = (("host_memory", None), ("host_reserve", None))
+    for which, option, taken, free in (
+        ("device", "device_memory", plan.predicted.device_peak_bytes, (("device_reserve", None),)),
+        ("host", "host_budget", plan.predicted.host_step_bytes, no_host),
+    ):
+        sizes = (readable_bytes(int(part * taken), up=True).replace(" ", "") for part in LESS)
+        yield [
+            Change(("machine",), f"less of the {which}", ((option, size),), ((option, size), *free))
+            for size in (sizes if taken else ())
+        ]
 
 
 def for_memory(question: Question) -> Iterator[Change]:
@@ -164,22 +200,14 @@ def better_machine(plan: Plan, question: Question) -> Iterator[Change]:
             yield Change(("machine",), f"{FACTOR} x {name}", hardware=faster(hardware, what))
 
 
-_FIELDS = {
-    "host_link": ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "host_memory_bytes_per_s"),
-    "host_adam": ("host_adam_numel_per_s",),
-    "peers": ("device_to_device_bytes_per_s", "network_bytes_per_s"),
-    "device": ("device_memory_bytes_per_s", "device_adam_numel_per_s"),
-    "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
-}
-"""Part that gets faster -> plain rates of the profile. Host memory goes with the link, which it feeds."""
-_FITS = {
+_PARTS = {
     "host_link": ("host_to_device", "device_to_host", "host_memory"),
     "host_adam": ("host_adam",),
     "peers": ("device_to_device", "all_gather", "reduce_scatter"),
     "device": (*PRODUCTS, "elementwise", "activation", "reduction", "device_adam"),
     "disk": ("disk_read", "disk_write"),
 }
-"""Part that gets faster -> families of fits."""
+"""Part that gets faster -> families of rates. Host memory goes with the link, which it feeds."""
 
 
 def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> HardwareProfile:
@@ -189,15 +217,9 @@ def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> Hard
         what: ``host_link``, ``host_adam``, ``peers`` (devices of one machine, and machines), ``disk`` or ``device``
             (all that it computes, its own memory included).
     """
-    changes: dict[str, object] = {}
-    for name in _FIELDS[what]:
-        value = getattr(hardware, name, None)
-        if value is not None:
-            changes[name] = value * factor
+    found = scaled(hardware, dict.fromkeys(_PARTS[what], factor))
     if what == "device":
-        changes["flops_per_s"] = {dtype: rate * factor for dtype, rate in hardware.flops_per_s.items()}
-    changes["fits"] = {
-        key: RateFit(fit.latency_s, fit.per_s * factor, fit.error) if key.split(".")[0] in _FITS[what] else fit
-        for key, fit in hardware.fits.items()
-    }
-    return replace(hardware, name=f"{hardware.name} with {factor:g} x {what}", **changes)  # type: ignore[arg-type]
+        found = replace(found, flops_per_s={dtype: rate * factor for dtype, rate in hardware.flops_per_s.items()})
+    if what == "peers" and hardware.network_bytes_per_s is not None:
+        found = replace(found, network_bytes_per_s=hardware.network_bytes_per_s * factor)
+    return replace(found, name=f"{hardware.name} with {factor:g} x {what}")

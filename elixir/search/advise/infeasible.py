@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from elixir.errors import Lever, PlanError, how_far, readable_bytes
 from elixir.plan.peak_holders import holders_text
@@ -12,10 +13,10 @@ from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, more_machine
 from elixir.search.budgets import processes_bytes
-from elixir.search.planner import budgets_of, least_host_bytes, planned, setting_for
+from elixir.search.planner import budgets_of, least_host_bytes, least_space, planned, setting_for
 from elixir.search.problem.placement import Spill
-from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes, room
-from elixir.search.propose.sizes import Budgets
+from elixir.search.propose.shortage import lacks_room, least_bytes, live_bytes, room
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.question import Question
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, format_bytes
@@ -94,14 +95,13 @@ def _enough_of_host(question: Question, host_bytes: int) -> int:
 
 def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of_device: bool) -> Iterator[str]:
     """The host's shortage next to the device's, and the largest that the short memory has to hold."""
-    setting = setting_for(*question)
     if not short_of_device:
-        needed, _ = room(question.trace, setting, budgets)
+        needed, _ = room(question.trace, setting_for(*question), budgets)
         yield f"weights, master weights and optimizer states are {format_bytes(needed)}, wherever they live"
         return
     if question.request.placement == "cuda":
         return
-    least = least_bytes(Unmet(question, setting), error.needed_bytes)
+    least = least_bytes(least_space(question), question.request, error.needed_bytes)
     if least > budgets.host_bytes:
         needed = least + budgets.other_bytes
         yield f"host memory is short as well ({how_far(needed, budgets.given_host_bytes)})"
@@ -111,6 +111,8 @@ def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of
 
 
 def _tried(change: Change, question: Question) -> Answer | None:
+    # Exactly what was found to be needed may take sizes of chunks that are tried last.
+    question = question._replace(request=replace(question.request, assume="nominal"))
     return evaluate(change, question, briefly=change.kinds != ("machine",))
 
 
@@ -128,7 +130,7 @@ def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change
     for change in changes[:1]:
         changed = change.applied(question)
         device_bytes = budgets_of(changed.hardware, changed.request).device_bytes
-        least = least_bytes(Unmet(changed, setting_for(*changed)), device_bytes)
+        least = least_bytes(least_space(changed), changed.request, device_bytes)
         needed_bytes = max(least, least_host_bytes(changed) or 0)
         if needed_bytes:
             needed_bytes = _enough_of_host(changed, needed_bytes)
@@ -170,43 +172,46 @@ def _estimated(
     if short_of_device and may_recompute and "checkpoint" not in settled:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
     sliced = None if question.trace.step.fused_kernels else _without_logits(question.trace)
-    setting, ranks = setting_for(*question), 2 * question.request.world_size
-    if budgets.disk_bytes:
-        setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
-    unmet = Unmet(question, setting)
-    more = replace(setting, world_size=ranks, ranks_per_host=question.hardware.ranks_per_host(ranks))
+    ranks, request = 2 * question.request.world_size, question.request
+    space = least_space(question).with_disk(budgets)
     half = ", or the length of its sequences" if short_of_device else ", which leaves device memory to states"
     halved = question._replace(trace=_half_batch(question.trace))
+    machine = question.hardware.ranks_per_host(ranks)
     others = [
-        (f"halve the batch of each rank{half}", "batch", "", Unmet(halved, setting)),
-        (f"run on {ranks} ranks", "world_size", str(ranks), Unmet(question, more)),
+        (f"halve the batch of each rank{half}", "batch", "", least_space(halved).with_disk(budgets)),
+        (f"run on {ranks} ranks", "world_size", str(ranks), _with(space, world_size=ranks, ranks_per_host=machine)),
     ]
     if sliced is not None:
         action = "slice the loss, which then never holds all logits: use_fused_kernels=True (--fused-kernels)"
-        others.insert(0, (action, "fused_kernels", "", Unmet(question._replace(trace=sliced), setting)))
-    if question.request.search != "optimal":
-        optimal = question._replace(request=replace(question.request, search="optimal"))
-        others.append(("let optimal_search choose the chunk size", "", "", Unmet(optimal, setting)))
+        less = least_space(question._replace(trace=sliced)).with_disk(budgets)
+        others.insert(0, (action, "fused_kernels", "", less))
+    if request.search != "optimal":
+        others.append(("let optimal_search choose the chunk size", "", "", space))
     if not short_of_device:
-        spilled = Unmet(question, replace(setting, spill=Spill(0, LARGEST_BYTES)))
-        others.append((_disk_action(unmet), "disk_memory", "", spilled))
+        others.append((_disk_action(question, budgets), "disk_memory", "", _with(space, spill=Spill(0, LARGEST_BYTES))))
         if question.trace.frozen_bytes:
-            in_files = Unmet(question, replace(setting, frozen_weights="files"))
+            in_files = _with(space, frozen_weights="files")
             others.append(("leave frozen weights in their safetensors files", "frozen_weights", "files", in_files))
     for action, argument, value, other in others:
         if argument not in settled:
             needed_bytes = error.needed_bytes - (0 if short_of_device else budgets.other_bytes)
-            saved = needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)
+            asked = request if argument else replace(request, search="optimal")
+            saved = needed_bytes - least_bytes(other, asked, None if short_of_device else budgets.device_bytes)
             if saved > 0:
                 first = argument == "fused_kernels" and saved >= error.needed_bytes - error.available_bytes
                 last = fewer_bits and argument == "disk_memory"
                 yield Lever(action, saved, argument=argument, value=value, comes_first=first, comes_last=last)
 
 
-def _disk_action(unmet: Unmet) -> str:
-    if unmet.setting.spill is not None:
+def _with(space: SearchSpace, **changes: Any) -> SearchSpace:
+    """The step with another setting."""
+    return SearchSpace(space.trace, space.hardware, replace(space.setting, **changes))
+
+
+def _disk_action(question: Question, budgets: Budgets) -> str:
+    if budgets.disk_bytes:
         return "give states more of the disk (disk_memory)"
-    known = unmet.question.hardware.knows_disk
+    known = question.hardware.knows_disk
     measured = "" if known else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
     return f"let states live on a disk (disk_memory){measured}"
 

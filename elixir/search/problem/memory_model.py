@@ -8,7 +8,7 @@ ranks of a machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -60,10 +60,8 @@ _ONLY_SOME = (
     "swapped_activations",
 )
 """Parts of host memory that a plan names only if it needs them."""
-_SUMMED = 4
-"""Number of tables of host bytes in which every chunk counts; they come first. In the others chunks share buffers."""
-_BUFFERS: Ints = np.array([[PASSAGE_BUFFERS], [WINDOW_CHUNKS], [FILE_BUFFERS], [STAGING_BUFFERS]], dtype=np.int64)
-"""Buffers at most, each for the largest amount: of what passes, of the windows, of what is staged."""
+_PASSING = "passing"
+"""Part of gradients: buffers through which they come to be added up."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
 
@@ -202,28 +200,30 @@ class MemoryModel:
         return self.device_weights + self.device_states
 
     @cached_property
-    def _host_tables(self) -> dict[str, Ints]:
-        grads = (~STATES * (self.grad_shard_bytes * self.trainable)[:, None]).astype(np.int64)
+    def _host_tables(self) -> dict[str, tuple[Ints, int | None]]:
+        """Host bytes by what holds them, by number of the chunk and of the home; and how many buffers the chunks share
+        at most, each for the largest amount. None: every chunk counts. Buffers that no chunk needs are left out."""
+        grads: Ints = ~STATES * (self.grad_shard_bytes * self.trainable)[:, None]
         rounded = self.shard_bytes * (self.trainable & self._low_precision)
-        return {
-            "weights": HOSTED * self.shard_bytes[:, None],
-            "optimizer_states": self.host_states,
-            "gradients": grads,
-            "new_states": EARLY * self.second_set_bytes[:, None],
-            # In buffers, see `_BUFFERS`: gradients that are added to those of the batch before ...
-            "passing": grads * (self.setting.accumulation > 1),
-            "state_window": DISK * self.disk_shard_bytes[:, None],
-            "file_window": IN_FILES * self.shard_bytes[:, None],
-            # ... and new weights, rounded by the host, that return to the device.
-            "staging": (WEIGHTS & ~STATES) * rounded[:, None],
-            "matrix_staging": ~STATES * (DIRECTION_BYTES * self.staged_numel)[:, None],
+        directions = stages(self.setting.shards) * DIRECTION_BYTES * self.staged_numel
+        tables: dict[str, tuple[Ints, int | None]] = {
+            "weights": (HOSTED * self.shard_bytes[:, None], None),
+            "optimizer_states": (self.host_states, None),
+            "gradients": (grads, None),
+            # Gradients that are added to those of the batch before.
+            _PASSING: (grads * (self.setting.accumulation > 1), PASSAGE_BUFFERS),
+            "state_window": (DISK * self.disk_shard_bytes[:, None], WINDOW_CHUNKS),
+            "file_window": (IN_FILES * self.shard_bytes[:, None], FILE_BUFFERS),
+            # New weights, rounded by the host, that return to the device.
+            "staging": ((WEIGHTS & ~STATES) * rounded[:, None], STAGING_BUFFERS),
+            "new_states": (EARLY * self.second_set_bytes[:, None], None),
+            "matrix_staging": (~STATES * directions[:, None], 1),
         }
-
-    @cached_property
-    def _host_table(self) -> Ints:
-        """All of `_host_tables`, [name, number of the chunk and of the home]: one look takes one index."""
-        found: Ints = np.array(list(self._host_tables.values()), dtype=np.int64)
-        return found.reshape(len(found), -1)
+        return {
+            name: (table.reshape(-1), buffers)
+            for name, (table, buffers) in tables.items()
+            if buffers is None or table.any()
+        }
 
     @cached_property
     def _gathering(self) -> Bools:
@@ -274,47 +274,13 @@ class MemoryModel:
 
     # --- host and disk ------------------------------------------------------------------------------------------------
 
-    def host(self, codes: Codes, some: Ints | None = None) -> dict[str, Ints]:
-        """Host bytes of one machine by what holds them.
-
-        Args:
-            codes: the placements.
-            some: chunks that the columns of `codes` stand for; all by default.
-        """
-        chunks = self._ids if some is None else some
-        found = self._host_table[:, chunks * len(HOMES) + codes]
-        summed, buffered = found[:_SUMMED].sum(axis=2), found[_SUMMED:]
-        counts = np.count_nonzero(buffered[:-1], axis=2)
-        largest = buffered.max(axis=2, initial=0)
-        passing, state_window, file_window, staging = largest[:-1] * np.minimum(counts, _BUFFERS)
-        weights, states, gradients, new_states = summed
-        trace = self.work.facts.trace
-        parts = {
-            "weights": weights,
-            "optimizer_states": states,
-            "gradients": gradients + passing,
-            "state_window": state_window,
-            "file_window": file_window,
-            "staging": staging,
-            "new_states": new_states,
-            "matrix_staging": stages(self.setting.shards) * largest[-1],
-            "activations": np.full(len(codes), trace.host_peak_bytes, dtype=np.int64),
-            "swapped_activations": np.full(len(codes), trace.step.swap_bytes, dtype=np.int64),
-        }
-        return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
-
     def host_bytes(self, codes: Codes) -> Ints:
-        """The sum of `host`, of many placements at once."""
+        """The sum of `host_parts`, of many placements at once."""
         at = self._ids * len(HOMES) + codes
         found = self._summed[at].sum(axis=1)
-        for number in self._buffers:
-            amounts = self._host_table[number][at]
-            largest = amounts.max(axis=1, initial=0)
-            place = number - _SUMMED
-            if place < len(_BUFFERS):
-                found = found + largest * np.minimum(np.count_nonzero(amounts, axis=1), _BUFFERS[place, 0])
-            else:
-                found = found + largest * stages(self.setting.shards)
+        for table, buffers in self._host_tables.values():
+            if buffers is not None:
+                found = found + _held(table[at], buffers)
         trace = self.work.facts.trace
         whole: Ints = (found + trace.host_peak_bytes + trace.step.swap_bytes) * self.setting.ranks_per_host
         return whole
@@ -322,50 +288,47 @@ class MemoryModel:
     @cached_property
     def _summed(self) -> Ints:
         """Host bytes in which every chunk counts, by number of the chunk and of the home."""
-        found: Ints = self._host_table[:_SUMMED].sum(axis=0)
+        found: Ints = np.sum([table for table, buffers in self._host_tables.values() if buffers is None], axis=0)
         return found
 
-    @cached_property
-    def _buffers(self) -> list[int]:
-        """Numbers of the other tables, if any chunk needs such a buffer at any home."""
-        return [number for number in range(_SUMMED, len(self._host_table)) if self._host_table[number].any()]
-
     def host_parts(self, placement: Placement) -> dict[str, int]:
-        """Host bytes of one machine under one placement; buffers that it does not need are left out."""
-        parts = {name: int(amounts[0]) for name, amounts in self.host(placement.codes[None]).items()}
-        return {name: amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
+        """Host bytes of one machine under one placement by what holds them; buffers that it does not need are left
+        out."""
+        at, trace = (self._ids * len(HOMES) + placement.codes)[None], self.work.facts.trace
+        parts = {name: int(_held(table[at], buffers)[0]) for name, (table, buffers) in self._host_tables.items()}
+        parts["gradients"] += parts.pop(_PASSING, 0)
+        parts |= {"activations": trace.host_peak_bytes, "swapped_activations": trace.step.swap_bytes}
+        ranks = self.setting.ranks_per_host
+        return {name: ranks * amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
 
     # --- device -------------------------------------------------------------------------------------------------------
 
-    def device(self, codes: Codes, some: Ints | None = None, *, all_stretches: bool = False) -> DeviceNeed:
+    def device(self, codes: Codes, *, all_stretches: bool = False) -> DeviceNeed:
         """Device bytes without rCache blocks; floats hold these whole numbers exactly.
 
         Args:
             codes: the placements.
-            some: chunks that the columns of `codes` stand for; all by default.
             all_stretches: look at every stretch, so that `DeviceNeed.at` is the first of the highest, not only at those
                 that may be the highest.
         """
         over = self._all_stretches if all_stretches else self.telling_stretches
-        chunks: Ints | slice = slice(None) if some is None else some
-        on_device = STATES[codes] & self.trainable[chunks]
+        on_device = STATES[codes] & self.trainable
         stepped = on_device.astype(np.float64)
-        ids = self._ids if some is None else some
-        gathering = self._gathering[ids, codes]
+        gathering = self._gathering[self._ids, codes]
         flying: Bools = np.any(gathering, axis=1)
         if self.setting.accumulation > 1:
             flying = flying | np.any(on_device, axis=1)
         used = np.flatnonzero(on_device.any(axis=0))  # often few, and curves are long
-        if some is None and 2 * len(used) > len(self.trainable):
+        if 2 * len(used) > len(self.trainable):
             gradients = stepped @ over.curves
         else:
-            gradients = stepped[:, used] @ over.curves[used if some is None else some[used]]
-        temporary = (stepped * self.temporaries[chunks]).max(axis=1, initial=0.0)
+            gradients = stepped[:, used] @ over.curves[used]
+        temporary = (stepped * self.temporaries).max(axis=1, initial=0.0)
         live = over.base + gradients + np.where(flying[:, None], over.transient, 0.0)
         live[:, -1] += temporary
-        grad_blocks, alone = self._grad_blocks(gathering, chunks)
+        grad_blocks, alone = self._grad_blocks(gathering)
         return DeviceNeed(
-            constant=self._device[ids, codes].sum(axis=1),
+            constant=self._device[self._ids, codes].sum(axis=1),
             at=np.argmax(live, axis=1),
             live=live,
             gradients=gradients,
@@ -377,32 +340,27 @@ class MemoryModel:
 
     def grad_blocks(self, codes: Codes) -> tuple[Ints, Ints]:
         """Gradient blocks by placement, and the bytes of an outsized gradient that exists next to another."""
-        return self._grad_blocks(self._gathering[self._ids, codes], slice(None))
+        return self._grad_blocks(self._gathering[self._ids, codes])
 
-    def _grad_blocks(self, gathering: Bools, chunks: Ints | slice) -> tuple[Ints, Ints]:
+    def _grad_blocks(self, gathering: Bools) -> tuple[Ints, Ints]:
         setting, count = self.setting, len(gathering)
         if setting.world_size > 1:
             gathering = gathering[:1]  # all gradients are gathered, whatever the homes
-        pooled = (gathering & ~self.outsized[chunks]).astype(np.float32)
-        opened = (pooled @ self.filling[chunks]).max(axis=1, initial=0.0)
+        pooled = (gathering & ~self.outsized).astype(np.float32)
+        opened = (pooled @ self.filling).max(axis=1, initial=0.0)
         # Those open at once, and with overlap one that leaves next to them: more are needed only on a link that lags.
         found: Ints = np.minimum(opened + setting.overlap, pooled.sum(axis=1)).astype(np.int64)
         alone: Ints = np.zeros(len(gathering), dtype=np.int64)
         # An outsized gradient needs no block, but a second may arrive while it leaves.
         if self._any_outsized and (setting.overlap or setting.world_size > 1):
-            alone = np.where(gathering & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0)
+            alone = np.where(gathering & self.outsized, self._bytes, 0).max(axis=1, initial=0)
         return np.broadcast_to(found, count), np.broadcast_to(alone, count)
-
-    def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
-        """Bytes that outsized gradients take at once."""
-        sizes = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
-        return max(sizes, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
 
     def need(self, placement: Placement, blocks: int) -> MemoryNeed:
         """Peaks of a placement with `blocks` rCache blocks."""
         codes = placement.codes
         device = self.device(codes[None])
-        disk = int(self._host_tables["state_window"][self._ids, codes].sum())
+        disk = int((DISK[codes] * self.disk_shard_bytes).sum())
         return MemoryNeed(
             int(device.rest_bytes[0]) + blocks * self.work.packing.block_bytes,
             self.host_parts(placement),
@@ -487,6 +445,15 @@ class MemoryModel:
         first, last = stretches[:, :1], stretches[:, 1:]
         opening = np.unique(first[self.gets_gradients & ~self.outsized])
         return ((first <= opening) & (opening <= last) & ~self.outsized[:, None]).astype(np.float32)
+
+
+def _held(amounts: Ints, buffers: int | None) -> Ints:
+    """Bytes by placement, of amounts by placement and chunk; see `MemoryModel._host_tables`."""
+    if buffers is None:
+        found: Ints = amounts.sum(axis=1)
+    else:
+        found = amounts.max(axis=1, initial=0) * np.minimum(np.count_nonzero(amounts, axis=1), buffers)
+    return found
 
 
 def _above_all_later(heights: Ints) -> Bools:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -142,7 +143,6 @@ class PackedStep:
         required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from
             before.
         first_backward: the first entry that is not forward.
-        used: per chunk, whether any entry uses it.
     """
 
     def __init__(self, facts: StepFacts, packing: Packing) -> None:
@@ -156,8 +156,6 @@ class PackedStep:
         self.first_backward = next(
             (entry for entry, (phase, _, _) in enumerate(self.entries) if phase != "forward"), len(self.entries)
         )
-        used = {chunk for _, chunks, _ in self.entries for chunk in chunks}
-        self.used = tuple(index in used for index in range(len(self.chunks)))
         self._schedules: dict[frozenset[int], dict[int, Schedule]] = {}  # by resident chunks, and by depth
         self._can_update_early: dict[int, bool] = {}
 
@@ -253,19 +251,8 @@ def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], lis
         (chunk_of[members[0]],) if len(members) == 1 else tuple(sorted({chunk_of[member] for member in members}))
         for members in facts.parameter_sets
     ]
-    keys: list[tuple[Phase, tuple[int, ...]]] = []
-    last_event: list[int] = []
-    entry_of: list[int] = []
-    for phase, used, pin_until in facts.uses:
-        chunks = chunks_of[used]
-        if not keys or keys[-1][1] != chunks or keys[-1][0] != phase:
-            keys.append((phase, chunks))
-            last_event.append(pin_until)
-        elif pin_until > last_event[-1]:
-            last_event[-1] = pin_until
-        entry_of.append(len(keys) - 1)
-    entries = [
-        (phase, chunks, max(entry, entry_of[until]))
-        for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
-    ]
+    uses = [((phase, chunks_of[used]), pin_until) for phase, used, pin_until in facts.uses]
+    runs = [(key, [pin_until for _, pin_until in run]) for key, run in groupby(uses, itemgetter(0))]
+    entry_of = [entry for entry, (_, pins) in enumerate(runs) for _ in pins]
+    entries = [(phase, chunks, max(entry, entry_of[max(pins)])) for entry, ((phase, chunks), pins) in enumerate(runs)]
     return entries, entry_of

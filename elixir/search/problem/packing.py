@@ -86,21 +86,12 @@ class ParamTable:
         self.trace, self._matrices = trace, matrices
         self.alignment_bytes = alignment_bytes(moments, {each.dtype for each in trace.parameters if each.trainable})
         self.unit_bytes = world_size * self.alignment_bytes
-        first_use: dict[int, int] = {}
-        forward: set[int] = set()
-        later: set[int] = set()
-        for access in trace.accesses:
-            for index in access.parameters:
-                first_use.setdefault(index, len(first_use))
-            (forward if access.phase == "forward" else later).update(access.parameters)
-        count = len(trace.parameters)
-        self.order = sorted(range(count), key=lambda index: (first_use.get(index, count), index))
+        used = dict.fromkeys(index for access in trace.accesses for index in access.parameters)
+        self.order = list(used | dict.fromkeys(range(len(trace.parameters))))
         self.bytes = [param.numel * dtype_bytes(param.dtype) for param in trace.parameters]
         self.aligned = [round_up(amount, self.alignment_bytes) for amount in self.bytes]
         self.largest_bytes = round_up(max(self.aligned), self.unit_bytes)
         self.total_bytes = sum(self.aligned)
-        self.in_forward = [index in forward for index in range(count)]
-        self.in_backward = [index in later for index in range(count)]
         # A chunk that misses a gradient keeps its block until backward is over, and with several ranks all later ones
         # wait.
         groups: dict[tuple[str, bool, bool, bool], list[int]] = {}
@@ -156,49 +147,37 @@ class ParamTable:
         ranked = sorted(sums.items(), key=lambda item: (-sum(item[1].values()), item[0]))
         return tuple(round_up(max(layers.values()), self.unit_bytes) for _, layers in ranked)
 
-    def size_grid(self, smallest_bytes: int, largest_bytes: int, steps: int) -> Ints:
-        """`steps` + 1 evenly spaced sizes of whole aligned shards, both ends included, repetitions removed."""
-        span = largest_bytes - smallest_bytes
-        sizes = smallest_bytes + (np.arange(steps + 1, dtype=np.int64) * span) // steps
-        grid: Ints = np.unique(-(-sizes // self.unit_bytes) * self.unit_bytes)
-        return grid
-
     def survey(self, sizes: Ints) -> GridSurvey:
         """Packings with each of `sizes`, which rise; none may be below `largest_bytes`.
 
         Any capacity from the largest chunk up packs alike, so the few packings that differ are made, largest first.
         """
-        counts = np.zeros((4, len(sizes)), dtype=np.int64)
-        first: Ints = np.zeros(len(sizes), dtype=np.int64)
+        counts = np.zeros((2, len(sizes)), dtype=np.int64)
         until = len(sizes)
         while until:
             found = self._counts(int(sizes[until - 1]))
             start = int(np.searchsorted(sizes, found[-1]))
             counts[:, start:until] = np.array(found)[:, None]
-            first[start:until] = start
             until = start
-        block = -(-counts[3] // self.unit_bytes) * self.unit_bytes
-        return GridSurvey(sizes, counts[0], counts[1], counts[2], block, first, sum(self.bytes))
+        block = -(-counts[1] // self.unit_bytes) * self.unit_bytes
+        return GridSurvey(sizes, counts[0], block, sum(self.bytes))
 
-    def _counts(self, capacity_bytes: int) -> tuple[int, int, int, int]:
-        """Chunks of one packing, those that forward uses, those that later phases use, and bytes of the largest."""
-        chunks = in_forward = in_backward = largest = 0
-        for ends, forward, backward in self._prefixes:
+    def _counts(self, capacity_bytes: int) -> tuple[int, int]:
+        """Chunks of one packing, and bytes of the largest."""
+        chunks = largest = 0
+        for ends in self._prefixes:
             start = 0
             while start < len(ends) - 1:
                 end = bisect_right(ends, ends[start] + capacity_bytes) - 1
                 chunks += 1
-                in_forward += forward[end] > forward[start]
-                in_backward += backward[end] > backward[start]
                 largest = max(largest, ends[end] - ends[start])
                 start = end
-        return chunks, in_forward, in_backward, largest
+        return chunks, largest
 
     @cached_property
-    def _prefixes(self) -> list[list[list[int]]]:
-        """Sums over the first parameters of each group: bytes, and how many forward, and later phases, use."""
-        of = self.aligned, self.in_forward, self.in_backward
-        return [[[0, *accumulate(each[i] for i in members)] for each in of] for members in self.groups.values()]
+    def _prefixes(self) -> list[list[int]]:
+        """Bytes of the first parameters of each group, from none to all."""
+        return [[0, *accumulate(self.aligned[i] for i in members)] for members in self.groups.values()]
 
     @cached_property
     def grid(self) -> GridSurvey:
@@ -212,24 +191,14 @@ class GridSurvey:
 
     sizes: Ints
     chunks: Ints
-    forward_chunks: Ints
-    """Chunks that forward uses."""
-    backward_chunks: Ints
-    """Chunks that recompute and backward use."""
     block_bytes: Ints
     """The largest chunk: the smallest block with which the packing is the same."""
-    first: Ints
-    """Index of the smallest size with the same packing."""
     param_bytes: int
 
     @property
     def waste_bytes(self) -> Ints:
         """Padding if every chunk took a whole block."""
         return self.chunks * self.block_bytes - self.param_bytes
-
-    def distinct(self) -> Ints:
-        """Indices of the smallest size of every packing, in rising order of size."""
-        return np.unique(self.first)
 
 
 GRID_REACH = 3
@@ -240,9 +209,12 @@ MIN_CHUNK_BYTES = 32 * 2**20
 
 
 def search_grid(table: ParamTable) -> Ints:
-    """The sizes that `minimum_waste_size` and the first Elixir's rule choose from."""
+    """The sizes that `minimum_waste_size` and the first Elixir's rule choose from: evenly spaced, both ends included,
+    of whole aligned shards."""
     smallest = max(table.largest_bytes, round_up(MIN_CHUNK_BYTES, table.unit_bytes))
-    return table.size_grid(smallest, GRID_REACH * smallest, GRID_STEPS)
+    sizes = smallest + (np.arange(GRID_STEPS + 1, dtype=np.int64) * (GRID_REACH - 1) * smallest) // GRID_STEPS
+    grid: Ints = np.unique(-(-sizes // table.unit_bytes) * table.unit_bytes)
+    return grid
 
 
 def minimum_waste_size(table: ParamTable) -> int:

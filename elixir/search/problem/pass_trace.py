@@ -7,19 +7,20 @@ follow from the same code as those of a single micro-batch, and the order of use
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
 from elixir.errors import InputError
 from elixir.step_trace import Access, StepTrace, Transfer, enclosing
 
 
-@dataclass
-class _Stage:
+class _Stage(NamedTuple):
     """Successive accesses of a trace that one stage of a pass stands for."""
 
     forward: bool
     layer: str | None
-    accesses: list[Access] = field(default_factory=list)
+    accesses: list[Access]
 
 
 def pass_trace(trace: StepTrace, size: int) -> StepTrace:
@@ -118,10 +119,5 @@ def _together(each: Transfer, size: int, stages: list[_Stage], stage_of: list[in
 def _stages(trace: StepTrace, layers: tuple[str, ...]) -> list[_Stage]:
     modules = {access.module for access in trace.accesses}
     layer_of = {name: enclosing(name, layers) for name in modules}
-    stages: list[_Stage] = []
-    for access in trace.accesses:
-        forward, layer = access.phase == "forward", layer_of[access.module]
-        if not stages or (stages[-1].forward, stages[-1].layer) != (forward, layer):
-            stages.append(_Stage(forward, layer))
-        stages[-1].accesses.append(access)
-    return stages
+    runs = groupby(trace.accesses, lambda access: (access.phase == "forward", layer_of[access.module]))
+    return [_Stage(*place, list(run)) for place, run in runs]

@@ -28,6 +28,16 @@ HOSTED, IN_FILES = (np.array([home.weight_home == place for home in HOMES], dtyp
 """The same for weights in host memory, and in files."""
 
 
+def _flags(table: Bools) -> cached_property[tuple[bool, ...]]:
+    """A property of a placement: the flag of each chunk."""
+    return cached_property(lambda placement: tuple(table[placement.codes].tolist()))
+
+
+def _ids(table: Bools) -> cached_property[frozenset[int]]:
+    """A property of a placement: ids of the chunks with the flag."""
+    return cached_property(lambda placement: frozenset(np.flatnonzero(table[placement.codes]).tolist()))
+
+
 @dataclass(frozen=True)
 class Placement:
     """Homes of all chunks of a packing, by chunk id. That of a frozen chunk has its states where its weights are."""
@@ -36,11 +46,6 @@ class Placement:
 
     def __hash__(self) -> int:
         return hash(self.codes.tobytes())
-
-    @classmethod
-    def everywhere(cls, home: Home, chunks: int) -> Placement:
-        """Gives so many chunks the same home."""
-        return cls((home,) * chunks)
 
     @classmethod
     def numbered(cls, codes: Iterable[int]) -> Placement:
@@ -52,35 +57,20 @@ class Placement:
         """Numbers of the homes."""
         return np.fromiter(map(_NUMBER, self.homes), np.int8, len(self.homes))
 
-    @cached_property
-    def resident(self) -> tuple[bool, ...]:
-        """Whether each chunk is gathered on the device for the whole step."""
-        return tuple(RESIDENT[self.codes].tolist())
-
-    @cached_property
-    def weight_on_device(self) -> tuple[bool, ...]:
-        """Flags of chunks whose weights live there."""
-        return tuple(WEIGHTS[self.codes].tolist())
-
-    @cached_property
-    def state_on_device(self) -> tuple[bool, ...]:
-        """Flags of chunks whose states live there."""
-        return tuple(STATES[self.codes].tolist())
-
-    @cached_property
-    def state_on_disk(self) -> frozenset[int]:
-        """Ids of chunks with master weights and states on the disk."""
-        return frozenset(np.flatnonzero(DISK[self.codes]).tolist())
-
-    @cached_property
-    def in_files(self) -> frozenset[int]:
-        """Ids of chunks with weights in files."""
-        return frozenset(np.flatnonzero(IN_FILES[self.codes]).tolist())
-
-    @cached_property
-    def early(self) -> frozenset[int]:
-        """Ids of chunks that the host updates early."""
-        return frozenset(np.flatnonzero(EARLY[self.codes]).tolist())
+    resident = _flags(RESIDENT)
+    """Whether each chunk is gathered on the device for the whole step."""
+    residents = _ids(RESIDENT)
+    """Ids of these chunks."""
+    weight_on_device = _flags(WEIGHTS)
+    """Whether the weights of each chunk live there."""
+    state_on_device = _flags(STATES)
+    """Whether its states do."""
+    state_on_disk = _ids(DISK)
+    """Ids of chunks with master weights and states on the disk."""
+    in_files = _ids(IN_FILES)
+    """Ids of chunks with weights in files."""
+    early = _ids(EARLY)
+    """Ids of chunks that the host updates early."""
 
     def updated_early(self, chunks: Collection[int]) -> Placement:
         """Changes the updates: of these chunks early, of all others after the norm."""
@@ -88,11 +78,6 @@ class Placement:
             return self
         plain = (home.having() if home.early else home for home in self.homes)
         return Placement(tuple(home.having(update="early") if c in chunks else home for c, home in enumerate(plain)))
-
-    @cached_property
-    def residents(self) -> frozenset[int]:
-        """Ids of the resident chunks."""
-        return frozenset(np.flatnonzero(RESIDENT[self.codes]).tolist())
 
     @property
     def keeps_everything(self) -> bool:

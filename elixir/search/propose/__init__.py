@@ -1,1 +1,1 @@
-"""The sources of candidates, in the order in which they are tried."""
+"""The search: shapes and what they need, a judge of candidates, and one climb; and how a candidate becomes a plan."""

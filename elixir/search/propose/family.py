@@ -8,6 +8,8 @@ spread over it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,10 +20,16 @@ from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, Bools, Codes, Placement
-from elixir.search.propose.sizes import Budgets
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import HomeChoice
 from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.search.simulator.work_times import WorkTimes
+from elixir.units import LARGEST_BYTES
 
+GRID = 17
+"""Numbers of chunks with states away that are looked at together."""
+PLACEMENTS = 7_000
+"""Placements of one packing that are all looked at."""
 IN_ORDER, SPREAD = range(2)
 """The order in which weights get the room that states leave: as forward asks for them, or spread evenly."""
 
@@ -58,6 +66,28 @@ class Shape:
     first, or those whose gradients arrive first."""
 
 
+def levels_of(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[Home, Home, Home]:
+    """The homes that a plan may give a chunk: with nothing on the device, with weights there, and with states as well.
+
+    With several ranks either all chunks are resident or (but for outsized ones) none: where the rCache has nothing to
+    do it does not walk, reductions wait for it, and the gradients of resident chunks would need ever more blocks.
+
+    Args:
+        model: memory of the packing.
+        chunk: its id.
+        gathered: with several ranks, whether all are resident.
+    """
+    facts, several = model.work.chunks[chunk], model.setting.world_size > 1
+    stays = gathered or facts.outsized
+    whole, hosted = Home.DEVICE, Home.DEVICE_HOST
+    if stays or not several:
+        whole, hosted = Home.RESIDENT, Home.RESIDENT_HOST
+    away = model.setting.away(facts.trainable)
+    if facts.trainable:
+        return hosted if stays else away, hosted, whole
+    return whole if stays else away, whole, whole
+
+
 class Family:
     """Shapes of one packing.
 
@@ -66,43 +96,39 @@ class Family:
         times: its orders of use.
         budgets: memory that shapes may take.
         gathered: several ranks: all chunks are gathered for the whole step; otherwise none, but for outsized ones.
+        homes: if they are given, each chunk has one: its level with all on the device, or with nothing.
     """
 
-    def __init__(self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool) -> None:
+    def __init__(
+        self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool, homes: HomeChoice = "auto"
+    ) -> None:
         self.model, self.budgets, self.gathered = model, budgets, gathered
         self.work, self.several = model.work, model.setting.world_size > 1
         self.count = len(self.work.chunks)
         self.block_bytes = self.work.packing.block_bytes
         self._before_s = times.before_first_use_s
         self._rows: dict[tuple[bytes, int, int, float], Rows] = {}
-        levels = [self._homes(c) for c in range(self.count)]
+        levels = [levels_of(model, c, gathered=gathered) for c in range(self.count)]
+        if homes != "auto":
+            levels = [(three[2 if homes == "cuda" else 0],) * 3 for three in levels]
         self.levels: Codes = np.array([[home.number for home in three] for three in levels], dtype=np.int8)
         """[chunk, 3]: numbers of the homes with nothing on the device, with weights, with weights and states."""
-        chunks = self.work.chunks
+        chunks = self.work.chunks if homes == "auto" else ()
         unused = [c for c, facts in enumerate(chunks) if facts.trainable and not facts.grad_bytes]
         # The gather of a resident chunk that the host steps holds up the network's lane, in which all gathers of
         # forward come after it. So those are the first whose states the device keeps.
-        outsized = [c for c in times.update_order if self.several and not gathered and chunks[c].outsized]
-        others = [c for c in times.update_order if c not in outsized]
+        used = times.update_order if homes == "auto" else ()
+        outsized = [c for c in used if self.several and not gathered and chunks[c].outsized]
+        others = [c for c in used if c not in outsized]
         self.steps: Ints = np.array([*outsized, *others, *unused], dtype=np.int64)
         """Trained chunks; the device gives up their states from the last on."""
         self.most_away = len(self.steps)
+        self._rest: Ints = np.full(self.most_away + 1, -1, dtype=np.int64)
         ids = np.arange(self.count)
         self.weight_bytes: Ints = (
             model.device_weights[ids, self.levels[:, 1]] - model.device_weights[ids, self.levels[:, 0]]
         )
         """Device bytes of weights at their second level, by chunk."""
-
-    def _homes(self, c: int) -> tuple[Home, Home, Home]:
-        facts, setting = self.work.chunks[c], self.model.setting
-        stays = self.gathered or facts.outsized
-        whole, hosted = Home.DEVICE, Home.DEVICE_HOST
-        if stays or not self.several:
-            whole, hosted = Home.RESIDENT, Home.RESIDENT_HOST
-        away = setting.away(facts.trainable)
-        if facts.trainable:
-            return hosted if stays else away, hosted, whole
-        return whole if stays else away, whole, whole
 
     @cached_property
     def fewest(self) -> tuple[int, ...]:
@@ -134,27 +160,84 @@ class Family:
         codes[:, self.steps] = np.where(held, self.levels[self.steps, 2], self.levels[self.steps, 0])
         return codes, held
 
-    @cached_property
-    def _rest_bytes(self) -> Ints:
+    def _rest_bytes(self, away: Ints) -> Ints:
         """Device bytes by `away`, without blocks, and with all other weights away."""
-        return self.model.device(self._base(np.arange(self.most_away + 1))[0]).rest_bytes
+        missing = np.unique(away[self._rest[away] < 0])
+        if len(missing):
+            self._rest[missing] = self.model.device(self._base(missing)[0]).rest_bytes
+        return self._rest[away]
 
     @cached_property
     def least_away(self) -> int:
-        """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits."""
-        fits = np.flatnonzero(self._room(np.arange(self.most_away + 1), self.fewest[0])[1])
-        return int(fits[0]) if len(fits) else self.most_away + 1
+        """The fewest chunks whose states the device cannot hold; above `most_away` if nothing fits.
+
+        It is looked for between a few numbers: a state more that is away hardly ever takes more of the device.
+        """
+        away = spread(0, self.most_away)
+        while True:
+            fits = np.flatnonzero(self._room(away, self.fewest[0])[1])
+            if not len(fits) and len(away) <= self.most_away:
+                away = np.arange(self.most_away + 1)
+                continue
+            if not len(fits):
+                return self.most_away + 1
+            first = int(away[fits[0]])
+            before = int(away[fits[0] - 1]) if fits[0] else first - 1
+            if first - before == 1:
+                return first
+            away = spread(before, first)
+
+    @property
+    def placement(self) -> Placement:
+        """Nothing on the device that may be elsewhere; all homes, if they are given."""
+        return Placement.numbered(self.levels[:, 0].tolist())
+
+    @cached_property
+    def emptiest(self) -> tuple[Placement, int]:
+        """The homes and the blocks that need least of the device, whatever the host has."""
+        away = np.arange(self.most_away + 1)
+        weights = self._room(away, 0)[-1].sum(axis=1)
+        rest = self._rest_bytes(away)
+        streamed = rest + self.fewest[0] * self.block_bytes
+        whole = np.where(RESIDENT[self.levels[:, 1]].all(), rest + weights, LARGEST_BYTES)
+        at = int(np.minimum(streamed, whole).argmin())
+        codes, here = self._base(away[at : at + 1])[0][0], streamed[at] <= whole[at]
+        if not here:
+            codes = np.where(codes == self.levels[:, 2], codes, self.levels[:, 1])
+        return Placement.numbered(codes.tolist()), self.fewest[0] * bool(here)
+
+    @property
+    def every(self) -> Codes:
+        """All placements; none if they are too many to be looked at."""
+        options = [list(dict.fromkeys(three)) for three in self.levels.tolist()]
+        if math.prod(map(len, options)) > PLACEMENTS:
+            return np.zeros((0, self.count), dtype=np.int8)
+        codes: Codes = np.zeros((1, 0), dtype=np.int8)
+        for some in options:
+            tiled = np.tile(np.array(some, dtype=np.int8), len(codes))
+            codes = np.column_stack((np.repeat(codes, len(some), axis=0), tiled))
+        return codes
+
+    def most_on_device(self, depth: int = 0) -> tuple[Placement, int] | None:
+        """The homes that leave least to the host, next to the fewest blocks; None if no shape fits the device."""
+        blocks = self.fewest[min(depth, len(self.fewest) - 1)]
+        away = np.arange(self.most_away + 1)
+        fits = np.flatnonzero(self._room(away, blocks)[1])
+        if not len(fits):
+            return None
+        rows = self.rows(away[fits[:1]], blocks)
+        return Placement.numbered(rows.codes[0].tolist()), min(blocks, int(rows.blocks[0]))
 
     @property
     def most_blocks(self) -> int:
         """Blocks that fit with all states and weights away."""
-        spare = int(self.budgets.device_bytes - self._rest_bytes[-1])
+        spare = int(self.budgets.device_bytes - self._rest_bytes(np.array([self.most_away]))[0])
         return min(spare // self.block_bytes, self.count) if self.block_bytes else 0
 
     def _room(self, away: Ints, blocks: int) -> tuple[Ints, Bools, Bools, Ints]:
         """Spare bytes without blocks, whether so many blocks fit, whether all weights do instead, and bytes of each
         weight that is not there yet."""
-        spare = self.budgets.device_bytes - self._rest_bytes[away]
+        spare = self.budgets.device_bytes - self._rest_bytes(away)
         needs = np.tile(self.weight_bytes, (len(away), 1))
         needs[:, self.steps] = np.where(self._base(away)[1], 0, self.weight_bytes[self.steps])
         everything = (needs.sum(axis=1) <= spare) & bool(RESIDENT[self.levels[:, 1]].all())
@@ -205,3 +288,20 @@ class Family:
             return None
         rows = self.rows(np.array([shape.away]), shape.blocks, shape.order, shape.share)
         return (Placement.numbered(rows.codes[0].tolist()), int(rows.blocks[0])) if rows.fits[0] else None
+
+
+def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: HomeChoice = "auto") -> list[Family]:
+    """The families of all packings of these capacities, those that pack alike once."""
+    models = dict.fromkeys(map(space.model, sizes))
+    gathered = [False] if space.setting.world_size == 1 or homes == "cpu" else [False, True]
+    return [
+        Family(model, space.cost.times(model), budgets, gathered=way, homes=homes)
+        for model in models
+        for way in gathered
+    ]
+
+
+def spread(low: int, high: int, count: int = GRID) -> Ints:
+    """At most so many numbers from `low` to `high`, evenly."""
+    found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
+    return found

@@ -4,8 +4,8 @@ them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -16,18 +16,48 @@ from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import Codes, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.floors import Floors
 
+DECIMALS = 9
+"""Digits of seconds by which candidates are put in order: machines may give the last bits of a sum differently."""
+LEAST_S = 1e-12
+"""No step is shorter: regrets are ratios, also where a step has no work."""
 TIE = 0.01
 """Regrets this little apart are as good: the plan that needs least of the host is taken."""
 
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search."""
+
+    best: Candidate | None
+    """None where nothing fits."""
+    fastest_s: float | None = None
+    """Seconds of the fastest step there is, at the nominal rates."""
+    judgements: tuple[Judgement, ...] = ()
+    """The best in each scenario; empty if it was chosen for one."""
+    regret_if_known: dict[str, float] = field(default_factory=dict)
+    """`Prediction.regret_if_known`."""
+
+
 Key = tuple[int, Placement, int, int]
 """The packing, the homes, the blocks and the depth of a candidate."""
+Aim = Mapping[Scenario, float]
+"""Scenarios, with the seconds to which those of a candidate are compared. Its score is the largest ratio."""
 
 
 def key_of(candidate: Candidate) -> Key:
     """Identifies a candidate."""
     schedule = candidate.schedule
     return id(candidate.model), candidate.placement, schedule.blocks, schedule.prefetch_depth
+
+
+def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
+    """Scores of what takes so many seconds by scenario, and, for instance, placement."""
+    with np.errstate(invalid="ignore"):
+        ratios = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
+    found: Floats = np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
+    return found
 
 
 class Judge:
@@ -49,7 +79,8 @@ class Judge:
         self._seconds: dict[Key, dict[Scenario, float]] = {}
         self._best_s = dict.fromkeys(self.scenarios, math.inf)
         self._best: dict[Scenario, Candidate] = {}
-        self._bounds: dict[Key, Floats] = {}
+        self._bounds: dict[tuple[Key, tuple[Scenario, ...]], Floats] = {}
+        self._floors: dict[tuple[int, tuple[Scenario, ...]], Floors] = {}
 
     def _as_seen(self, scenario: Scenario, *, early: bool) -> Scenario:
         """The scenario that stands for this one: clipping discards nothing but states made early."""
@@ -64,7 +95,7 @@ class Judge:
         if scenario not in known:
             self.pool.setdefault(key, candidate)
             self.simulations += 1
-            found = known[scenario] = candidate.seconds_by(self.spaces[scenario].cost)["total"]
+            found = known[scenario] = max(candidate.seconds_by(self.spaces[scenario].cost)["total"], LEAST_S)
             for each in self.scenarios:
                 if self._as_seen(each, early=early) == scenario and found < self._best_s[each]:
                     self._best_s[each], self._best[each] = found, candidate
@@ -78,10 +109,12 @@ class Judge:
         """The fastest that is known."""
         return self._best[scenario]
 
+    # --- floors -------------------------------------------------------------------------------------------------------
+
     def floors(
         self,
         model: MemoryModel,
-        scenario: Scenario,
+        among: Sequence[Scenario],
         codes: Codes,
         blocks: Ints,
         *,
@@ -89,84 +122,112 @@ class Judge:
         prefetch: bool,
         host_bytes: Ints | None = None,
     ) -> Floats:
-        """Floors of placements of one packing; `host_bytes` are those without second sets, which bound what is
-        early."""
-        known = self.spaces[scenario].cost.known(model.work)
-        room = None
+        """Floors of placements of one packing: [scenario, placement].
+
+        Args:
+            model: of the packing.
+            among: scenarios.
+            codes, blocks, prefetch: as `Floors.seconds` takes them.
+            early: whether chunks may be updated early.
+            host_bytes: needed by placement, second sets left out; None: there is room for all of these.
+        """
+        rates = tuple(dict.fromkeys(replace(each, clipped=False) for each in among))
+        floors, room = self._floors_at(model, rates), None
         if early and host_bytes is not None and not self.setting.spill:
             room = early_host_bytes(model, self.budgets) - host_bytes
-        return known.floors.seconds(
-            codes, np.maximum(blocks, 0), early=early, prefetch=prefetch and self.setting.overlap, room_bytes=room
-        )
+        ahead = prefetch and self.setting.overlap
+        found = {
+            kept: floors.seconds(
+                codes, np.maximum(blocks, 0), early=kept, prefetch=ahead, room_bytes=room if kept else None
+            )
+            for kept in {early and not each.clipped for each in among}
+        }
+        rows = [found[early and not each.clipped][rates.index(replace(each, clipped=False))] for each in among]
+        return np.stack(rows)
 
-    def bounds(self, some: Sequence[Candidate]) -> Floats:
+    def _floors_at(self, model: MemoryModel, rates: tuple[Scenario, ...]) -> Floors:
+        key = id(model), rates
+        if key not in self._floors:
+            nominal = self.spaces[self.nominal]
+            machines = [nominal.on(each).cost.times(model) for each in rates]
+            self._floors[key] = Floors(machines)
+        return self._floors[key]
+
+    def bounds(self, some: Sequence[Candidate], among: Sequence[Scenario]) -> Floats:
         """Floors of candidates: [candidate, scenario]."""
-        groups: dict[tuple[int, bool, bool], list[int]] = {}
-        for row, candidate in enumerate(some):
-            if key_of(candidate) not in self._bounds:
+        among = tuple(among)
+        groups: dict[tuple[int, bool, bool], list[Candidate]] = {}
+        for candidate in some:
+            if (key_of(candidate), among) not in self._bounds:
                 prefetch = candidate.schedule.prefetch_depth > 0 or not candidate.schedule.blocks
-                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(row)
-        for (_, early, prefetch), rows in groups.items():
-            codes = np.stack([some[row].placement.codes for row in rows])
-            blocks = np.array([some[row].schedule.blocks for row in rows])
-            seen: dict[Scenario, Floats] = {}
-            for scenario in (self._as_seen(each, early=early) for each in self.scenarios):
-                if scenario not in seen:
-                    kept = early and not scenario.clipped
-                    model = some[rows[0]].model
-                    seen[scenario] = self.floors(model, scenario, codes, blocks, early=kept, prefetch=prefetch)
-            found = np.stack([seen[self._as_seen(each, early=early)] for each in self.scenarios], axis=1)
-            for row, bound in zip(rows, found, strict=True):
-                self._bounds[key_of(some[row])] = bound
-        return np.stack([self._bounds[key_of(candidate)] for candidate in some])
+                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(
+                    candidate
+                )
+        for (_, early, prefetch), group in groups.items():
+            codes = np.stack([candidate.placement.codes for candidate in group])
+            blocks = np.array([candidate.schedule.blocks for candidate in group])
+            found = self.floors(group[0].model, among, codes, blocks, early=early, prefetch=prefetch)
+            for candidate, bounds in zip(group, found.T, strict=True):
+                self._bounds[key_of(candidate), among] = bounds
+        return np.array([self._bounds[key_of(each), among] for each in some]).reshape(len(some), len(among))
 
-    def bound(self, candidate: Candidate, scenario: Scenario) -> float:
-        """The floor of one candidate."""
-        return float(self.bounds([candidate])[0, self.scenarios.index(scenario)])
+    # --- scores -------------------------------------------------------------------------------------------------------
 
-    def regret(self, candidate: Candidate, most: float = math.inf) -> float:
-        """The worst regret over all scenarios; infinite as soon as it is above `most`."""
-        best = np.array([self._best_s[each] for each in self.scenarios])
-        bounds = self.bounds([candidate])[0]
-        if (bounds > best * (1 + most)).any():
+    @property
+    def known(self) -> Aim:
+        """All scenarios with the least seconds that are known: one more than a worst regret is a score for them."""
+        return dict(self._best_s)
+
+    def score(self, candidate: Candidate, aim: Aim, most: float = math.inf) -> float:
+        """The largest ratio of seconds to those of an aim; infinite as soon as it is above `most`."""
+        scenarios = tuple(aim)
+        bounds = self.bounds([candidate], scenarios)[0] / np.array(list(aim.values()))
+        if (bounds > most).any():
             return math.inf
         worst = 0.0
-        for column in np.argsort(-bounds / best, kind="stable").tolist():  # first where it is likely to lose most
-            scenario = self.scenarios[column]
-            step_s = self.seconds(candidate, scenario)
-            worst = max(worst, step_s / self._best_s[scenario] - 1)
+        for column in np.argsort(-bounds, kind="stable").tolist():  # first where it is likely to be slowest
+            worst = max(worst, self.seconds(candidate, scenarios[column]) / aim[scenarios[column]])
             if worst > most:
                 return math.inf
         return worst
+
+    def forget(self, candidate: Candidate) -> None:
+        """Takes a candidate out of the pool."""
+        del self.pool[key_of(candidate)]
 
     @property
     def fitting(self) -> list[Candidate]:
         """Candidates of the pool that the host holds."""
         return [it for it in self.pool.values() if it.need.host_bytes <= self.budgets.host_bytes]
 
+    def promising(self, aim: Aim, count: int) -> list[Candidate]:
+        """The candidates of the pool with the least floors."""
+        pool = self.fitting
+        scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, aim)
+        return [pool[row] for row in np.argsort(scores, kind="stable")[:count].tolist()]
+
     def fastest(self) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift."""
-        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), 9), *it.thrift))
+        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
 
     def surest(self) -> Candidate:
         """The candidate with the least worst regret; of those that are as good, the one that needs least of the
         host."""
         pool = self.fitting
-        best = np.array([self._best_s[each] for each in self.scenarios])
-        regrets = (self.bounds(pool) / best).max(axis=1) - 1
+        scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, self.known)
         most = math.inf
         judged: list[Candidate] = []
-        for row in np.argsort(np.round(regrets, 9), kind="stable").tolist():
-            if regrets[row] > most + TIE:
+        for row in np.argsort(scores, kind="stable").tolist():
+            if scores[row] > most + TIE:
                 break
-            worst = self.regret(pool[row], most + TIE)
+            worst = self.score(pool[row], self.known, most + TIE)
             if worst < math.inf:
                 most = min(most, worst)
                 judged.append(pool[row])
-        final = [(self.regret(it), it) for it in judged]  # the first were compared with less than is known now
+        final = [(self.score(it, self.known), it) for it in judged]  # the first knew less
         most = min(worst for worst, _ in final)
         near = [
-            (it.hosted_numel, it.need.host_bytes, round(worst, 9), number)
+            (it.hosted_numel, it.need.host_bytes, round(worst, DECIMALS), number)
             for number, (worst, it) in enumerate(final)
             if worst < most + TIE
         ]
@@ -178,3 +239,24 @@ class Judge:
             return ()
         seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
         return tuple(Judgement(each, step_s, self._best_s[each]) for each, step_s in seconds)
+
+    def regret_if_known(self, candidate: Candidate) -> dict[str, float]:
+        """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`: that of a
+        candidate, or of one of those that are best in a scenario."""
+        among = {key_of(each): each for each in (candidate, *self._best.values())}.values()
+        found = {}
+        for name in (each.name for each in fields(Scenario)):
+            values = dict.fromkeys(getattr(scenario, name) for scenario in self.scenarios)
+            if len(values) > 1:
+                parts = ([each for each in self.scenarios if getattr(each, name) == value] for value in values)
+                found[name] = max(min(self._worst(it, part) for it in among) for part in parts)
+        return found
+
+    def _worst(self, candidate: Candidate, among: Sequence[Scenario]) -> float:
+        return max(self.seconds(candidate, each) / self._best_s[each] - 1 for each in among)
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        """The candidate as the result of a search."""
+        judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
+        best = replace(candidate, cost=self.spaces[self.nominal].cost)
+        return Outcome(best, self.best_s(self.nominal), judgements, known)

@@ -1,8 +1,15 @@
-"""The search: floors rank the shapes of all packings, simulations confirm a few, and one climb goes on from the best.
+"""The search: floors rank the shapes of all packings, simulations confirm a few, and a climb goes on from the best.
 
-The climb changes one number of a shape at a time, then one chunk. Its key is the seconds of the nominal scenario,
-those of another one, or the worst regret over all. Whatever was simulated is in one pool (`Judge`), and the plan is the
-best of that.
+It does this for one aim after the other: the seconds in the nominal scenario, those in each other scenario, and the
+worst regret over all scenarios. For each aim
+
+1. `_look` works out the floors of many shapes at once, without a simulation;
+2. `_promising` gives candidates to simulate: the best by floors of the pool, and the shapes with the least floors, with
+   early updates by several rules;
+3. `_climb` goes from the best of these to better ones nearby: first to shapes that differ in one number, then, where
+   chunks are few, to homes that differ in one chunk or two.
+
+Whatever was simulated is in one pool (`Judge`), and the plan is the best of the pool.
 """
 
 from __future__ import annotations
@@ -18,41 +25,37 @@ import numpy as np
 from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Codes, Floats, Placement
-from elixir.search.propose.best import Outcome
+from elixir.search.problem.placement import RESIDENT, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
-from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape
-from elixir.search.propose.judge import TIE, Judge, Key, key_of
+from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families, spread
+from elixir.search.propose.judge import TIE, Aim, Judge, Key, Outcome, key_of, scores_of
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import HomeChoice
 
-GAP = 1e-3
-"""A step this little above the least floor of all shapes is not improved."""
+GAP, NEAR = 1e-3, 0.01
+"""A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
 LITTLE = 2e-4
 """A candidate whose floor is this little below the best is not simulated."""
-NEAR = 0.01
-"""In other scenarios nothing is looked for if the best that is known is this little above the floor."""
-ENOUGH = 0.01
-"""A worst regret that is not improved."""
-GRID = 17
-"""Numbers of chunks with states away that are looked at first, per packing and number of blocks."""
-PACKINGS = 3
-"""Packings looked at in scenarios other than the nominal one, next to that of the fastest shape."""
-PROBES, STARTS, CLIMBED = 48, 4, 16
-"""Simulations before the nominal climbs, shapes from which these start, and simulations of a climb in another
-scenario."""
-BETWEEN = 7
-"""`WORK` for shapes between those of the scenarios."""
-LOOKS = 12
-"""Shapes between those of the scenarios that are judged before a climb."""
-PLACEMENTS, EXACT = 7_000, 300
-"""Placements of one packing that are all looked at, and simulations for all such packings together."""
-WORK, MOST = 6_000, 400
-"""Simulations times chunks of the climb over single chunks, and simulations at most."""
-FEW_CHUNKS = 32
-"""Up to so many, pairs of chunks change together, and the nominal gap is closed whatever it is."""
+SLOW = 1.05
+"""No climb begins this far above the best."""
+WORK, BRIEF_WORK, OTHERS = 60_000, 2_500, 4
+"""Simulations times chunks for one aim, where many plans are compared, and how many times fewer for the seconds of a
+scenario but the nominal one."""
+LESS = 5
+"""Shapes that leave less to the host, and the fastest one."""
+EXACT = 600
+"""Simulations for all packings together of which all placements are looked at."""
+FEW_CHUNKS, MANY_CHUNKS = 32, 128
+"""Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
+pairs of neighbours."""
+PACKINGS = 10
+"""Packings looked at for aims other than the nominal seconds, next to that of the fastest plan."""
+STARTS, KNOWN, PATIENCE = 3, 6, 6
+"""Climbs for one aim, candidates of the pool that are compared before, and the part of all simulations after which a
+climb ends that finds nothing."""
 
-Score = Callable[[Candidate, float], float]
-"""A number that a climb lessens. It takes a candidate, and the best so far, above which any number may be infinite."""
+Near = Callable[[Candidate, "_Tries"], Iterable[Candidate]]
+"""Candidates that differ a little from one."""
 
 
 class ShapeSearch:
@@ -63,74 +66,147 @@ class ShapeSearch:
         budgets: memory of device and host.
         sizes: capacities of chunks to pack with.
         scenarios: that are possible, the nominal one first.
+        homes: of all chunks, if they are given.
+        work: simulations times chunks for one aim.
     """
 
     def __init__(
-        self, space: SearchSpace, budgets: Budgets, sizes: Iterable[int], scenarios: Sequence[Scenario]
+        self,
+        space: SearchSpace,
+        budgets: Budgets,
+        sizes: Iterable[int],
+        scenarios: Sequence[Scenario],
+        homes: HomeChoice = "auto",
+        work: int = WORK,
     ) -> None:
+        self._work = work
         self._space, self._budgets = space.on(scenarios[0]), budgets
         self.judge = Judge(space, scenarios, budgets)
-        self._nominal, self._robust = scenarios[0], len(scenarios) > 1
-        setting = space.setting
+        self._nominal, setting = scenarios[0], space.setting
         self._early = setting.early_updates is not False and not self._nominal.clipped
-        models = dict.fromkeys(map(space.model, sizes))
-        ways = (False,) if setting.world_size == 1 else (False, True)
-        self._all = [
-            Family(model, self._space.cost.known(model.work).times, budgets, gathered=way)
-            for model in models
-            for way in ways
-        ]
-        self._models = {id(model): model for model in models}
+        self._all = families(self._space, budgets, sizes, homes)
         self._families = [family for family in self._all if family.least_away <= family.most_away]
-        self._looks: dict[tuple[int, Scenario], list[tuple[float, Shape]]] = {}
+        self._tables: dict[tuple[int, bytes, int, tuple[Scenario, ...]], Floats] = {}
         self._shapes: dict[Key, Shape] = {}
         self._weighed: dict[tuple[int, Placement, int, int, float, int], Candidate | None] = {}
-        self.least_s = math.inf
-        """The least floor of all shapes at the nominal rates."""
 
-    def find(self) -> Outcome:
-        """The plan with the least worst regret, or the fastest if there is one scenario."""
-        resident = self._resident() if self._space.hardware.device_kind == "cpu" else None
-        if resident is not None:  # lanes would only take cores from compute
-            return Outcome(resident, resident, resident.seconds["total"], resident)
-        here = self._fastest_shape() if self._families else None
-        if not self._is_near:
-            self._look_at_all_of_few()
-        if not self.judge.pool:
-            return Outcome(None, None)
-        self._change_best(robust=False)
-        if self._robust and here is not None:
-            self._look_in_others(here)
-            self._look_between(here)
-            self._change_best(robust=True)
-        best = replace(self._best(robust=self._robust), cost=self._space.cost)
-        fastest_s = self.judge.best_s(self._nominal)
-        return Outcome(best, None, fastest_s, None, judgements=self.judge.judgements(best))
+    def find(self, *, sure: bool = True) -> Outcome:
+        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
 
-    def _best(self, *, robust: bool) -> Candidate:
-        return self.judge.surest() if robust else self.judge.fastest()
+        In other scenarios it looks at few packings: that of the fastest plan, and those with the least nominal floors.
+        """
+        judge, nominal = self.judge, {self._nominal: 1.0}
+        if self._space.hardware.device_kind == "cpu":
+            self._look_at_resident()
+        if judge.pool:  # lanes would only take cores from compute
+            return judge.outcome(judge.fastest())
+        looked = self._look(self._families, nominal)
+        self._approach(nominal, looked, GAP, self._work)
+        self._look_at_all_of_few()
+        if not judge.pool:
+            return Outcome(None)
+        best = judge.fastest()
+        if others := judge.scenarios[1:]:
+            families = list(dict.fromkeys(shape.family for _, shape in looked))
+            families.sort(key=lambda family: family.model is not best.model)
+            near = families[: PACKINGS + 1]
+            for other in others:
+                self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, self._work // OTHERS)
+            self._approach(judge.known, self._look(near, judge.known), TIE / 2, self._work)
+        if sure:
+            self._look_at_less_on_host(judge.fastest())
+        return judge.outcome(judge.surest() if sure else judge.fastest())
 
-    @property
-    def _is_near(self) -> bool:
-        """Whether the fastest step is as good as the least floor."""
-        best_s = self.judge.best_s(self._nominal)
-        return best_s < math.inf and best_s <= self.least_s * (1 + GAP)
+    def _look_at_less_on_host(self, best: Candidate) -> None:
+        """Shapes that leave less to the host than the fastest plan: one of them may be as good."""
+        here = self._shapes.get(key_of(best))
+        if here is None:
+            return
+        for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist():
+            made = self._make(replace(here, away=away, speed=0.0))
+            if made is not None:
+                self.judge.seconds(made, self._nominal)
 
-    def _resident(self) -> Candidate | None:
+    def floors(self) -> list[tuple[float, int]]:
+        """The least nominal floor of each packing of which something fits, and its capacity; the least first."""
+        looked = self._look(self._families, {self._nominal: 1.0})
+        found = {shape.family.work.packing.capacity_bytes: floor_s for floor_s, shape in reversed(looked)}
+        return sorted((floor_s, size) for size, floor_s in found.items())
+
+    def _look_at_resident(self) -> None:
+        """The placements of all packings that keep everything on the device."""
         for family in self._families:
-            placed = family.placed(Shape(family, 0, family.fewest[0], 0))
-            if placed is not None and placed[0].keeps_everything:
-                return self._weigh(family.model, *placed, 0)
-        return None
+            made = self._make(Shape(family, 0, family.fewest[0], 0))
+            if made is not None and made.placement.keeps_everything:
+                self.judge.seconds(made, self._nominal)
+
+    def _approach(self, aim: Aim, looked: Sequence[tuple[float, Shape]], gap: float, work: int) -> None:
+        """Simulates the candidates with the least floors, and climbs from the best of them.
+
+        Args:
+            aim: what is to be small.
+            looked: shapes, the least floor first, and these floors as scores.
+            gap: a score this little above the least floor needs no improvement.
+            work: simulations times chunks, next to those of the pool.
+        """
+        if not looked:
+            return
+        judge, tries, enough = self.judge, _Tries(self.judge, aim), looked[0][0] * (1 + gap)
+        most = KNOWN * len(aim) + work // max(looked[0][1].family.count, FEW_CHUNKS)
+        until = judge.simulations + most
+        for candidate in self._promising(looked, tries):
+            if tries.best <= enough or judge.simulations > until - most / 2:
+                break
+            tries.show(candidate)
+        for start in tries.starts(lambda it: (id(it.model), it.schedule.blocks, bool(it.placement.early)))[:STARTS]:
+            self._climb(start, tries, self._near_shapes, enough, until, most // PATIENCE)
+        for start in tries.starts(lambda it: id(it.model))[:2]:
+            few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
+            self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
+
+    def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
+        """Candidates of the pool, and others of the shapes with the least floors, until these are above the best."""
+        yield from self.judge.promising(tries.aim, KNOWN)
+        taken = Counter[int]()
+        for floor, shape in looked:
+            if floor >= tries.best * (1 - LITTLE):
+                return
+            if taken[id(shape.family)] < 2:
+                taken[id(shape.family)] += 1
+                yield from self._probed(shape, tries.aim)
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 
-    def _floors(self, family: Family, scenario: Scenario, rows: Rows, *, depth: int) -> Floats:
-        able = self._early and not scenario.clipped
-        found = self.judge.floors(
-            family.model, scenario, rows.codes, rows.blocks, early=able, prefetch=depth > 0, host_bytes=rows.host_bytes
-        )
-        return np.where(rows.fits, np.round(found, 9), np.inf)
+    def _look(self, families: Sequence[Family], aim: Aim) -> list[tuple[float, Shape]]:
+        """Shapes with small floors, the least first, each with that floor as a score: the least for each packing and
+        number of blocks."""
+        first = tuple(aim) == (self._nominal,)
+        found: dict[Shape, float] = {}
+        for family in families:
+            for blocks in self._counts(family, few=not first):
+                grid = spread(family.least_away, family.most_away)
+                while True:
+                    floors = self._of_grid(family, grid, blocks, aim)
+                    best = int(np.argmin(floors))
+                    if floors[best] == np.inf:
+                        break
+                    depth = family.depth(blocks)
+                    found[Shape(family, int(grid[best]), blocks, depth)] = float(floors[best])
+                    low, high = int(grid[max(best - 1, 0)]), int(grid[min(best + 1, len(grid) - 1)])
+                    if not first or high - low <= 2:
+                        break
+                    grid = spread(low, high)
+        # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
+        return sorted(((floor, shape) for shape, floor in found.items()), key=lambda each: (each[0], -each[1].depth))
+
+    def _of_grid(self, family: Family, grid: Ints, blocks: int, aim: Aim) -> Floats:
+        """Scores that floors allow with so many states away; those of all scenarios are worked out at once."""
+        among = tuple(aim) if tuple(aim) == (self._nominal,) else self.judge.scenarios
+        key = id(family), grid.tobytes(), blocks, among
+        if key not in self._tables:
+            rows = family.rows(grid, blocks)
+            self._tables[key] = self._floors(family, rows, among, early=self._early, depth=family.depth(blocks))
+        return scores_of(self._tables[key], among, aim)
 
     def _counts(self, family: Family, *, few: bool) -> list[int]:
         """Numbers of blocks that are looked at."""
@@ -146,49 +222,85 @@ class ShapeSearch:
             found.add(max(most, high))
         return sorted(found)
 
-    def _look(self, family: Family, scenario: Scenario) -> list[tuple[float, Shape]]:
-        """The shapes with the least floors, one for each number of blocks and of states away, with that floor."""
-        key = id(family), scenario
-        if key not in self._looks:
-            nominal = scenario == self._nominal
-            found: dict[tuple[int, int], tuple[float, Shape]] = {}
-            for blocks, share in product(self._counts(family, few=not nominal), (1.0,) if nominal else (1.0, 0.0)):
-                depth = family.depth(blocks)
-                grid = _spread(family.least_away, family.most_away)
-                for _ in range(2 if nominal else 1):
-                    floors = self._floors(family, scenario, family.rows(grid, blocks, share=share), depth=depth)
-                    best = int(np.argmin(floors))
-                    if floors[best] == np.inf:
-                        break
-                    shape = Shape(family, int(grid[best]), blocks, depth, share=share)
-                    before = found.get((shape.away, blocks))
-                    if before is None or floors[best] < before[0]:
-                        found[shape.away, blocks] = float(floors[best]), shape
-                    low, high = int(grid[max(best - 1, 0)]), int(grid[min(best + 1, len(grid) - 1)])
-                    if high - low <= 2:
-                        break
-                    grid = _spread(low, high)
-            # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
-            self._looks[key] = sorted(found.values(), key=lambda each: (each[0], -each[1].depth, each[1].away))
-        return self._looks[key]
+    def _floors(self, family: Family, rows: Rows, among: Sequence[Scenario], *, early: bool, depth: int) -> Floats:
+        """Floors by scenario and row; infinite for what does not fit."""
+        found = self.judge.floors(
+            family.model, among, rows.codes, rows.blocks, early=early, prefetch=depth > 0, host_bytes=rows.host_bytes
+        )
+        return np.where(rows.fits, found, np.inf)
+
+    def _probed(self, shape: Shape, aim: Aim) -> Iterator[Candidate]:
+        """A shape with weights in both orders and none, and with early updates by different rules."""
+        hosts = sorted({each.host_adam for each in aim if not each.clipped}, reverse=True) if self._early else []
+        if len(hosts) > 1:
+            hosts.insert(1, (hosts[0] * hosts[-1]) ** 0.5)
+        ways = [(0.0, 0), *((speed, 0) for speed in hosts)]
+        if len(hosts) == 1:
+            ways += [(hosts[0], 1), (hosts[0], 2)]
+        for speed, rule in ways:
+            for order, share in ((IN_ORDER, 1.0), (SPREAD, 1.0), (IN_ORDER, 0.0)):
+                made = self._make(replace(shape, speed=speed, order=order, share=share, rule=rule))
+                if made is not None:
+                    yield made
+
+    def _near_shapes(self, here: Candidate, tries: _Tries) -> Iterator[Candidate]:
+        """Candidates whose shapes differ in one number."""
+        shape = self._shapes.get(key_of(here))
+        for other in self._neighbours(shape, streams=not all(here.placement.resident)) if shape is not None else ():
+            made = self._make(other)
+            if made is not None:
+                yield made
+
+    def _neighbours(self, shape: Shape, *, streams: bool) -> Iterator[Shape]:
+        family = shape.family
+        step = max((family.most_away - family.least_away) // 8, 1)
+        while step:
+            for away in (shape.away - step, shape.away + step):
+                yield replace(shape, away=min(max(away, family.least_away), family.most_away))
+            step //= 2
+        if shape.speed:
+            yield from (replace(shape, rule=rule) for rule in range(3))
+            speeds = (shape.speed * factor for factor in (1.15, 1 / 1.15, 1.4, 1 / 1.4, 0.5, 2.0))
+            yield from (replace(shape, speed=speed) for speed in speeds if 0.2 <= speed <= 4)
+        elif self._early:
+            yield replace(shape, speed=1.0)
+        if streams:
+            yield from self._other_blocks(shape)
+
+    def _other_blocks(self, shape: Shape) -> Iterator[Shape]:
+        """The shape with other blocks, fetched less or further ahead, and with other weights on the device."""
+        family = shape.family
+        for depth in (shape.depth - 1, shape.depth + 1):
+            if 0 <= depth < len(family.fewest):
+                fewest = family.fewest[depth]
+                for blocks in (max(shape.blocks, fewest), fewest):
+                    yield replace(shape, depth=depth, blocks=blocks)
+        yield replace(shape, order=1 - shape.order)
+        yield from (replace(shape, share=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+        for blocks in (shape.blocks + 1, 2 * shape.blocks, shape.blocks - 1, shape.blocks // 2):
+            if blocks >= family.fewest[0]:
+                yield replace(shape, blocks=blocks, depth=min(shape.depth, family.depth(blocks)))
+
+    # --- candidates ---------------------------------------------------------------------------------------------------
 
     def _make(self, shape: Shape) -> Candidate | None:
         """The candidate of a shape; None if it does not fit."""
-        if not 0 <= shape.depth < len(shape.family.fewest):
-            return None
         placed = shape.family.placed(shape)
         if placed is None:
             return None
         made = self._weigh(shape.family.model, *placed, shape.depth, shape.speed, shape.rule)
         if made is not None:
+            if not made.schedule.blocks:  # what needs some may be near, and fewer leave more room
+                depth = min(1, len(shape.family.fewest) - 1)
+                shape = replace(shape, depth=depth, blocks=shape.family.fewest[depth])
             self._shapes.setdefault(key_of(made), shape)
         return made
 
     def _weigh(
         self, model: MemoryModel, placement: Placement, blocks: int, depth: int, speed: float = 0.0, rule: int = 0
     ) -> Candidate | None:
-        """The candidate with these homes; with a speed, and chunks updated early that such a host takes. None if it
-        does not fit, or none can be."""
+        """The candidate with these homes, with fewer chunks fetched ahead if there are too few blocks; with a
+        speed, and chunks updated early that such a host takes. None if it does not fit, or none can be."""
         depth = depth if placement.resident.count(False) else 0
         key = id(model), placement, blocks, depth, speed, rule
         if key not in self._weighed:
@@ -199,248 +311,59 @@ class ShapeSearch:
         self, model: MemoryModel, placement: Placement, blocks: int, depth: int, speed: float, rule: int
     ) -> Candidate | None:
         fewest = model.work.schedule(placement.residents, depth).min_blocks
+        while depth and blocks < fewest:
+            depth -= 1
+            fewest = model.work.schedule(placement.residents, depth).min_blocks
         if blocks < fewest:
             return None
         found = weigh(model, placement, blocks if fewest else 0, depth, self._space.cost)
-        left_bytes = early_host_bytes(model, self._budgets) - found.need.host_bytes
         if found.need.host_bytes > self._budgets.host_bytes or not speed:
             return found if found.need.host_bytes <= self._budgets.host_bytes else None
-        early = self._space.cost.early_chunks(
-            model.work, found.placement, speed=speed, left_bytes=left_bytes, rule=rule
-        )
+        left_bytes = early_host_bytes(model, self._budgets) - found.need.host_bytes
+        early = self._space.cost.early_chunks(model, found.placement, speed=speed, left_bytes=left_bytes, rule=rule)
         return replace(found, placement=found.placement.updated_early(early)) if early else None
 
-    # --- the climb over shapes ----------------------------------------------------------------------------------------
-
-    def _fastest_shape(self) -> Shape | None:
-        """Simulates the shapes with the least nominal floors, and climbs from the best of them."""
-        at = self._nominal
-        seen = [each for family in self._families for each in self._look(family, at)]
-        seen.sort(key=lambda each: (each[0], -each[1].depth))
-        if not seen:
-            return None
-        self.least_s = seen[0][0]
-        tries: list[tuple[float, int, Shape]] = []
-        taken = Counter[int]()
-        for floor_s, shape in seen:
-            if floor_s >= self.judge.best_s(at) * (1 - LITTLE) or self._is_near or len(tries) >= PROBES:
-                break
-            if taken[id(shape.family)] < 2:
-                taken[id(shape.family)] += 1
-                tries += [(step_s, len(tries) + n, it) for n, (step_s, it) in enumerate(self._probed(shape))]
-        if not tries:  # the first look takes early updates for granted, of which the host may have no room
-            for _, shape in seen:
-                made = self._make(shape) or self._make(replace(shape, depth=0))
-                if made is not None:
-                    return replace(shape, depth=made.schedule.prefetch_depth) if self.judge.seconds(made, at) else shape
-            return None
-        found: list[tuple[float, int, Shape]] = []
-        climbed: set[tuple[int, int, bool]] = set()
-        for step_s, number, shape in sorted(tries, key=lambda each: each[:2]):
-            slow = found and step_s > min(found)[0] * 1.1
-            if len(climbed) == STARTS or slow or self._is_near:
-                break
-            key = id(shape.family), shape.blocks, shape.speed > 0
-            if key in climbed or self._look(shape.family, at)[0][0] >= self.judge.best_s(at) * (1 - LITTLE):
-                continue
-            climbed.add(key)
-            there = self._climb(shape, lambda it, _: self.judge.seconds(it, at), at, enough=self.least_s * (1 + GAP))
-            found.append((there[0], number, there[1]))
-        return min([*found, *tries], key=lambda each: each[:2])[2]
-
-    def _probed(self, shape: Shape) -> Iterator[tuple[float, Shape]]:
-        """A shape, with early updates by each rule, weights in both orders and none, until one is near its floor."""
-        for speed, rule in ((0.0, 0), (1.0, 0), (1.0, 1), (1.0, 2)) if self._early else ((0.0, 0),):
-            for order, share in ((IN_ORDER, 1.0), (SPREAD, 1.0), (IN_ORDER, 0.0)):
-                tried = replace(shape, speed=speed, order=order, share=share, rule=rule)
-                placed = shape.family.placed(tried)
-                if placed is None or ((order, share) != (IN_ORDER, 1.0) and not placed[0].resident.count(False)):
-                    continue
-                made = self._make(tried)
-                if made is not None:
-                    yield self.judge.seconds(made, self._nominal), tried
-            if self._is_near:
-                return
-
-    def _neighbours(self, shape: Shape, step: int) -> Iterator[Shape]:
-        """Shapes that differ in one number: with a `step` above 1, in the states that are away."""
-        family = shape.family
-        for away in (shape.away - step, shape.away + step):
-            within = min(max(away, family.least_away), family.most_away)
-            if within != shape.away:
-                yield replace(shape, away=within)
-        if step > 1:
-            return
-        placed = family.placed(shape)
-        if placed is not None and placed[0].resident.count(False):
-            yield from self._other_blocks(shape)
-        if shape.speed:
-            yield from (replace(shape, rule=rule) for rule in range(3) if rule != shape.rule)
-            speeds = (shape.speed * factor for factor in (1.15, 1 / 1.15, 1.4, 1 / 1.4, 0.5, 2.0))
-            yield from (replace(shape, speed=speed) for speed in speeds if 0.2 <= speed <= 4)
-        elif self._early:
-            yield replace(shape, speed=1.0)
-
-    def _other_blocks(self, shape: Shape) -> Iterator[Shape]:
-        """The shape with other blocks, fetched less or further ahead, and with the other order of weights."""
-        family = shape.family
-        for depth in (shape.depth - 1, shape.depth + 1):
-            if 0 <= depth < len(family.fewest):
-                fewest = family.fewest[depth]
-                for blocks in dict.fromkeys((max(shape.blocks, fewest), fewest)):
-                    yield replace(shape, depth=depth, blocks=blocks)
-        yield replace(shape, order=1 - shape.order)
-        yield from (replace(shape, share=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0) if share != shape.share)
-        for blocks in (shape.blocks + 1, 2 * shape.blocks, shape.blocks - 1, shape.blocks // 2):
-            if blocks >= family.fewest[0]:
-                yield replace(shape, blocks=blocks, depth=min(shape.depth, family.depth(blocks)))
-
-    def _climb(
-        self, start: Shape, score: Score, at: Scenario | None, *, most: int = 60, enough: float = 0.0
-    ) -> tuple[float, Shape]:
-        """The best shape near one, and its score: first by states away, in halved steps, then by all numbers.
+    def _climb(self, start: Candidate, tries: _Tries, near: Near, enough: float, until: int, patience: int) -> None:
+        """Goes to the first candidate nearby that is better, again and again.
 
         Args:
             start: where it begins.
-            score: what it lessens.
-            at: a scenario whose floors bound the score; None: the score looks at floors itself.
-            most: simulations, about.
+            tries: with the aim.
+            near: candidates that differ a little from one.
             enough: a score that needs no improvement.
+            until: number of simulations at which it ends.
+            patience: simulations after which it ends if none was better.
         """
-        made = self._make(start)
-        here, best = start, math.inf if made is None else score(made, math.inf)
-        tried, step = {start}, max((start.family.most_away - start.family.least_away) // 8, 1)
-        while most > 0 and best > enough:
-            better = None
-            for other in self._neighbours(here, step):
-                if other in tried or most <= 0:
-                    continue
-                tried.add(other)
-                candidate = self._make(other)
-                if candidate is None or (at is not None and self.judge.bound(candidate, at) > best * (1 - LITTLE)):
-                    continue
-                most -= 1
-                found = score(candidate, best)
-                if found < best * (1 - 1e-9):
-                    best, better = found, other
-                    if step == 1:
-                        break
-            if better is not None:
-                here = better
-            elif step > 1:
-                step //= 2
-            else:
-                break
-        return best, here
-
-    # --- all scenarios ------------------------------------------------------------------------------------------------
-
-    def _near_families(self, here: Shape) -> list[Family]:
-        """The packing of a shape, and those with the least nominal floors."""
-        least = {id(f): (self._look(f, self._nominal) or [(math.inf, here)])[0][0] for f in self._families}
-        order = sorted(self._families, key=lambda family: least[id(family)])
-        return list(dict.fromkeys([here.family, *order[:PACKINGS]]))
-
-    def _look_in_others(self, here: Shape) -> None:
-        """The best of each other scenario: of what is known, and by a climb where floors leave room for more."""
-        for number, at in enumerate(self.judge.scenarios[1:], 1):
-            pool = self.judge.fitting
-            bounds = self.judge.bounds(pool)[:, number]
-            for row in np.argsort(np.round(bounds, 9), kind="stable")[:3].tolist():
-                if bounds[row] < self.judge.best_s(at):
-                    self.judge.seconds(pool[row], at)
-            looks = [each for family in self._near_families(here) for each in self._look(family, at)]
-            if not looks:
-                continue
-            floor_s, shape = min(looks, key=lambda each: (each[0], -each[1].depth))
-            if self.judge.best_s(at) > floor_s * (1 + NEAR):
-                speed = max(at.host_adam, 0.25) if self._early and not at.clipped else 0.0
-                score: Score = lambda it, _, at=at: self.judge.seconds(it, at)  # type: ignore[misc]  # noqa: E731
-                made = self._make(replace(shape, speed=speed, order=here.order))
-                if made is not None:
-                    self.judge.seconds(made, at)
-                start = self._shapes.get(
-                    key_of(self.judge.best(at)), here
-                )  # of all that is known, with the floor's shape
-                self._climb(start, score, at, most=CLIMBED, enough=floor_s * (1 + GAP))
-
-    def _score(self, candidate: Candidate, most: float) -> float:
-        """One more than the worst regret."""
-        return 1 + self.judge.regret(candidate, most - 1)
-
-    def _look_between(self, here: Shape) -> None:
-        """The best homes of each scenario, and shapes with the least worst regret of their floors, with early updates
-        that faster and slower hosts suggest; and a climb from the best shape."""
-        worst = self.judge.regret(self.judge.surest())
-        ranked = self._by_regret(here) if worst > ENOUGH else []
-        if not ranked or worst <= ranked[0][0] - 1 + TIE:  # no shape is clearly surer
+        here: Candidate | None = start
+        best, seen = tries.scores[key_of(start)], set[Key]()
+        if best > tries.best * SLOW:
             return
-        speeds = (1.0, 0.5, 0.3) if self._early else ()
-        least, most = math.inf, self.judge.simulations + BETWEEN * WORK // here.family.count
-        for plain in dict.fromkeys(key_of(it.after_norm) for it in map(self.judge.best, self.judge.scenarios)):
-            _, placement, blocks, depth = plain
-            for speed in (0.0, *speeds) if self.judge.simulations < most else ():
-                least = min(
-                    least, self._worst(self._weigh(self._models[plain[0]], placement, blocks, depth, speed), least)
-                )
-        found: dict[int, tuple[float, Shape]] = {}
-        taken = Counter[int]()
-        for regret, shape in ranked:
-            if regret - 1 > least or taken.total() >= LOOKS or self.judge.simulations >= most:
-                break
-            if taken[id(shape.family)] >= LOOKS // 2:
-                continue
-            taken[id(shape.family)] += 1
-            for speed, order in product(speeds if shape.speed else (0.0,), (IN_ORDER, SPREAD)):
-                tried = replace(shape, speed=speed, order=order)
-                before = found.get(id(shape.family), (math.inf, shape))[0]
-                worst = self._worst(self._make(tried), before)
-                least = min(least, worst)
-                if worst < before:
-                    found[id(shape.family)] = worst, tried
-        for worst, shape in sorted(found.values(), key=lambda each: each[0])[:2]:
-            if worst > ENOUGH and self.judge.simulations < most:
-                self._climb(shape, self._score, None, most=min(WORK // shape.family.count, 10 * CLIMBED))
-
-    def _worst(self, candidate: Candidate | None, most: float) -> float:
-        """The worst regret; infinite above `most`, and for what does not fit."""
-        return math.inf if candidate is None else self.judge.regret(candidate, most)
-
-    def _by_regret(self, here: Shape) -> list[tuple[float, Shape]]:
-        """Shapes of the best packings by the worst ratio of their floors to the best, in the scenarios at the
-        corners."""
-        ranked = []
-        for family in self._near_families(here):
-            grid = _spread(family.least_away, family.most_away, 2 * GRID)
-            for blocks in dict.fromkeys((*self._counts(family, few=True), here.blocks)):
-                if blocks < family.fewest[0]:
+        while here is not None and tries.best > enough:
+            at, here, most = here, None, min(until, self.judge.simulations + patience)
+            for other in near(at, tries):
+                if self.judge.simulations >= most:
+                    return
+                key = key_of(other)
+                if key in seen:
                     continue
-                depth = family.depth(blocks)
-                for share, early in product((1.0, 0.0), dict.fromkeys((self._early, False))):
-                    rows = family.rows(grid, blocks, here.order, share)
-                    worst = self._ratios(family, rows, self._corners, depth=depth, early=early)
-                    for away, ratio in zip(grid.tolist(), worst.tolist(), strict=True):
-                        if ratio < math.inf:
-                            shape = Shape(family, away, blocks, depth, here.order, share, speed=float(early))
-                            ranked.append((ratio, shape))
-        return sorted(ranked, key=lambda each: (each[0], -each[1].depth))
+                seen.add(key)
+                score = tries.show(other, best * (1 - LITTLE))
+                if score < best * (1 - LITTLE):
+                    here, best = other, score
+                    break
 
     # --- single chunks ------------------------------------------------------------------------------------------------
 
     def _look_at_all_of_few(self) -> None:
-        """Packings with so few chunks that all placements can be looked at: the best by floors first."""
+        """Goes through all placements of packings with few chunks, the least floors first."""
         at, left = self._nominal, EXACT
         for family in self._all:
-            options = [list(dict.fromkeys(three)) for three in family.levels.tolist()]
-            if math.prod(map(len, options)) > PLACEMENTS:
+            codes = family.every
+            if not len(codes):
                 continue
-            codes: Codes = np.zeros((1, 0), dtype=np.int8)
-            for some in options:
-                every = np.tile(np.array(some, dtype=np.int8), len(codes))
-                codes = np.column_stack((np.repeat(codes, len(some), axis=0), every))
             blocks, fits = family.room_for(codes)
             codes, blocks = codes[fits], blocks[fits]
-            floors = self.judge.floors(family.model, at, codes, blocks, early=self._early, prefetch=True)
+            floors = self.judge.floors(family.model, (at,), codes, blocks, early=self._early, prefetch=True)[0]
             for row in np.argsort(np.round(floors, 9), kind="stable").tolist():
                 if floors[row] >= self.judge.best_s(at) * (1 + 1e-9) or left <= 0:
                     break
@@ -453,90 +376,40 @@ class ShapeSearch:
                             left -= 1
                             self.judge.seconds(found, at)
 
-    def _change_best(self, *, robust: bool) -> None:
-        """Changes chunks of the best, and of the best of another packing."""
-        best = self._best(robust=robust)
-        if not robust and self._is_near and len(best.work.chunks) > FEW_CHUNKS:
+    def _near_chunks(self, here: Candidate, tries: _Tries) -> Iterator[Candidate]:
+        """Candidates that differ in the home or the update of one chunk, or of two, the least floors first."""
+        gathered = here.model.setting.world_size > 1 and all(here.placement.resident)
+        family = next((f for f in self._families if f.model is here.model and f.gathered == gathered), None)
+        if family is None or family.count > (MANY_CHUNKS if len(self.judge.scenarios) == 1 else FEW_CHUNKS):
             return
-        score: Score = lambda it, _: self.judge.seconds(it, self._nominal)  # noqa: E731
-        most = math.inf
-        if robust:
-            score, most = self._score, 1 + self.judge.regret(best) + 2 * TIE
-        others = [(score(it, most), n, it) for n, it in enumerate(self.judge.fitting) if it.model is not best.model]
-        other_s, _, other = min(others, key=lambda each: each[:2], default=(math.inf, 0, best))
-        for start in [best] if other_s == math.inf else [best, other]:
-            self._change_chunks(start, score, robust=robust)
-
-    def _change_chunks(self, start: Candidate, score: Score, *, robust: bool) -> None:
-        """Changes homes, or early updates, of one chunk or two at a time, the most promising by floors first."""
-        gathered = start.model.setting.world_size > 1 and all(start.placement.resident)
-        family = next((f for f in self._families if f.model is start.model and f.gathered == gathered), None)
-        if family is None or family.count > (FEW_CHUNKS if self._robust else 4 * FEW_CHUNKS):
-            return
-        left = min(WORK // family.count, MOST) // (2 if robust else 1)
-        here, best, seen = start, score(start, math.inf), set[Key]()
-        while left > 0:
-            better = None
-            limit = best if robust else best / self.judge.best_s(self._nominal)
-            for other in self._changed(family, here, limit, robust=robust):
-                if key_of(other) in seen or left <= 0:
-                    continue
-                seen.add(key_of(other))
-                left -= 1
-                found = score(other, best)
-                if found < best * (1 - (1e-4 if robust else 1e-9)):
-                    best, better = found, other
-                    break
-            if better is None:
-                return
-            here, best = better, score(better, math.inf)
-
-    def _changed(self, family: Family, here: Candidate, most: float, *, robust: bool) -> Iterator[Candidate]:
-        """Candidates that differ in one chunk or two, while their floors over the best known seconds are below `most`
-        in each of the scenarios at the corners."""
-        few, depth, early = family.count <= FEW_CHUNKS, here.schedule.prefetch_depth, here.placement.early
-        if early:
-            yield from self._toggled(here)
+        few = family.count <= FEW_CHUNKS
+        early = self._early and (few or bool(here.placement.early))
+        yield from self._toggled(here)
         plain = here.placement.updated_early(()).codes
         levels = [dict.fromkeys(three) for three in family.levels.tolist()]
         ones = [(c, code) for c, three in enumerate(levels) for code in three if code != plain[c]]
-        near = len(ones) if few else 5
-        pairs = ((a, b) for i, a in enumerate(ones) for b in ones[i + 1 : i + near] if a[0] != b[0])
+        reach = len(ones) if few else 5
+        pairs = ((a, b) for i, a in enumerate(ones) for b in ones[i + 1 : i + reach] if a[0] != b[0])
         changes = [*((one,) for one in ones), *pairs]
         codes = np.tile(plain, (len(changes), 1))
         for row, change in enumerate(changes):
             for c, code in change:
                 codes[row, c] = code
         blocks, fits = family.room_for(codes)
-        rows, among = Rows(codes, blocks, fits, np.zeros_like(blocks)), self._corners if robust else [self._nominal]
-        ratios = self._ratios(family, rows, among, depth=depth, early=bool(early))
-        depths = list(dict.fromkeys((depth, *range(len(family.fewest))))) if few else [depth]
-        speeds = (1.0, 0.3, 0.0) if robust else (1.0, 0.0)
-        for row in np.argsort(ratios, kind="stable").tolist():
-            if ratios[row] > most * (1 - (0 if few else LITTLE)):
+        depth, best = here.schedule.prefetch_depth, tries.scores[key_of(here)]
+        rows = Rows(codes, blocks, fits, np.zeros_like(blocks))
+        among = tuple(tries.aim)
+        floors = scores_of(self._floors(family, rows, among, early=early, depth=depth), among, tries.aim)
+        depths = dict.fromkeys((depth, *range(len(family.fewest)))) if few else (depth,)
+        speeds = dict.fromkeys((1.0, min(each.host_adam for each in tries.aim), 0.0)) if early else (0.0,)
+        for row in np.argsort(floors, kind="stable").tolist():
+            if floors[row] > best * (1 - LITTLE):
                 return
             placement = Placement.numbered(codes[row].tolist())
-            for ahead in depths:
-                for speed in speeds if early else (0.0,):
-                    found = self._weigh(family.model, placement, int(blocks[row]), ahead, speed)
-                    if found is not None:
-                        yield found
-
-    @property
-    def _corners(self) -> list[Scenario]:
-        """Scenarios in which nothing, or all, is slow."""
-        slowest = min(self.judge.scenarios, key=lambda each: (each.host_adam, each.link))
-        plain = {replace(each, clipped=False) for each in (slowest, self._nominal)}
-        return [each for each in self.judge.scenarios if replace(each, clipped=False) in plain]
-
-    def _ratios(self, family: Family, rows: Rows, among: Iterable[Scenario], *, depth: int, early: bool) -> Floats:
-        """The largest ratio of floors to the best known seconds in some scenarios; infinite for what does not fit."""
-        found: Floats = np.zeros(len(rows.codes))
-        for scenario in among:
-            able = early and not scenario.clipped
-            floors = self.judge.floors(family.model, scenario, rows.codes, rows.blocks, early=able, prefetch=depth > 0)
-            found = np.maximum(found, floors / self.judge.best_s(scenario))
-        return np.where(rows.fits, np.round(found, 9), np.inf)
+            for ahead, speed in product(depths, speeds):
+                found = self._weigh(family.model, placement, int(blocks[row]), ahead, speed)
+                if found is not None:
+                    yield found
 
     def _toggled(self, here: Candidate) -> Iterator[Candidate]:
         """The same homes, with one chunk or two neighbours updated early, or after the norm, that are not yet."""
@@ -546,14 +419,54 @@ class ShapeSearch:
             for c, on_device in enumerate(placement.state_on_device)
             if not on_device and model.work.can_update_early(c) and c not in placement.state_on_disk
         ]
-        for change in [*((c,) for c in able), *pairwise(able)]:
+        for change in [*((c,) for c in able), *pairwise(able)] if placement.early else ():
             early = placement.early.symmetric_difference(change)
             changed = placement.updated_early(early)
             if early and sum(model.host_parts(changed).values()) <= early_host_bytes(model, self._budgets):
                 yield replace(here, placement=changed)
 
 
-def _spread(low: int, high: int, count: int = GRID) -> Ints:
-    """Numbers from `low` to `high`, evenly."""
-    found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
-    return found
+class _Tries:
+    """Candidates that were compared for one aim."""
+
+    def __init__(self, judge: Judge, aim: Aim) -> None:
+        self.aim, self._judge = aim, judge
+        self.best = math.inf
+        """The least score."""
+        self.scores: dict[Key, float] = {}
+        self._candidates: list[Candidate] = []
+
+    def show(self, candidate: Candidate, most: float = math.inf) -> float:
+        """Scores a candidate; infinite for what is slow, or above `most`."""
+        key = key_of(candidate)
+        score = self._judge.score(candidate, self.aim, min(most, self.best * SLOW))
+        if score < self.scores.get(key, math.inf):
+            self.scores[key] = score
+            self._candidates.append(candidate)
+            self.best = min(self.best, score)
+        return score
+
+    def starts(self, kind: Callable[[Candidate], object]) -> list[Candidate]:
+        """The best candidate of each kind; the one with the least score comes first."""
+        found: dict[object, Candidate] = {}
+        for candidate in sorted(self._candidates, key=lambda it: self.scores[key_of(it)]):
+            found.setdefault(kind(candidate), candidate)
+        return list(found.values())
+
+
+def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenarios: Sequence[Scenario]) -> Outcome:
+    """Judges homes that are given: `plain`, and the same with the early updates that each scenario suggests.
+
+    If the user asked for early updates, any that are faster at the nominal rates rule out `plain`.
+    """
+    judge, model, asked = Judge(space, scenarios, budgets), plain.model, space.setting.early_updates
+    plain_s = judge.seconds(plain, judge.nominal)
+    left_bytes = early_host_bytes(model, budgets) - plain.need.host_bytes
+    speeds = dict.fromkeys(each.host_adam for each in scenarios if not each.clipped) if asked is not False else ()
+    for speed, rule in product(speeds, range(3)):
+        early = space.cost.early_chunks(model, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
+        if early:
+            judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
+    if asked and judge.best_s(judge.nominal) < plain_s:
+        judge.forget(plain)
+    return judge.outcome(judge.surest())

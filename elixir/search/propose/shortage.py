@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import get_args
+
+import numpy as np
 
 from elixir.errors import PlanError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
-from elixir.plan.chunk_plan import Home
-from elixir.search.problem.memory_model import MemoryModel, MemoryNeed
-from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.memory_model import MemoryNeed
+from elixir.search.problem.placement import RESIDENT, Placement, Setting
+from elixir.search.propose import family as shapes
 from elixir.search.propose.disk_overflow import spilled
-from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.moved_inputs import sizes_of_passes
+from elixir.search.propose.family import Family
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.question import Question
+from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
-
-@dataclass(frozen=True)
-class Unmet:
-    """A question that has no plan, as it concerns a machine."""
-
-    question: Question
-    setting: Setting
-
-    @cached_property
-    def space(self) -> SearchSpace:
-        """Ready to be searched in the smallest passes that are asked for, without overlap: that is given up before a
-        search fails."""
-        trace = pass_trace(self.question.trace, sizes_of_passes(self.question)[0])
-        return SearchSpace(trace, self.question.hardware, replace(self.setting, overlap=False))
+TOGETHER = 256
+"""Placements whose device memory is worked out at once."""
 
 
-def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]) -> PlanError:
+def shortage(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> PlanError:
     """The error for a question that has no plan within its budgets, without levers.
 
     Args:
-        unmet: what was asked for.
+        space: of the variant that keeps least.
+        request: what was asked.
         budgets: what it was searched with.
-        least_host_bytes: gives the least host need of all that the search finds to fit the device; called only if the
-            device would do.
     """
-    where = f"{unmet.question.trace.model_name} at world size {unmet.setting.world_size}"
-    device, setting = _least_device(unmet), unmet.setting
+    setting = space.setting
+    where = f"{space.trace.model_name} at world size {setting.world_size}"
+    families = _families(space.with_disk(budgets), request, budgets.device_bytes)
+    device = _least_device(families)
     shares_host = setting.device_kind == "cpu" and budgets.machine_bytes is not None
     if device.device_bytes > budgets.device_bytes:
         if shares_host and budgets.device_bytes == budgets.host_bytes // setting.ranks_per_host:
@@ -57,32 +45,41 @@ def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]
                 needed_bytes=setting.ranks_per_host * device.device_bytes + device.host_bytes + budgets.other_bytes,
                 available_bytes=budgets.given_host_bytes,
             )
-        what = f"{where}{_device_message(unmet, budgets, device)}"
+        what = f"{where}{_device_message(space, request, budgets, device)}"
         return PlanError(what, needed_bytes=device.device_bytes, available_bytes=budgets.device_bytes)
     provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
-    if unmet.question.request.placement == "cpu":
+    if request.placement == "cpu":
         provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
         f"{where} does not fit the host memory{provided}",
-        needed_bytes=min(_least_host(unmet, budgets.device_bytes), least_host_bytes()) + budgets.other_bytes,
+        needed_bytes=_least_host(families) + budgets.other_bytes,
         available_bytes=budgets.given_host_bytes,
     )
 
 
-def least_bytes(unmet: Unmet, device_bytes: int | None) -> int:
+def least_bytes(space: SearchSpace, request: SearchRequest, device_bytes: int | None) -> int:
     """The least device memory of any candidate; the least host memory of those that fit `device_bytes` of it."""
-    return _least_device(unmet).device_bytes if device_bytes is None else _least_host(unmet, device_bytes)
+    families = _families(space, request, device_bytes or 0)
+    return _least_device(families).device_bytes if device_bytes is None else _least_host(families)
 
 
-def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
-    table = unmet.space.table
+def can_fit(space: SearchSpace, sizes: Iterable[int], request: SearchRequest, budgets: Budgets) -> bool:
+    """Whether chunks of one of these sizes may fit device and host, as far as can be said without a search."""
+    families = shapes.families(space, budgets, sizes, request.placement)
+    if any(_by_shapes(family) <= budgets.host_bytes for family in families):
+        return True
+    return any(_by_any_homes(family, budgets.host_bytes + 1) <= budgets.host_bytes for family in families)
+
+
+def _device_message(space: SearchSpace, request: SearchRequest, budgets: Budgets, least: MemoryNeed) -> str:
+    table = space.table
     rest = least.device_parts["activations"] + least.device_parts["buffers"]
     largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
-    if unmet.question.request.placement == "cuda":
+    if request.placement == "cuda":
         return ": weights and states of every chunk on the device (placement 'cuda') exceed its memory"
     if rest > budgets.device_bytes:
         return ": activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
-    parameter = unmet.question.trace.parameters[largest]
+    parameter = space.trace.parameters[largest]
     together = 2 if parameter.trainable else 1
     if rest + together * table.aligned[largest] > budgets.device_bytes:
         gradient = " with its gradient" if parameter.trainable else ""
@@ -93,81 +90,77 @@ def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
     return " does not fit the device memory, even with everything else on the host"
 
 
-def moments_instead(unmet: Unmet, budgets: Budgets) -> MomentKind | None:
+def moments_instead(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> MomentKind | None:
     """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
     none."""
-    for kind, other in _fewer_bits(unmet):
-        if 0 < _least_host(other, budgets.device_bytes) <= budgets.host_bytes:
+    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
+    trace, setting = space.trace, space.setting
+    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in trace.parameters)
+    if wide or not is_adam(optimizer_name(request.optimizer_type)):
+        return None
+    for kind in kinds[kinds.index(setting.moments) + 1 :]:
+        fewer = replace(setting, states=moments_size(kind), moments=kind)
+        if (
+            0
+            < least_bytes(SearchSpace(trace, space.hardware, fewer), request, budgets.device_bytes)
+            <= budgets.host_bytes
+        ):
             return kind
     return None
 
 
-def _fewer_bits(unmet: Unmet) -> Iterator[tuple[MomentKind, Unmet]]:
-    """The question with each kind of moments that has fewer bits, without a disk."""
-    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
-    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in unmet.question.trace.parameters)
-    if wide or not is_adam(optimizer_name(unmet.question.request.optimizer_type)):
-        return
-    for kind in kinds[kinds.index(unmet.setting.moments) + 1 :]:
-        yield kind, replace(unmet, setting=replace(unmet.setting, states=moments_size(kind), moments=kind, spill=None))
+def _families(space: SearchSpace, request: SearchRequest, device_bytes: int) -> list[Family]:
+    """The families of all sizes that the search tries, with so much of the device; without overlap, which is given up
+    before a search fails."""
+    budgets = Budgets(device_bytes, LARGEST_BYTES)
+    return shapes.families(space.without_overlap, budgets, every_size(space, request), request.placement)
 
 
-def _models(unmet: Unmet) -> Iterator[MemoryModel]:
-    """The memory models of the sizes that the search tries."""
-    space = unmet.space
-    sizes = [size for tier in space.tiers(unmet.question.request) for size in tier()]
-    for size in dict.fromkeys(sizes):
-        yield space.model(size)
+def every_size(space: SearchSpace, request: SearchRequest) -> list[int]:
+    """The capacities of chunks that a search tries before it fails."""
+    return [size for tier in space.tiers(request) for size in tier()]
 
 
-def _least_device(unmet: Unmet) -> MemoryNeed:
+def _least_device(families: list[Family]) -> MemoryNeed:
     """The need of the candidate that takes the least device memory, whatever the host has."""
-    needs = (model.need(*emptiest) for model in _models(unmet) for emptiest in _emptiest(model, unmet))
+    needs = (family.model.need(*family.emptiest) for family in families)
     return min(needs, key=lambda need: need.device_bytes)  # there is always the size of the largest parameter
 
 
-def _emptiest(model: MemoryModel, unmet: Unmet) -> Iterator[tuple[Placement, int]]:
-    """Placements and blocks that may need least of the device: all on the host; or all on the device."""
-    if unmet.question.request.placement != "cuda":
-        builder = _start(model, 0 if unmet.question.request.placement == "auto" else LARGEST_BYTES)
-        yield builder.placement(), min(builder.blocks, builder.streamed)
-    if unmet.question.request.placement != "cpu":
-        yield Placement.everywhere(Home.RESIDENT, len(model.work.chunks)), 0
-        if unmet.setting.world_size > 1:
-            shards = Placement(tuple(Home.RESIDENT if out else Home.DEVICE for out in model.outsized.tolist()))
-            yield shards, model.work.schedule(shards.residents, 0).min_blocks
-
-
-def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
-    """The start of a search with the fewest blocks: on the host, but for moves that lower the peak to a budget."""
-    builder = PlacementBuilder(
-        model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
-    )
-    builder.squeeze(budget_bytes)
-    return builder
-
-
-def _least_host(unmet: Unmet, device_bytes: int) -> int:
+def _least_host(families: list[Family]) -> int:
     """The least host memory of any candidate that fits the device; 0 where none does."""
-    placement, found = unmet.question.request.placement, []
-    for model in _models(unmet):
-        if placement != "cpu":
-            everything = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
-            need = model.need(everything, 0)
-            if need.device_bytes <= device_bytes:
-                return need.host_bytes
-        builder = _start(model, device_bytes if placement == "auto" else LARGEST_BYTES)
-        if builder.peak_bytes() > device_bytes:
-            continue
-        if placement != "cpu":
-            chunks = range(len(model.work.chunks))
-            single = unmet.setting.world_size == 1
-            builder.move_all(chunks, state=True, resident=single, budget_bytes=device_bytes)
-            if not single:
-                builder.move_all(chunks, state=False, resident=False, budget_bytes=device_bytes)
-        away = spilled(model, builder.placement(), host_bytes=0)
-        found.append(model.need(away, min(builder.blocks, builder.streamed)).host_bytes)
-    return min(found, default=0)
+    least = min(map(_by_shapes, families), default=LARGEST_BYTES)
+    for family in families:
+        least = min(least, _by_any_homes(family, least))
+    return least if least < LARGEST_BYTES else 0
+
+
+def _by_shapes(family: Family) -> int:
+    """The least host memory of a shape that fits the device; `LARGEST_BYTES` where none does."""
+    choice = family.most_on_device()
+    return LARGEST_BYTES if choice is None else _hosted_bytes(family, *choice)
+
+
+def _hosted_bytes(family: Family, placement: Placement, blocks: int) -> int:
+    """Host memory of homes and blocks, with all states on the disk that may be there."""
+    return family.model.need(spilled(family.model, placement, host_bytes=0), blocks).host_bytes
+
+
+def _by_any_homes(family: Family, below: int) -> int:
+    """The least host memory of any homes that fit the device, if it is below so many bytes; otherwise, or where the
+    search does not look at all homes, `LARGEST_BYTES`."""
+    codes = family.every
+    host_bytes = family.host_bytes(codes) if len(codes) else np.zeros(0)
+    order = np.argsort(host_bytes, kind="stable")
+    order = order[host_bytes[order] < below]
+    for first in range(0, len(order), TOGETHER):
+        some = codes[order[first : first + TOGETHER]]
+        blocks, fits = family.room_for(some)
+        for row in np.flatnonzero(fits).tolist():
+            residents = frozenset(np.flatnonzero(RESIDENT[some[row]]).tolist())
+            if family.work.schedule(residents, 0).min_blocks <= blocks[row]:
+                return _hosted_bytes(family, Placement.numbered(some[row].tolist()), int(blocks[row]))
+    return LARGEST_BYTES
 
 
 def room(trace: StepTrace, setting: Setting, budgets: Budgets) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan, plan_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
-from elixir.search.problem.placement import Setting
+from elixir.search.problem.placement import Setting, Spill
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
@@ -85,41 +85,60 @@ class SearchSpace:
         self.setting = setting
         self.compute_scale = compute_scale
         self.cost = SimulatedCost(trace, hardware, setting, compute_scale=compute_scale)
-        self._costs = {Scenario(): self.cost}
+        self._costs = {(setting, Scenario()): self.cost}
         self.table = ParamTable(trace, setting.shards, setting.moments, setting.matrices)
         self.facts = StepFacts(trace)
-        self._models: dict[int, MemoryModel] = {}
-        self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], MemoryModel] = {}
+        self._steps: dict[int, PackedStep] = {}
+        self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], PackedStep] = {}
+        self._models: dict[tuple[Setting, int], MemoryModel] = {}
 
     def model(self, capacity_bytes: int) -> MemoryModel:
         """Memory model (and in it workload and packing) for a capacity; capacities that pack alike share one."""
-        found = self._models.get(capacity_bytes)
-        if found is None:
+        if capacity_bytes not in self._steps:
             packing = self.table.pack(capacity_bytes)
             key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
-            found = self._by_chunks.get(key)
-            if found is None:
-                found = self._by_chunks[key] = self.cost.known(PackedStep(self.facts, packing)).model
-            self._models[capacity_bytes] = found
-        return found
+            if key not in self._by_chunks:
+                self._by_chunks[key] = PackedStep(self.facts, packing)
+            self._steps[capacity_bytes] = self._by_chunks[key]
+        step = self._steps[capacity_bytes]
+        known = self.setting, id(step)
+        if known not in self._models:
+            self._models[known] = MemoryModel(step, self.setting)
+        return self._models[known]
 
-    def on(self, scenario: Scenario) -> SearchSpace:
+    @property
+    def without_overlap(self) -> SearchSpace:
+        """The same without overlap."""
+        return self._under(replace(self.setting, overlap=False))
+
+    def with_disk(self, budgets: Budgets) -> SearchSpace:
+        """The same with states on the disk that the host has no room for, if there is a budget for it."""
+        spill = Spill(budgets.host_bytes, budgets.disk_bytes) if budgets.disk_bytes else None
+        return self._under(replace(self.setting, spill=spill))
+
+    def _under(self, setting: Setting) -> SearchSpace:
+        """The same with another setting that packs alike."""
+        return self if setting == self.setting else self.on(Scenario(), setting)
+
+    def on(self, scenario: Scenario, setting: Setting | None = None) -> SearchSpace:
         """The same in another scenario; packings, their memory, and what is known of other scenarios are shared."""
         other = copy.copy(self)
-        other.cost = self._cost(scenario)
+        other.setting = setting or self.setting
+        other.cost = self._cost(other.setting, scenario)
         return other
 
-    def _cost(self, scenario: Scenario) -> SimulatedCost:
-        if scenario not in self._costs:
+    def _cost(self, setting: Setting, scenario: Scenario) -> SimulatedCost:
+        key, unclipped = (setting, scenario), replace(scenario, clipped=False)
+        if key not in self._costs:
             if scenario.clipped:  # at the same rates, so that all but what is discarded takes as long
-                self._costs[scenario] = copy.copy(self._cost(replace(scenario, clipped=False)))
-                self._costs[scenario].clipped = True
+                self._costs[key] = copy.copy(self._cost(setting, unclipped))
+                self._costs[key].clipped = True
             else:
-                machine, like = scenario.machine(self.hardware), self._costs[Scenario()]
-                self._costs[scenario] = SimulatedCost(
-                    self.trace, machine, self.setting, compute_scale=self.compute_scale, like=like
+                machine, like = scenario.machine(self.hardware), self._costs.get((setting, Scenario()))
+                self._costs[key] = SimulatedCost(
+                    self.trace, machine, setting, compute_scale=self.compute_scale, like=like
                 )
-        return self._costs[scenario]
+        return self._costs[key]
 
     @cached_property
     def waste_size(self) -> int:
@@ -188,8 +207,7 @@ class SearchSpace:
 
     def grid_sizes(self) -> tuple[int, ...]:
         """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
-        survey = self.table.grid
-        return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
+        return tuple(np.unique(self.table.grid.block_bytes).tolist())
 
     def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
         """Capacities below `smallest_size`, for when nothing else fits."""

@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from elixir.search.problem.joined_trace import joined_trace
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
-from elixir.search.propose.best import Outcome
 from elixir.search.propose.candidate import Candidate
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import SearchSpace
 from elixir.step_trace import enclosing
 
@@ -68,7 +69,7 @@ def _joined(
         return None
     trace = joined_trace(space.trace, names)
     there = SearchSpace(trace, space.hardware, space.setting, space.compute_scale)
-    model = there.cost.known(PackedStep(there.facts, best.work.packing)).model
+    model = MemoryModel(PackedStep(there.facts, best.work.packing), there.setting)
     depth, blocks = best.schedule.prefetch_depth, best.schedule.blocks
     schedule = model.work.schedule(best.placement.residents, depth)
     if schedule.min_blocks > blocks:

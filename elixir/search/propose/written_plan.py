@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import math
 
-from elixir.hardware.scenario import extremes
+from elixir.errors import StateError
+from elixir.hardware.scenario import extremes, unmeasured
+from elixir.optimizer_states import optimizer_name
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART, Prediction
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.propose.candidate import Candidate
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.request import HomeChoice
-from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.request import SearchRequest
+from elixir.search.simulator.rates import main_dtype
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
-from elixir.units import dtype_bytes
+from elixir.units import dtype_bytes, parse_bytes
 
 
-def to_plan(
-    space: SearchSpace,
-    best: Candidate,
-    budgets: Budgets,
-    optimizer: str,
-    placement: HomeChoice,
-    *,
-    fastest_s: float | None = None,
-) -> Plan:
-    """The candidate as a `Plan`; `fastest_s` are the seconds of the fastest one there is."""
-    trace, work, schedule = space.trace, best.work, best.schedule
+def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
+    """Writes the choice of a search as a `Plan`."""
+    trace, best = space.trace, outcome.best
+    if best is None:
+        raise StateError("a search that found nothing has no plan")
+    work, schedule, unknown = best.work, best.schedule, unmeasured(space.hardware)
     streamed = not all(best.placement.resident)
+    seconds = [*step_range_s(space, best), *(judged.step_s for judged in outcome.judgements)]
     chunks = _chunk_plans(trace, best)
     spare_bytes = budgets.host_bytes - best.need.host_bytes
     host_parts = best.need.host_parts | _for_checkpoints(space.model(work.packing.capacity_bytes), spare_bytes)
@@ -41,10 +40,10 @@ def to_plan(
         hardware_fingerprint=space.hardware.fingerprint,
         world_size=space.setting.world_size,
         dtype=trace.dtype,
-        optimizer=optimizer,
+        optimizer=optimizer_name(request.optimizer_type),
         state_size=space.setting.states,
         overlap=best.overlap,
-        placement=placement,
+        placement=request.placement,
         block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
         block_bytes=block_bytes,
         block_count=schedule.blocks,
@@ -74,8 +73,10 @@ def to_plan(
             loads=best.moved.loads,
             hits=best.moved.hits,
             seconds=dict(best.seconds),
-            fastest_s=fastest_s,
-            range_s=step_range_s(space, best),
+            fastest_s=outcome.fastest_s,
+            range_s=(min(seconds), max(seconds)),
+            judgements=outcome.judgements,
+            regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
             flops=trace.flops * space.setting.accumulation,
             peak_flops_per_s=space.hardware.flops_per_s.get(main_dtype(trace)),
         ),
@@ -86,13 +87,16 @@ def to_plan(
         device_reserve_bytes=budgets.device_reserve_bytes,
         host_reserve_bytes=budgets.host_reserve_bytes,
         read_budgets=budgets.read,
-        host_threads=_host_threads(space),
+        host_threads=space.cost.rates.host_threads,
         start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
         device_name=space.hardware.device_name,
         step=trace.step,
         frozen_weights=space.setting.frozen_weights,
         replicas=space.setting.replicas,
         pass_size=trace.pass_size,
+        assume=request.assume,
+        fetch_wanted=request.fetch,
+        reserve_bytes=parse_bytes(request.reserve or 0),
     )
 
 
@@ -113,14 +117,6 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
         total_s.append(best.seconds_by(cost)["total"])
     fastest, slowest = total_s
     return fastest, slowest
-
-
-def _host_threads(space: SearchSpace) -> int | None:
-    setting = space.setting
-    dtype = main_dtype(space.trace)
-    ranks = setting.world_size, setting.ranks_per_host
-    rates = Rates(space.hardware, dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
-    return rates.host_threads
 
 
 def _common_dtype(best: Candidate) -> str:

@@ -1,5 +1,4 @@
-"""The case of a replay: a placement with its schedule, the work of a packing, and the chunks that lie in blocks from
-before."""
+"""The case of a replay: a placement with its schedule, and the work of a packing."""
 
 from __future__ import annotations
 
@@ -12,49 +11,38 @@ from elixir.search.simulator.work_times import Events, WorkTimes
 
 @dataclass(frozen=True)
 class Case:
-    """The placement, schedule and work that are replayed, and the modes of the step."""
+    """The placement, schedule and work that are replayed."""
 
     times: WorkTimes
     """Seconds of every piece of work."""
     placement: Placement
     schedule: Schedule
     result: ScheduleResult
+    """The walk of the first batch."""
     grad_blocks: int
     """Gradient blocks of the plan."""
-    overlap: bool
-    """Whether gradients may leave during backward."""
-    ahead: bool
-    """Whether the thread that submits does not wait for compute, as on CUDA: updates on the host begin during those of
-    the device."""
-    early_share: float = 1.0
-    """Seconds of an early update, which keeps the old states, over one in place."""
-    clipping: bool = False
-    """Whether a step reads the norm of all gradients before it updates anything."""
-    accumulates: bool = False
-    """Whether a step has several batches; then the pass that adds gradients sums what leaves for the host."""
     clipped: bool = False
     """Whether gradients turn out to be clipped, so that states made early are discarded and made again."""
 
-    def events(self, walk: ScheduleResult, *, updated: bool, record: bool = False) -> Events:
-        return self.times.events(self.placement, self.schedule, walk, updated=updated, record=record)
+    def batches(self, count: int, *, updated: bool, record: bool = False) -> list[Events]:
+        """Events of each batch of a step.
 
-    def walks(self, count: int) -> list[ScheduleResult]:
-        """The walk of each batch of a step: the blocks are empty before the first only, since weights change between
-        steps."""
-        walks = [self.result]
-        while len(walks) < count:
-            walks.append(self.schedule.simulate(self.result.blocks, walks[-1].left))
-        return walks
+        The blocks are empty before the first only, since weights change between steps. Batches that find the same
+        chunks in the blocks have the same walk, and so the same events.
 
-    def batches(self, count: int, first: Events | None = None) -> list[Events]:
-        """Events of each batch of a step; `first` are those of the first, if an update came before it.
-
-        Batches that find the same chunks in the blocks have the same walk, and so the same events.
+        Args:
+            count: batches.
+            updated, record: those of `WorkTimes.events`, the former for the first batch.
         """
-        walks = self.walks(count)
-        found = [self.events(walks[0], updated=False) if first is None else first]
-        before = walks[0] if first is None else None
-        for walk in walks[1:]:
-            found.append(found[-1] if walk is before else self.events(walk, updated=False))
-            before = walk
+        found: list[Events] = []
+        walk, before = self.result, None
+        for batch in range(count):
+            if batch:
+                walk = self.schedule.simulate(self.result.blocks, walk.left)
+            after_step = updated and not batch
+            if walk is before:
+                found.append(found[-1])
+            else:
+                found.append(self.times.events(self.placement, self.schedule, walk, updated=after_step, record=record))
+            before = None if after_step else walk
         return found

@@ -9,35 +9,16 @@ docs/design/search.md has the rule.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from elixir.optimizer_states import MASTER_BYTES
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.placement import Placement
 from elixir.search.simulator.work_times import WorkTimes
 
 _LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
-_IN_PLACE_BYTES = 14
-"""Bytes that a step in place moves per element, states apart: see `elixir.search.simulator.rates`."""
-
-
-def out_of_place_share(setting: Setting) -> float:
-    """Seconds of a step that keeps the old states over one in place, by the bytes that cross the memory bus.
-
-    Adam's has a kernel (`elixir.kernels.adam.native`) for moments in float32 and bfloat16. It streams what it
-    writes, moves 28 and 20 bytes an element where a step in place moves 30 and 22, and is taken to be as fast. Other
-    optimizers, torch's Adams without ``fused=True``, and 8 bits have states copied first: each byte is read, and
-    written to a line that is read before.
-    """
-    if not setting.copied and setting.moments != "8bit":
-        return 1.0
-    kept = setting.states.least_per_numel()
-    # The first of two passes with 8 bits reads the gradient and the codes once more.
-    in_place = _IN_PLACE_BYTES + 2 * kept + (4 if setting.moments == "8bit" else 0)
-    return 1.0 + 3 * (MASTER_BYTES + kept) / in_place
 
 
 def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
@@ -73,27 +54,20 @@ def gradients_home_s(times: WorkTimes, placement: Placement) -> tuple[dict[int, 
     return home_s, max(times.total_s + copied_s, gone_s)
 
 
-def within(
-    chosen: frozenset[int], orders: Sequence[Sequence[int]], needed: Sequence[int], left_bytes: int
-) -> list[frozenset[int]]:
-    """Takes chunks of `chosen` in each of some orders while they fit the memory that is left; each set once.
+def within(order: Iterable[int], needed: Sequence[int], left_bytes: int) -> frozenset[int]:
+    """Takes chunks in this order, all that still fit into the memory that is left.
 
     Args:
-        chosen: chunks.
-        orders: of all of them.
+        order: chunks.
         needed: bytes by chunk.
         left_bytes: for all.
     """
-    found = []
-    for order in orders:
-        kept, taken = set(), 0
-        for chunk in order:
-            if chunk in chosen and taken + needed[chunk] <= left_bytes:
-                kept.add(chunk)
-                taken += needed[chunk]
-        if kept and frozenset(kept) not in found:
-            found.append(frozenset(kept))
-    return found
+    kept = set()
+    for chunk in order:
+        if needed[chunk] <= left_bytes:
+            kept.add(chunk)
+            left_bytes -= needed[chunk]
+    return frozenset(kept)
 
 
 def worth_stepping(

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,15 +15,14 @@ import numpy.typing as npt
 from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import PRODUCTS, RateFit, plainer_keys
-from elixir.optimizer_states import MomentKind, matrix_flops
-from elixir.search.problem.placement import Floats
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, matrix_flops
+from elixir.search.problem.placement import Floats, Setting
 from elixir.search.simulator.cluster import (
     NCCL_CALL_S,
     NETWORK_STEP_S,
     NVLINK_STEP_S,
     Cluster,
     all_reduce_s,
-    check_positive,
     gather_s,
 )
 from elixir.step_trace import Operation, StepTrace
@@ -40,6 +39,8 @@ ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
     # The first of its two passes, which finds the scales, reads the gradient and the codes once more.
     "8bit": 14 + 4 + 4,
 }
+_IN_PLACE_BYTES = 14
+"""Bytes of `ADAM_TRAFFIC_BYTES` without states."""
 MATRIX_TRAFFIC_BYTES = 46
 """Bytes per element of a step over a matrix with float32 masters, without the products: the momentum is moved to the
 gradient (12), the direction made (12) and rounded (6), the weights decayed (8) and changed (10), less 2 with gradients
@@ -70,6 +71,22 @@ HALVES = ("bfloat16", "float16")
 def adam_share(moments: MomentKind) -> float:
     """How many times faster than with float32 moments Adam steps, as far as memory limits it."""
     return ADAM_TRAFFIC_BYTES["float32"] / ADAM_TRAFFIC_BYTES[moments]
+
+
+def out_of_place_share(setting: Setting) -> float:
+    """Seconds of a step that keeps the old states over one in place, by the bytes that cross the memory bus.
+
+    Adam's has a kernel (`elixir.kernels.adam.native`) for moments in float32 and bfloat16. It streams what it
+    writes, moves 28 and 20 bytes an element where a step in place moves 30 and 22, and is taken to be as fast. Other
+    optimizers, torch's Adams without ``fused=True``, and 8 bits have states copied first: each byte is read, and
+    written to a line that is read before.
+    """
+    if not setting.copied and setting.moments != "8bit":
+        return 1.0
+    kept = setting.states.least_per_numel()
+    # The first of two passes with 8 bits reads the gradient and the codes once more.
+    in_place = _IN_PLACE_BYTES + 2 * kept + (4 if setting.moments == "8bit" else 0)
+    return 1.0 + 3 * (MASTER_BYTES + kept) / in_place
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,7 @@ class Rates:
             bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
 
     Raises:
-        InputError: a number that makes no sense, or no FLOP/s for the dtype.
+        InputError: no FLOP/s for the dtype.
     """
 
     def __init__(
@@ -127,6 +144,9 @@ class Rates:
         self._dtype = dtype
         self.shards, self.replicas = world_size // replicas, replicas
         self._hardware = hardware
+        self.ahead = hardware.device_kind == "cuda"
+        """Whether the thread that submits does not wait for compute: updates on the host begin during those of the
+        device, and copies take no cores. Otherwise the device is the CPU itself."""
         self._ranks = ranks_per_host
         self._on_hopper = (hardware.compute_capability or (0, 0))[0] == HOPPER
         host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
@@ -167,11 +187,6 @@ class Rates:
         found: Floats = np.maximum(self.host_adam(counts), carried)
         return found
 
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether the device is the CPU itself."""
-        return self._hardware.device_kind == "cpu"
-
     def orthogonal_s(self, matrices: Sequence[tuple[int, int]]) -> float:
         """Seconds in which the device makes matrices orthogonal, in bfloat16."""
         known = "bfloat16" in self._hardware.flops_per_s or "matmul.bfloat16.square" in self._hardware.fits
@@ -187,7 +202,7 @@ class Rates:
     @property
     def number_s(self) -> float:
         """Seconds until the host has a number that the device has worked out."""
-        return self.offload.latency_s if self._hardware.device_kind == "cuda" else 0.0
+        return self.offload.latency_s if self.ahead else 0.0
 
     @property
     def disk_read(self) -> Line:
@@ -213,7 +228,7 @@ class Rates:
         kernels = np.bincount(access, weights=seconds[run], minlength=len(counts))
         calls = (self._hardware.launch_s or 0.0) * counts
         # A CPU runs its operators itself, so their calls come on top.
-        busy = kernels + calls if self._hardware.device_kind == "cpu" else np.maximum(kernels, calls)
+        busy = np.maximum(kernels, calls) if self.ahead else kernels + calls
         of = np.repeat(np.arange(len(parts)), list(map(len, parts)))
         found: Floats = np.bincount(of, weights=busy).astype(np.float64)
         return found
@@ -264,30 +279,25 @@ class Rates:
 
     def sum_replicas(self, nbytes: npt.ArrayLike) -> Floats:
         """Seconds of sums over the replicas, by bytes of a shard; nothing for one replica."""
-        amounts = np.asarray(nbytes, dtype=np.float64)
-        known = {amount: all_reduce_s(amount, self._across) for amount in np.unique(amounts).tolist()}
-        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+        return _each(lambda amount: all_reduce_s(amount, self._across), nbytes)
 
     def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
         fit = self._hardware.fits.get(f"{name}.{self.shards}")
         if fit is not None:
             return Line(fit.latency_s, fit.per_s)(nbytes)
-        amounts = np.asarray(nbytes, dtype=np.float64)
-        known = {amount: gather_s(amount, self._cluster) for amount in np.unique(amounts).tolist()}
-        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+        return _each(lambda amount: gather_s(amount, self._cluster), nbytes)
 
     def _made(self) -> Cluster:
         """The ranks; an unknown network is as fast as the devices of one machine (`say_if_network_unknown`)."""
         hardware = self._hardware
         between_s = hardware.network_latency_s
-        nccl = hardware.device_kind == "cuda"
         return Cluster(
             ranks=self.shards,
             ranks_per_host=min(self._ranks, self.shards),
             host_bytes_per_s=hardware.device_to_device_bytes_per_s,
             network_bytes_per_s=hardware.network_bytes_per_s or hardware.device_to_device_bytes_per_s,
-            call_s=NCCL_CALL_S if nccl else 0.0,
-            host_step_s=NVLINK_STEP_S if nccl else 0.0,
+            call_s=NCCL_CALL_S if self.ahead else 0.0,
+            host_step_s=NVLINK_STEP_S if self.ahead else 0.0,
             network_step_s=NETWORK_STEP_S if between_s is None else between_s,
         )
 
@@ -295,12 +305,11 @@ class Rates:
         """The ranks that hold the same shard. All that share a machine sum at once, so they share its network."""
         of_host = max(1, self._ranks // self.shards)
         together = min(self._ranks, self.shards)
-        network_per_s = self._cluster.network_bytes_per_s
         return replace(
             self._cluster,
             ranks=self.replicas,
             ranks_per_host=min(of_host, self.replicas),
-            network_bytes_per_s=None if network_per_s is None else network_per_s / together,
+            network_bytes_per_s=self._cluster.network_bytes_per_s / together,
         )
 
     def _line(self, key: str) -> Line:
@@ -348,8 +357,7 @@ class Rates:
         """The rate at the number of threads that the runtime gives it (`elixir.hardware.host_share`), if known."""
         alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
         cores = max(alone, default=0)  # all that the machine's ranks may use
-        on_cpu = self._hardware.device_kind == "cpu"
-        threads = adam_threads(cores, self._ranks, cores // self._ranks if on_cpu else 0)
+        threads = adam_threads(cores, self._ranks, 0 if self.ahead else cores // self._ranks)
         if not alone and not together:
             fit, share = self._hardware.rate("host_adam"), adam_share(self._moments)
             plain = Line(fit.latency_s, fit.per_s * share)
@@ -360,7 +368,7 @@ class Rates:
         def line(count: int) -> Line:
             return _by_threads(together, count) if together else _by_threads(alone, count).at_most(most_per_s)
 
-        if not on_cpu and alone:  # on a CPU compute has most of the cores, by a number that only the run knows
+        if self.ahead and alone:  # on a CPU compute has most of the cores, by a number that only the run knows
             threads = self.host_threads = enough_threads(lambda count: line(count).per_s, threads)
         return line(threads)
 
@@ -381,6 +389,13 @@ class Rates:
             fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
         per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
         return RateFit(fit.latency_s, per_s, fit.error)
+
+
+def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
+    """Seconds of each amount; many are equal."""
+    different, place = np.unique(np.asarray(amounts, dtype=np.float64), return_inverse=True)
+    found: Floats = np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
+    return found
 
 
 def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:
@@ -414,22 +429,3 @@ def main_dtype(trace: StepTrace) -> str:
         if param.dtype.startswith(("float", "bfloat")) and not param.dtype.startswith(("float8", "float4")):
             numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
     return max(sorted(numel), key=lambda name: numel[name], default="float32")
-
-
-def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
-    """The machine with links no faster than `bytes_per_s` each way: what the runtime's CPU lanes emulate.
-
-    What was measured of its links and collectives is left out, so that these rates count.
-
-    Raises:
-        InputError: the speed is not a finite number above 0.
-    """
-    check_positive("bytes_per_s", bytes_per_s)
-    links = ("host_to_device", "device_to_host", "all_gather", "reduce_scatter", "device_to_device")
-    fields = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s")
-    return replace(
-        hardware,
-        name=f"{hardware.name} with links of {bytes_per_s:g} B/s",
-        fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
-        **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
-    )

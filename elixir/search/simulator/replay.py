@@ -5,6 +5,10 @@ submission; an item starts when its lane is free, what it builds on is done, and
 submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
 plus a duration: nothing that gets faster can make a step slower.
 
+On a CPU as the device, lanes take cores, caches and memory from compute, which loses `Rates.contention` of every second
+of a lane, the disk's left out. It loses that where work is submitted, all at once: when the lane comes to it nobody
+knows before. Where compute waits for lanes later, it waits that much less.
+
 `Replay` does what `elixir.chunk` and `elixir.wrapper` do; its docstrings name the places.
 """
 
@@ -12,13 +16,12 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.plan.prediction import LINKS
 from elixir.plan.step_traffic import all_reduce_bytes
-from elixir.search.problem.placement import Placement
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Events
 
@@ -28,6 +31,9 @@ are one lane, as they share the drive."""
 COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
 EARLY_UPDATE = "early update"
 """Name of the spans of early updates."""
+STEADY_BATCH = 2
+"""The index of the batch of an optimizer step that all later ones but the last are like: the first finds its cache
+empty, the second is the first that adds gradients."""
 
 Handler = Callable[[Any, int, float], float]
 """Takes a machine, a chunk and the time at which compute comes there; gives the time at which it goes on."""
@@ -47,24 +53,25 @@ class Replay:
     """Lanes, gradient blocks and the clock of one rank during steps.
 
     Args:
-        case: the work, where it is done, and the modes of the step.
+        case: the work, and where it is done.
         record: keep spans.
     """
 
-    def __init__(self, case: Case, *, record: bool) -> None:
-        times, placement = case.times, case.placement
+    def __init__(self, case: Case, *, record: bool = False) -> None:
+        times, placement, setting = case.times, case.placement, case.times.model.setting
         chunks = range(len(times.bytes))
         self._case, self._times, self._placement, self._recording = case, times, placement, record
-        self._ahead = case.ahead
-        self.in_last_batch = True
-        """Whether the batch that runs is the last of its step: before, gradients are not whole."""
-        self._sums_early = case.clipping and not case.accumulates
+        self._ahead, self._setting = times.rates.ahead, setting
+        self._in_last_batch = True  # before, gradients are not whole
+        # With several batches the pass that adds gradients sums what leaves for the host.
+        self._sums_early = setting.clipping and setting.accumulation == 1
         self._together = times.shards > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         # Looked up hundreds of thousands of times, and the same for all updates.
         self._weight_on_device, self._state_on_device = placement.weight_on_device, placement.state_on_device
         self._resident, self._in_files = placement.resident, placement.in_files
-        self._replicated = times.rates.replicas > 1
+        self._replicated, self._contention = times.rates.replicas > 1, times.rates.contention
+        self._lost_s = 0.0  # what lanes were given since compute last lost anything to them
         self._fetch_s = [copied[c] if self._weight_on_device[c] else times.fetch_s[c] for c in chunks]
         self._slowdown = {
             lane: (other, factor, 1 - 1 / factor)
@@ -108,11 +115,9 @@ class Replay:
             if span.end_s > 0
         ]
         self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
-        self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
-        self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
-        self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
-        self._read = deque((max(0.0, at - passed) for at in self._read), maxlen=FILE_BUFFERS)
-        self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
+        for moments in (self._ready_s, self._updated_s, self._staged, self._read, self._passed):
+            for index, at_s in enumerate(moments):
+                moments[index] = max(0.0, at_s - passed)
         self._added_s = max(0.0, self._added_s - passed)
         self._early_runs = [(start - passed, end - passed) for start, end in self._early_runs]
         self._returned_s, self._owed_s = {}, 0.0
@@ -126,6 +131,7 @@ class Replay:
         self.moved_bytes = dict.fromkeys(LINKS, 0)
         self.loads = self.extra_grad_blocks = 0
         self.device_adam_s = self.backward_from_s = 0.0
+        self.forward_s = self.backward_s = 0.0  # of all batches
         self.home_s: dict[int, float] = {}  # when gradients are on the host, in the order in which they were sent
         self._since_s, self._doing = 0.0, ""  # what compute is busy with
         self._doing_chunk: int | None = None
@@ -137,15 +143,15 @@ class Replay:
         vars(other).update({key: copy.copy(value) for key, value in mutable.items()})
         return other
 
-    def begin_early(self, placement: Placement) -> None:
-        """Goes on under `placement`, in which more chunks are updated early, in the batch before, too: nothing in a
-        backward waits for an early update that begins in it.
+    def begin_early(self, case: Case) -> None:
+        """Goes on under `case`, in which more chunks are updated early, in the batch before, too: nothing in a backward
+        waits for an early update that begins in it. In all else it may differ in what becomes of these updates.
 
         Not if gradients are added up, which wait on the same lane.
         """
-        begun, self._placement = self._placement.early, placement
+        begun, self._placement, self._case = self._placement.early, case.placement, case
         for c, home_s in self.home_s.items():
-            if c in placement.early and c not in begun:
+            if c in case.placement.early and c not in begun:
                 self._update_early(c, home_s)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ class Replay:
         """
         times, placement = self._times, self._placement
         self._since_s = self.now_s
-        if self._case.clipping:
+        if self._setting.clipping:
             self._read_norm()
         if self._case.clipped:
             self._give_up()
@@ -226,7 +232,7 @@ class Replay:
 
         The optimizer's step makes them those of the chunk, and then weights return to where they live.
         """
-        seconds = self._times.host_adam_early_s[c] * self._case.early_share
+        seconds = self._times.host_adam_early_s[c]
         done_s = self._updated_s[c] = self._run(HOST_ADAM, EARLY_UPDATE, c, home_s, seconds)
         self._early_runs.append((done_s - seconds, done_s))
 
@@ -284,19 +290,54 @@ class Replay:
         self.moved_bytes["disk_write"] += self._times.disk_bytes[c]
         self._run(DISK, "write", c, done_s, self._times.disk_write_s[c])
 
-    def batch(self, events: Events) -> None:
+    def run(self, batches: Sequence[Events], repeated: int = 0) -> float:
+        """Replays the batches of a step; `settle` comes after.
+
+        Args:
+            batches: their events.
+            repeated: more batches like that at `STEADY_BATCH`, which are counted and not replayed.
+
+        Returns:
+            Seconds of the repeated batches, which the clock leaves out.
+        """
+        forward_s, step_s, busy_s = 0.0, 0.0, dict[str, float]()  # of the repeated ones
+        for batch, events in enumerate(batches):
+            began_s, before_s = self.now_s, self.busy_s.copy()
+            self._in_last_batch = batch == len(batches) - 1
+            self._batch(events)
+            self.forward_s += self.backward_from_s - began_s
+            self.backward_s += self.now_s - self.backward_from_s
+            if batch == STEADY_BATCH:
+                forward_s, step_s = repeated * (self.backward_from_s - began_s), repeated * (self.now_s - began_s)
+                busy_s = {name: repeated * (amount - before_s[name]) for name, amount in self.busy_s.items()}
+        self.forward_s += forward_s
+        for name, amount in busy_s.items():
+            self.busy_s[name] += amount
+        return step_s
+
+    def _batch(self, events: Events) -> None:
         """Forward and backward of one batch."""
         base_s, base_compute_s, handlers = self.now_s, 0.0, self.HANDLERS
         self._since_s = base_s
         for kind, chunk, compute_s in zip(events.kinds, events.chunks, events.compute_s, strict=True):
             # Measured from the last stop and not added up, so that recording does not change the last bits.
             now_s = base_s + (compute_s - base_compute_s)
-            then_s = handlers[kind](self, chunk, now_s)
+            # Entries are only for the record, without which seconds must be the same.
+            here_s = self._after_loss(now_s) if self._lost_s and kind != ENTRY else now_s
+            then_s = handlers[kind](self, chunk, here_s)
             if then_s != now_s:
                 base_s, base_compute_s = then_s, compute_s
         self.now_s = base_s + (events.total_s - base_compute_s)
         self.busy_s[COMPUTE] += events.total_s
         self._computed(self.now_s)
+        self.now_s = self._after_loss(self.now_s)
+        self._computed(self.now_s)
+
+    def _after_loss(self, now_s: float) -> float:
+        """The time at which compute comes there, having lost what lanes were given since the last question."""
+        lost_s, self._lost_s = self._lost_s, 0.0
+        self.busy_s[COMPUTE] += lost_s
+        return now_s + lost_s
 
     def settle(self) -> None:
         """Waits until no gradient is on its way, as `GradientFlow.settle`."""
@@ -331,7 +372,7 @@ class Replay:
         if not self._weight_on_device[c]:
             in_file = c in self._in_files
             if in_file:
-                self.moved_bytes["disk_read"] += times.file_bytes[c]
+                self.moved_bytes["disk_read"] += times.model.file_bytes[c]
                 free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # its data were used
                 start_s = self._run(DISK, "read", c, max(now_s, free_s), times.file_read_s[c])
             self.moved_bytes[FETCH] += times.shard_bytes[c]
@@ -393,7 +434,7 @@ class Replay:
         self.busy_s[COMPUTE] += compute_s
         now_s += compute_s
         # What was added up before comes back in the last batch and is summed over the replicas along with this.
-        sums = self.in_last_batch and self._replicated
+        sums = self._in_last_batch and self._replicated
         adds = self._holds[c] and not sums
         start_s = now_s
         if self._together:
@@ -419,12 +460,11 @@ class Replay:
             self._passed.append(self._added_s)
         if not on_device:
             self.home_s[c] = gone_s
-        if self.in_last_batch and c in self._placement.early:
+        if self._in_last_batch and c in self._placement.early:
             self._update_early(c, self._added_s if passes else gone_s)
-        if not times.pooled[c] and not self._case.overlap and not self._together:
-            return self._wait(
-                now_s, gone_s, OFFLOAD
-            )  # it left as autograd made it, for which the plan has no memory twice
+        if not times.pooled[c] and not self._setting.overlap and not self._together:
+            # It left as autograd made it, for which the plan has no memory twice.
+            return self._wait(now_s, gone_s, OFFLOAD)
         self._leaving.append((gone_s, times.pooled[c]))
         return now_s
 
@@ -468,6 +508,8 @@ class Replay:
 
     def _run(self, lane: str, name: str, c: int | None, submitted_s: float, seconds: float) -> float:
         """One item of a lane; when it is done."""
+        if self._contention and lane != DISK:
+            self._lost_s += self._contention * seconds
         start_s = self._free_s[lane]
         if submitted_s > start_s:
             start_s = submitted_s

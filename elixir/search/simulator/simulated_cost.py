@@ -5,41 +5,22 @@ It walks the same work (`work_times`) on the same resources (`replay`) as `simul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
-from weakref import WeakKeyDictionary
 
-import numpy as np
-
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Codes, Floats, Placement, Setting
+from elixir.search.problem.placement import Placement, Setting
 from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.cluster import check_positive
-from elixir.search.simulator.early_updates import (
-    can_step,
-    gradients_home_s,
-    out_of_place_share,
-    within,
-    worth_stepping,
-    worth_stepping_within,
-)
-from elixir.search.simulator.floors import Floors
-from elixir.search.simulator.lower_bound import LowerBound
+from elixir.search.simulator.early_updates import gradients_home_s, within, worth_stepping, worth_stepping_within
 from elixir.search.simulator.rates import Rates, main_dtype
-from elixir.search.simulator.replay import COMPUTE, Replay
-from elixir.search.simulator.shared_cores import machine_of
+from elixir.search.simulator.replay import COMPUTE, STEADY_BATCH, Replay
 from elixir.search.simulator.work_times import Events, WorkTimes
 from elixir.step_trace import StepTrace
-
-STEADY_BATCH = 2
-"""The index of the batch of an optimizer step that all later ones but the last are like: the first finds its cache
-empty, the second is the first that adds gradients."""
 
 
 class SimulatedCost:
@@ -48,7 +29,7 @@ class SimulatedCost:
     Args:
         trace: the step.
         hardware: the machine.
-        setting: world size, ranks per machine, overlap (which decides how many gradient blocks there are).
+        setting: that of every packing that it is asked for.
         compute_scale, clipped: those of `simulate_step`.
         like: of the same trace and setting on another machine, whose view of each packing is shared.
 
@@ -66,10 +47,10 @@ class SimulatedCost:
         like: SimulatedCost | None = None,
         clipped: bool = False,
     ) -> None:
-        check_positive("compute_scale", compute_scale)
-        self.clipped = clipped
-        self._like = like
-        self._rates = Rates(
+        if not 0 < compute_scale < math.inf:
+            raise InputError(f"compute_scale must be a finite number above 0, got {compute_scale!r}")
+        self.clipped, self._like = clipped, like
+        self.rates = Rates(
             hardware,
             main_dtype(trace),
             setting.world_size,
@@ -77,274 +58,107 @@ class SimulatedCost:
             moments=setting.moments,
             replicas=setting.replicas,
         )
-        self._setting = setting
-        self._early_share = out_of_place_share(setting)
-        self._latest: tuple[Case, Replay, Events] | None = None
-        self._ahead = hardware.device_kind == "cuda"
-        self._accesses_s = self._rates.accesses_s(trace) * compute_scale
-        self._moves = ActivationMoves(trace, self._rates, self._accesses_s)
-        self._known: WeakKeyDictionary[PackedStep, Known] = WeakKeyDictionary()
+        accesses_s = self.rates.accesses_s(trace) * compute_scale
+        self._of_trace = self.rates, accesses_s, ActivationMoves(trace, self.rates, accesses_s)
+        # A copy that is clipped shares all of these.
+        self._times: dict[MemoryModel, WorkTimes] = {}
+        self._known: dict[tuple[MemoryModel, Placement, int, int, bool], dict[str, float]] = {}
+        self._latest: list[tuple[Case, Replay, list[Events]]] = []  # at most one
 
-    def estimate(
-        self,
-        work: PackedStep,
-        placement: Placement,
-        schedule: ScheduleResult,
-        *,
-        overlap: bool,
-    ) -> Mapping[str, float]:
+    def times(self, model: MemoryModel) -> WorkTimes:
+        """Seconds of every piece of work of a packing."""
+        if model not in self._times:
+            given = self._of_trace
+            like = self._like
+            self._times[model] = WorkTimes(model, *given) if like is None else like.times(model).at(*given)
+        return self._times[model]
+
+    def estimate(self, model: MemoryModel, placement: Placement, schedule: ScheduleResult) -> Mapping[str, float]:
         """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
 
-        Without `overlap` a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
+        Without overlap a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
         compute does, and without prefetch there is little for them to do ahead of it.
         """
         # Without blocks all depths of prefetch are the same. Clipping discards nothing but early states.
         depth, clipped = schedule.blocks and schedule.prefetch_depth, self.clipped and bool(placement.early)
-        known, key = self.known(work).seconds, (placement, schedule.blocks, depth, overlap, clipped)
-        if key not in known:
-            known[key] = self._simulated(work, placement, schedule, overlap=overlap)
-        return known[key]
+        key = model, placement, schedule.blocks, depth, clipped
+        if key not in self._known:
+            self._known[key] = self._simulated(self.case(model, placement, schedule))
+        return self._known[key]
 
-    def _simulated(
-        self, work: PackedStep, placement: Placement, schedule: ScheduleResult, *, overlap: bool
-    ) -> dict[str, float]:
-        case = self._case(work, placement, schedule, overlap=overlap)
-        if not placement.early:
-            return self._seconds(case, machine_of(case), case.events(case.result, updated=True))
-        machine, later = self._begun(case)
-        machine.restart()
-        return self._seconds(case, machine, later)
+    def case(self, model: MemoryModel, placement: Placement, result: ScheduleResult) -> Case:
+        """Gathers what a replay takes; `result` is the walk of a first batch."""
+        schedule = model.work.schedule(placement.residents, result.prefetch_depth)
+        grad_blocks = int(model.grad_blocks(placement.codes[None])[0][0])
+        return Case(self.times(model), placement, schedule, result, grad_blocks, self.clipped)
 
     def early_chunks(
-        self, work: PackedStep, placement: Placement, *, speed: float, left_bytes: int, rule: int
+        self, model: MemoryModel, placement: Placement, *, speed: float, left_bytes: int, rule: int
     ) -> frozenset[int]:
         """Chunks of `placement` that a host of this speed, idle until gradients come home, takes in backward; as many
         as memory has second sets for.
 
         Args:
-            work, placement: a candidate, all of whose chunks are updated after the norm.
+            model, placement: a candidate, all of whose chunks are updated after the norm.
             speed: of the host, over that of the machine.
             left_bytes: host memory of one machine for second sets.
             rule: see `elixir.search.propose.family.Shape`.
         """
-        known = self.known(work)
-        times, needed = known.times, (known.model.second_set_bytes * self._setting.ranks_per_host).tolist()
+        times, needed = self.times(model), (model.second_set_bytes * model.setting.ranks_per_host).tolist()
         home_s, until_s = gradients_home_s(times, placement)
         home_s = {chunk: at_s for chunk, at_s in home_s.items() if needed[chunk] <= left_bytes}
         if not home_s or left_bytes <= 0:
             return frozenset()
-        update_s = [seconds * self._early_share / speed for seconds in times.host_adam_early_s]
+        update_s = [seconds / speed for seconds in times.host_adam_early_s]
         if not rule:
             return worth_stepping_within(home_s, until_s, update_s, times.update_order, needed, left_bytes)
         order = (times.update_order, sorted(home_s, key=lambda chunk: home_s[chunk]))[rule - 1]
         chosen = worth_stepping(home_s, until_s, update_s, times.update_order)
-        return next(iter(within(chosen, [order], needed, left_bytes)), frozenset())
+        return within((chunk for chunk in order if chunk in chosen), needed, left_bytes)
 
-    def early_choices(
-        self,
-        work: PackedStep,
-        placement: Placement,
-        schedule: ScheduleResult,
-        *,
-        overlap: bool,
-        left_bytes: int,
-    ) -> list[Placement]:
-        """`placement` with those chunks updated early with which the step is likely to be shortest, for each way to
-        choose them; empty if none can be, or no memory is left.
-
-        Args:
-            work, placement, schedule: a candidate, all of whose chunks are updated after the norm.
-            overlap: see `estimate`.
-            left_bytes: host memory of one machine that is left for second sets of states.
-        """
-        able = can_step(work, placement) - placement.state_on_disk
-        needed = (self.known(work).model.second_set_bytes * self._setting.ranks_per_host).tolist()
-        if not able or left_bytes < min(needed[chunk] for chunk in able):
-            return []
-        case = self._case(work, placement, schedule, overlap=overlap)
-        (machine, _), times = self._begun(case), case.times
-        homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-        update_s = [seconds * case.early_share for seconds in times.host_adam_early_s]
-        gradients = homes, machine.now_s, update_s, times.update_order
-        chosen = worth_stepping(*gradients)
-        all_bytes = sum(needed[chunk] for chunk in chosen)
-        # Fewer may be better where gradients that are added to others wait on the same lane.
-        parts = (1, 2, 4) if case.accumulates else (1,)
-        orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
-        found = []
-        for room in (min(left_bytes, all_bytes // part) for part in parts):
-            found += [*within(chosen, orders, needed, room), worth_stepping_within(*gradients, needed, room)]
-        return [placement.updated_early(chunks) for chunks in dict.fromkeys(found) if chunks]
-
-    def _begun(self, case: Case) -> tuple[Replay, Events]:
-        """A machine that comes to its first optimizer step, and the events of the first batch after that.
+    def _begun(self, case: Case, count: int) -> tuple[Replay, list[Events]]:
+        """A machine that comes to its first optimizer step, and the events of `count` batches after that.
 
         Updates that begin early change nothing before, unless they take the lane that adds gradients, or cores of
-        compute. So placements that differ in them share a machine, of which each gets a copy.
+        compute. So placements that differ in them share a machine, of which each gets a copy. So do steps that are
+        clipped and steps that are not.
         """
-        alone = case.accumulates or case.times.rates.contention
-        shared = case if alone else replace(case, placement=case.placement.updated_early(()))
-        if self._latest is None or self._latest[0] != shared:
-            machine = machine_of(shared)
-            batches = shared.batches(self._batches_simulated(shared))
-            for batch, events in enumerate(batches):
-                machine.in_last_batch = batch == len(batches) - 1
-                machine.batch(events)
+        shared = replace(case, clipped=False)
+        if case.times.model.setting.accumulation == 1 and not case.times.rates.contention:
+            shared = replace(shared, placement=case.placement.updated_early(()))
+        if not self._latest or self._latest[0][0] != shared:
+            machine = Replay(shared)
+            machine.run(shared.batches(count, updated=False))
             machine.settle()
-            self._latest = shared, machine, shared.events(shared.result, updated=True)
-        machine, later = self._latest[1].fork(), self._latest[2]
-        machine.begin_early(case.placement)
-        return machine, later
+            self._latest[:] = [(shared, machine, shared.batches(count, updated=True))]
+        _, begun, batches = self._latest[0]
+        machine = begun.fork()
+        machine.begin_early(case)
+        machine.restart()
+        return machine, batches
 
-    def _batches_simulated(self, case: Case) -> int:
-        """The last batch is simulated next to the steady one where early updates make it another."""
-        return min(self._setting.accumulation, STEADY_BATCH + (2 if case.placement.early else 1))
-
-    def _seconds(self, case: Case, machine: Replay, first: Events) -> dict[str, float]:
-        """Seconds of the optimizer step that `machine` begins with; `first` are the events of its first batch."""
+    def _simulated(self, case: Case) -> dict[str, float]:
+        """Seconds of the optimizer step that begins with the updates of the one before."""
+        # The last batch is simulated next to the steady one where early updates make it another.
+        early, accumulation = bool(case.placement.early), case.times.model.setting.accumulation
+        count = min(accumulation, STEADY_BATCH + 1 + early)
+        machine, batches = self._begun(case, count) if early else (Replay(case), case.batches(count, updated=True))
         machine.update()
         optimizer_s = machine.now_s
-        forward_s, began_s = 0.0, optimizer_s
-        steady_s, steady_forward_s, steady_busy_s = 0.0, 0.0, dict.fromkeys(machine.busy_s, 0.0)
-        simulated = self._batches_simulated(case)
-        for batch, events in enumerate(case.batches(simulated, first)):
-            before_s = machine.busy_s.copy()
-            machine.in_last_batch = batch == simulated - 1
-            machine.batch(events)
-            batch_forward_s = machine.backward_from_s - began_s
-            forward_s += batch_forward_s
-            if batch == STEADY_BATCH:
-                steady_s, steady_forward_s = machine.now_s - began_s, batch_forward_s
-                steady_busy_s = {name: amount - before_s[name] for name, amount in machine.busy_s.items()}
-            began_s = machine.now_s
-        more = self._setting.accumulation - simulated
+        repeated_s = machine.run(batches, accumulation - count)
         ended_s = machine.now_s
         machine.settle()
-        total_s = max(machine.now_s + more * steady_s, machine.disk_idle_s)
-        busy_s = {name: amount + more * steady_busy_s[name] for name, amount in machine.busy_s.items()}
-        forward_s += more * steady_forward_s
-        settled_s = _apart(total_s, more * steady_s + ended_s)
+        total_s = max(machine.now_s + repeated_s, machine.disk_idle_s)
+        settled_s = _apart(total_s, repeated_s + ended_s)
         return {
-            "forward": forward_s,
-            "backward": _apart(total_s, optimizer_s + forward_s + settled_s),
+            "forward": machine.forward_s,
+            "backward": _apart(total_s, optimizer_s + machine.forward_s + settled_s),
             "optimizer": optimizer_s + settled_s,
-            **busy_s,
-            COMPUTE: _apart(busy_s[COMPUTE], machine.device_adam_s),
+            **machine.busy_s,
+            COMPUTE: _apart(machine.busy_s[COMPUTE], machine.device_adam_s),
             "device_adam": machine.device_adam_s,
             "total": total_s,
         }
-
-    def lower_bound_s(
-        self,
-        work: PackedStep,
-        chunks: Ints,
-        codes: Codes,
-        blocks: Ints,
-        *,
-        early: bool = False,
-        prefetch: bool = True,
-    ) -> Floats:
-        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `LowerBound.seconds`.
-
-        With `early`, whatever chunks are updated early.
-        """
-        known = self.known(work)
-        floor = known.early_bound if early else known.floor
-        # Batches after the first have their compute at least.
-        more_s = (self._setting.accumulation - 1) * known.times.total_s
-        return floor.seconds(chunks, codes, blocks, prefetch=prefetch) + more_s
-
-    def lower_bound_of(
-        self, work: PackedStep, placement: Placement, blocks: int, depth: int = 1, *, early: bool = False
-    ) -> float:
-        """`lower_bound_s` of one placement, with chunks fetched `depth` ahead."""
-        chunks, codes = np.arange(len(placement.codes)), placement.codes[None]
-        return float(self.lower_bound_s(work, chunks, codes, np.array([blocks]), early=early, prefetch=depth > 0)[0])
-
-    def _case(self, work: PackedStep, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
-        known = self.known(work)
-        schedule = work.schedule(placement.residents, result.prefetch_depth)
-        grad_blocks = int(known.model.grad_blocks(placement.codes[None])[0][0])
-        return Case(
-            known.times,
-            placement,
-            schedule,
-            result,
-            grad_blocks,
-            overlap,
-            self._ahead,
-            early_share=self._early_share,
-            clipping=self._setting.clipping,
-            accumulates=self._setting.accumulation > 1,
-            clipped=self.clipped,
-        )
-
-    def known(self, work: PackedStep) -> Known:
-        """Values that are worked out once for a packing."""
-        found = self._known.get(work)
-        if found is None:
-            like = None if self._like is None else self._like.known(work)
-            model = MemoryModel(work, self._setting) if like is None else like.model
-            found = self._known[work] = Known(model, self._rates, self._accesses_s, self._moves, self._ahead, like)
-        return found
-
-
-class Known:
-    """Values that `SimulatedCost` works out once per packing.
-
-    Args:
-        model: memory of the packing.
-        rates, accesses_s, moves: of the machine, as `WorkTimes` takes them.
-        ahead: as in `Replay`.
-        like: those of another machine, whose index of the order is shared.
-    """
-
-    def __init__(
-        self,
-        model: MemoryModel,
-        rates: Rates,
-        accesses_s: Floats,
-        moves: ActivationMoves,
-        ahead: bool,
-        like: Known | None = None,
-    ) -> None:
-        self.model, self._ahead, self._like = model, ahead, like
-        self._seconds = rates, accesses_s, moves
-        self.seconds: dict[tuple[Placement, int, int, bool, bool], dict[str, float]] = {}
-        """Seconds of steps by placement, blocks, depth of prefetch, overlap, and whether early states are discarded."""
-
-    @cached_property
-    def times(self) -> WorkTimes:
-        """Seconds of every piece of work."""
-        if self._like is not None:
-            return self._like.times.at(*self._seconds)
-        model, work = self.model, self.model.work
-        of_disk = model.disk_shard_bytes.tolist(), model.file_bytes
-        return WorkTimes(work, *self._seconds, work.packing.block_bytes, *of_disk)
-
-    @cached_property
-    def floor(self) -> LowerBound:
-        return self._floor(False)
-
-    @cached_property
-    def early_bound(self) -> LowerBound:
-        """The bound of steps some of whose chunks are updated early."""
-        return self._floor(True)
-
-    @cached_property
-    def floors(self) -> Floors:
-        """Floors of all placements."""
-        return Floors(self.times, self.model, ahead=self._ahead)
-
-    def _floor(self, early: bool) -> LowerBound:
-        setting = self.model.setting
-        return LowerBound(
-            self.times,
-            early,
-            clipping=setting.clipping,
-            accumulates=setting.accumulation > 1,
-            ahead=self._ahead,
-        )
 
 
 def _apart(whole_s: float, part_s: float) -> float:

@@ -17,16 +17,10 @@ from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.request import check_count
-from elixir.search.simulator.activation_moves import ActivationMoves
 from elixir.search.simulator.case import Case
-from elixir.search.simulator.cluster import check_positive
-from elixir.search.simulator.early_updates import (
-    out_of_place_share,
-)
-from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
-from elixir.search.simulator.replay import COMPUTE, RESOURCES, WorkSpan
-from elixir.search.simulator.shared_cores import machine_of
-from elixir.search.simulator.work_times import WorkTimes
+from elixir.search.simulator.rates import say_if_network_unknown
+from elixir.search.simulator.replay import COMPUTE, RESOURCES, Replay, WorkSpan
+from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 
 
@@ -106,62 +100,27 @@ def simulate_step(
     check_count("ranks_per_host", ranks_per_host)
     say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
     trace = trace_under(plan, trace)
-    rates = Rates(
-        hardware,
-        main_dtype(trace),
-        plan.world_size,
-        min(ranks_per_host, plan.world_size),
-        moments=plan.moments,
-        replicas=plan.replicas,
-    )
-    check_positive("compute_scale", compute_scale)
-    work, placement = packed_step_of(plan, trace), placement_of(plan)
+    ranks_per_host = min(ranks_per_host, plan.world_size)
     setting = replace(setting_of(plan, ranks_per_host, hardware.device_kind), accumulation=accumulation)
-    schedule, model = plan.schedule(), MemoryModel(work, setting)
-    accesses_s = rates.accesses_s(trace) * compute_scale
-    case = Case(
-        WorkTimes(
-            work,
-            rates,
-            accesses_s,
-            ActivationMoves(trace, rates, accesses_s),
-            plan.block_bytes,
-            model.disk_shard_bytes.tolist(),
-            model.file_bytes,
-        ),
-        placement,
-        schedule,
-        schedule.simulate(plan.block_count),
-        plan.grad_block_count,
-        plan.overlap,
-        hardware.device_kind == "cuda",
-        early_share=out_of_place_share(setting),
-        clipping=plan.clipping,
-        accumulates=accumulation > 1,
-        clipped=clipped,
-    )
-    return _replay(case, accumulation, 1 + _steps_before(case) if steps is None else steps)
+    cost = SimulatedCost(trace, hardware, setting, compute_scale=compute_scale, clipped=clipped)
+    model, placement = MemoryModel(packed_step_of(plan, trace), setting), placement_of(plan)
+    walk = plan.schedule().simulate(plan.block_count)
+    case = replace(cost.case(model, placement, walk), grad_blocks=plan.grad_block_count)
+    return _replay(case, 1 + _steps_before(case) if steps is None else steps)
 
 
-def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
-    walks = case.walks(accumulation)
-    machine, updated_s = machine_of(case, record=True), 0.0
+def _replay(case: Case, steps: int) -> Simulation:
+    machine, updated_s, accumulation = Replay(case, record=True), 0.0, case.times.model.setting.accumulation
     for step in range(steps):
-        phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         if step:
             machine.restart()
             machine.update()
             updated_s = machine.now_s
-        began_s = updated_s
-        for batch in range(accumulation):
-            machine.in_last_batch = batch == accumulation - 1
-            machine.batch(case.events(walks[batch], updated=bool(step) and batch == 0, record=True))
-            phases["forward"] += machine.backward_from_s - began_s
-            phases["backward"] += machine.now_s - machine.backward_from_s
-            began_s = machine.now_s
+        machine.run(case.batches(accumulation, updated=bool(step), record=True))
+        ended_s = machine.now_s
         machine.settle()
         machine.drain()
-        phases["optimizer"] = updated_s + machine.now_s - began_s
+    phases_s = {"forward": machine.forward_s, "backward": machine.backward_s}
     order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
     spans, end_s = sorted((span for span in machine.spans if span.end_s > span.start_s), key=order), machine.now_s
     if not case.placement.early:  # all that a step begins is over with it: nothing leads back into the one before
@@ -170,7 +129,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
     shown = (span._replace(start_s=max(span.start_s, 0.0), end_s=min(span.end_s, end_s)) for span in spans)
     return Simulation(
         step_s=machine.now_s,
-        phases_s=phases,
+        phases_s=phases_s | {"optimizer": updated_s + machine.now_s - ended_s},
         busy_s=machine.busy_s,
         waited_s=machine.waited_s,
         critical_s=_critical(spans, machine.now_s),

@@ -13,11 +13,11 @@ import numpy as np
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import exchanged_bytes, owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
-from elixir.search.problem.packed_step import PackedStep
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
 from elixir.search.simulator.activation_moves import ActivationMoves
-from elixir.search.simulator.rates import Rates
+from elixir.search.simulator.rates import Rates, out_of_place_share
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
 """Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
@@ -44,27 +44,15 @@ class WorkTimes:
     """One packing of one trace on one machine; made once, for any number of placements.
 
     Args:
-        work: the packing.
+        model: the packing and its bytes.
         rates: of the machine.
         accesses_s: compute seconds of every access of the trace.
         moves: of activations.
-        block_bytes: size of a gradient block.
-        disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
-        file_bytes: by chunk, what one rank reads with each load if its weights live in files.
     """
 
-    def __init__(
-        self,
-        work: PackedStep,
-        rates: Rates,
-        accesses_s: Floats,
-        moves: ActivationMoves,
-        block_bytes: int,
-        disk_bytes: Sequence[int] = (),
-        file_bytes: Sequence[int] = (),
-    ) -> None:
-        self.work, self._block_bytes = work, block_bytes
-        self.disk_bytes, self.file_bytes = tuple(disk_bytes), tuple(file_bytes)
+    def __init__(self, model: MemoryModel, rates: Rates, accesses_s: Floats, moves: ActivationMoves) -> None:
+        self.model, self.work = model, model.work
+        self.disk_bytes: list[int] = model.disk_shard_bytes.tolist()
         self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()
         self._index_order()
         self._index_gradients()
@@ -88,7 +76,8 @@ class WorkTimes:
         self.shard_bytes: list[int] = shard.tolist()
         self.rounded = [chunk.low_precision for chunk in work.chunks]
         """Whether new weights are rounded by the host where they live on the device."""
-        self.pooled: list[bool] = (size <= self._block_bytes).tolist()
+        self.pooled = [not chunk.outsized for chunk in work.chunks]
+        """Whether its gradient takes a block."""
         self.fetch_s: list[float] = rates.fetch(shard).tolist()
         self.device_copy_s: list[float] = rates.device_copy(size).tolist()
         self.gather_s: list[float] = rates.gather(size).tolist()
@@ -102,8 +91,9 @@ class WorkTimes:
         """One reading of the gradients, for the norm that clipping needs."""
         # New weights return, or weights are fetched again, while the host steps other chunks.
         self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
-        self.host_adam_early_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
-        """The same seconds while gradients of other chunks come down as well."""
+        early_s = rates.host_step(numel, 2 * shard) * out_of_place_share(self.model.setting)
+        self.host_adam_early_s: list[float] = early_s.tolist()
+        """The same seconds while gradients of other chunks come down as well, and the old states are kept."""
         self.turned_bytes = [0] * len(work.chunks)
         """Bytes of matrices that pass through the device if the host steps them, by chunk."""
         self.turned_s = [0.0] * len(work.chunks)
@@ -122,7 +112,7 @@ class WorkTimes:
         ranks, shard_numel = self.shards, self.work.chunks[c].numel // self.shards
         numel = np.array([rows * columns for rows, columns in matrices] if ranks == 1 else [shard_numel])
         device_s = rates.orthogonal_s(slowest(matrices, ranks))
-        self.turned_s[c] = 0.0 if rates.computes_on_host else device_s
+        self.turned_s[c] = device_s if rates.ahead else 0.0
         if ranks > 1:  # as a gather in which one rank receives so much, there and back
             most = DIRECTION_BYTES * owned_numel([(matrices, shard_numel)], ranks)
             device_s += 2 * float(rates.gather([most * ranks // (ranks - 1)]).sum())
@@ -132,9 +122,9 @@ class WorkTimes:
         host_s = float(rates.matrix_step(numel, on_host=True).sum())
         turned = DIRECTION_BYTES * numel
         turning_s = float((rates.fetch(turned) + rates.offload(turned)).sum()) + device_s
-        parts, one_by_one = (host_s, turning_s), rates.computes_on_host or ranks > 1
+        parts, one_by_one = (host_s, turning_s), not rates.ahead or ranks > 1
         both_s = sum(parts) if one_by_one else max(parts) + min(parts) / len(matrices)
-        self.host_adam_s[c] = self.host_adam_early_s[c] = both_s
+        self.host_adam_s[c] = both_s
         self.turned_bytes[c] = int(turned.sum())
 
     def _index_order(self) -> None:
@@ -186,7 +176,7 @@ class WorkTimes:
     @cached_property
     def file_read_s(self) -> list[float]:
         """Seconds to read its weights from their files, by chunk."""
-        found: list[float] = self.rates.disk_read(self.file_bytes).tolist()
+        found: list[float] = self.rates.disk_read(self.model.file_bytes).tolist()
         return found
 
     @property
@@ -215,20 +205,6 @@ class WorkTimes:
         place[chunks] = np.arange(len(chunks))
         after_s[chunks] = self.total_s - self._before_s[self._grad_access[sent] + 1]
         return place, after_s
-
-    @property
-    def without_updates_s(self) -> float:
-        """Seconds of own compute during which no update can run.
-
-        All updates end before the last trained chunk is used first, and the next begin after the first chunk's last
-        gradient.
-        """
-        entries = [self._first_use.get(chunk, self.work.first_backward) for chunk in self.update_order]
-        last = max((entry for entry in entries if entry < self.work.first_backward), default=self.work.first_backward)
-        last_use_s = float(self._before_s[self._access_of[last]])
-        sent = self._grad_access[self._grad_kind == SEND]
-        first_gradient_s = float(self._before_s[sent.min() + 1]) if len(sent) else self.before_backward_s
-        return max(0.0, first_gradient_s - last_use_s)
 
     def events(
         self,

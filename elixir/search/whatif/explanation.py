@@ -23,10 +23,10 @@ from elixir.search.advise.answer import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.placement import HOMES, Placement
+from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, weigh
-from elixir.search.propose.climb import TIE
-from elixir.search.propose.placement_batch import possible_homes
+from elixir.search.propose.family import levels_of
+from elixir.search.propose.judge import TIE
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -214,7 +214,7 @@ class _Variants:
     def other_homes(self, index: int) -> Iterator[Home]:
         """Yields the other homes in which a search could have put a chunk."""
         chunk = self._plan.chunks[index]
-        homes = [HOMES[code] for code in possible_homes(self._model, index, gathered=self._gathered)]
+        homes = list(levels_of(self._model, index, gathered=self._gathered))
         if self._plan.disk_budget_bytes and chunk.trainable:
             homes += [home.having("disk") for home in homes if home.states == "host"]
         for home in Home:

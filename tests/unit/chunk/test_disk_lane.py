@@ -103,21 +103,19 @@ def test_ranks_of_one_machine_share_its_disk() -> None:
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int) -> None:
     """Both agree to the last bit, also with a disk so slow that the step ends with it, and where only rates differ."""
+    from elixir.search.problem.memory_model import MemoryModel
     from elixir.search.problem.placement import Setting
 
     blocks = 0 if homes == "eee" else 3
     plan = replace(chain_plan(blocks=blocks, depth=0, homes=homes), accumulation=accumulation)
     trace, cost = chain(), None
-    work = packed_step_of(plan, trace)
+    setting = Setting(1, 1, StateSize(8), False, accumulation)
+    model = MemoryModel(packed_step_of(plan, trace), setting)
     for read, write in ((2.0, 0.5), (9.0, 80.0)):
         machine = Speeds(1.0, 0.5, 0.25, 3.0, read=read, write=write).machine()
-        cost = SimulatedCost(trace, machine, Setting(1, 1, StateSize(8), False, accumulation), like=cost)
-        seconds = cost.estimate(
-            work,
-            placement_of(plan),
-            work.schedule(placement_of(plan).residents, 0).simulate(blocks),
-            overlap=False,
-        )
+        cost = SimulatedCost(trace, machine, setting, like=cost)
+        walk = model.work.schedule(placement_of(plan).residents, 0).simulate(blocks)
+        seconds = cost.estimate(model, placement_of(plan), walk)
         assert seconds["total"] == simulate_step(plan, chain(), machine).step_s
 
 

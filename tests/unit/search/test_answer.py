@@ -54,7 +54,7 @@ def test_printing_searches_nothing(answer: Answer, monkeypatch: pytest.MonkeyPat
     def search(*_: object, **__: object) -> None:
         pytest.fail("searches again")
 
-    for name in ("find_best", "find_surest"):
+    for name in ("ShapeSearch", "judge_updates"):
         monkeypatch.setattr(planner, name, search)
     assert str(answer) == str(answer.plan)
     assert "device peak" in str(answer)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,12 +26,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.candidate import weigh
-from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.placement_batch import Variants
-from elixir.search.propose.sizes import SearchSpace
 from elixir.search.question import StepQuestion
-from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
@@ -113,7 +107,7 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
         )
         for accumulation in (1, 4)
     )
-    on_device, on_host = Placement.everywhere(Home.RESIDENT, 3), Placement.everywhere(Home.HOST, 3)
+    on_device, on_host = Placement((Home.RESIDENT,) * 3), Placement((Home.HOST,) * 3)
     before, after = one.need(on_device, 0), four.need(on_device, 0)
     assert before.device_parts["activations"] == after.device_parts["activations"] == 100 * MIB
     assert before.device_parts["gradients"] == 0
@@ -123,30 +117,6 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
     assert hosts == [3 * 2 * numel, 5 * 2 * numel]
     only_one = Placement((Home.RESIDENT, Home.RESIDENT, Home.HOST))
     assert four.need(only_one, 1).host_parts["gradients"] == 2 * 2 * numel  # with nothing to copy meanwhile
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) -> None:
-    trace = trace_of(2)
-    setting = Setting(world_size, world_size, StateSize(8), True, 3)
-    space = SearchSpace(trace, HARDWARE, setting)
-    model = space.model(space.table.largest_bytes)
-    builder, count = PlacementBuilder(model, 3), len(model.work.chunks)
-    variants = Variants(model, SimulatedCost(trace, HARDWARE, setting))
-    for chunk in range(0, count, 2):
-        builder.move_all([chunk], state=chunk % 4 == 0, resident=world_size == 1, budget_bytes=PLENTY)
-        placement = builder.placement()
-        blocks = min(3, builder.streamed)
-        assert builder.peak_bytes() == model.need(placement, blocks).device_bytes
-        codes = variants.codes(placement)
-        assert codes is not None
-        need = model.need(placement, 0)
-        look = variants.look(codes[None], need.device_bytes)
-        assert (look.blocks[0], look.host_bytes[0]) == (0, need.host_bytes)
-        assert variants.look(codes[None], need.device_bytes - 1).blocks[0] == -1
-        fewest = model.work.schedule(placement.residents, 1).min_blocks
-        floor = space.cost.lower_bound_s(model.work, np.arange(count), codes[None], np.array([fewest]))
-        assert floor[0] <= weigh(model, placement, fewest, 1, space.cost).seconds["total"]
 
 
 @pytest.mark.slow

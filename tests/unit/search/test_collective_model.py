@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elixir.errors import InputError
 from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
 
 
 def test_collectives_follow_their_formulas() -> None:
-    one = Cluster(ranks=8, ranks_per_host=8, host_bytes_per_s=1e9, host_step_s=1e-3, call_s=0.5)
+    one = Cluster(8, 8, host_bytes_per_s=1e9, network_bytes_per_s=1.0, host_step_s=1e-3, call_s=0.5)
     assert gather_s(8e9, one) == pytest.approx(0.5 + 7e-3 + 7.0)
     four = Cluster(32, 8, host_bytes_per_s=4e9, network_bytes_per_s=1e9, host_step_s=1e-3, network_step_s=1e-2)
     assert gather_s(32e9, four) == pytest.approx(28e-3 + 3e-2 + 31.0)
     assert all_reduce_s(8e9, one) == pytest.approx(0.5 + 14e-3 + 14.0)
-    for nbytes, cluster in ((1e9, Cluster(1, 1, host_bytes_per_s=1.0, call_s=0.5)), (0, one)):
+    for nbytes, cluster in ((1e9, Cluster(1, 1, 1.0, 1.0, call_s=0.5)), (0, one)):
         assert gather_s(nbytes, cluster) == all_reduce_s(nbytes, cluster) == 0
-    with pytest.raises(InputError, match="network_bytes_per_s"):
-        Cluster(16, 8, host_bytes_per_s=1e9)
-    for nbytes in (-1.0, float("inf"), "8"):
-        with pytest.raises(InputError, match="nbytes must be a finite number, 0 or more"):
-            gather_s(nbytes, one)  # type: ignore[arg-type]

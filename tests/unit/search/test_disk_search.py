@@ -169,7 +169,7 @@ def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
 
 
 def placed(chunks: int) -> Placement:
-    return Placement.everywhere(Home.HOST, chunks)
+    return Placement((Home.HOST,) * chunks)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_plans_with_a_disk_are_what_an_independent_count_says(
     except PlanError:
         return  # `needed_bytes` is held by another test
     check_consistent(made, trace)
-    space = SearchSpace(trace, FAST, Setting(world_size, FAST.ranks_per_host(world_size), 8, made.overlap))
+    space = SearchSpace(trace, FAST, Setting(world_size, FAST.ranks_per_host(world_size), StateSize(8), made.overlap))
     bound = lower_bound(space, Budgets(1 << 40, host, disk * MIB))
     assert bound is not None
     assert bound.step_s <= made.predicted.seconds["total"]

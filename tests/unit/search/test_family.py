@@ -16,7 +16,7 @@ from tests.unit.search.test_floors import random_placement, random_space
 
 def family_of(draw: random.Random, space: SearchSpace, model: MemoryModel) -> Family:
     """A family with budgets between the least and the most that the packing needs."""
-    times = space.cost.known(model.work).times
+    times = space.cost.times(model)
     gathered = model.setting.world_size > 1 and draw.random() < 0.5
     family = Family(model, times, Budgets(1 << 60, 1 << 60), gathered=gathered)
     away = np.array([0, family.most_away])
@@ -69,7 +69,22 @@ def test_outsized_chunks_of_several_ranks_keep_their_states_longest() -> None:
         outsized = {c for c, chunk in enumerate(model.work.chunks) if chunk.outsized and chunk.grad_bytes}
         if not 0 < len(outsized) < len(model.work.chunks):
             continue
-        family = Family(model, space.cost.known(model.work).times, Budgets(1, 1), gathered=False)
+        family = Family(model, space.cost.times(model), Budgets(1, 1), gathered=False)
         assert set(family.steps[: len(outsized)].tolist()) == outsized
         return
     raise AssertionError("no seed has outsized chunks")
+
+
+def test_the_least_number_of_states_away_is_found_by_a_look_at_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir.search.propose.family.GRID", 3)
+    draw, compared = random.Random(1), 0
+    for seed in range(30):
+        space = random_space(draw, seed)
+        model = space.model(min(space.sizes(outsized=True)))
+        family = family_of(draw, space, model)
+        budgets = Budgets(family.budgets.device_bytes, 1 << 60)
+        family = Family(model, space.cost.times(model), budgets, gathered=family.gathered)
+        fits = np.flatnonzero(family.rows(np.arange(family.most_away + 1), family.fewest[0]).fits)
+        assert family.least_away == (fits[0] if len(fits) else family.most_away + 1)
+        compared += family.most_away > 3
+    assert compared

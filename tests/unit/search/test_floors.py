@@ -1,4 +1,5 @@
-"""No floor is above a simulation: placements at random, with every kind of home, matrices, disks, replicas and files."""
+"""No floor is above a simulation: placements at random, with every kind of home, matrices, disks, replicas and files,
+on a machine and on a slower one at once."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import HOMES, Placement
@@ -18,6 +20,7 @@ from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.floors import Floors
 from tests.common.small_searches import small_search
 
+SLOW = Scenario(host_adam=0.3, link=0.6)
 PLACEMENTS = 12
 """Placements of each seed."""
 
@@ -77,8 +80,9 @@ def tightness(seed: int, placements: int = PLACEMENTS) -> tuple[list[float], Cou
     found, seen = [], Counter[str]()
     for _ in range(placements):
         model = space.model(draw.choice(space.sizes(outsized=True)))
-        known = space.cost.known(model.work)
-        floors = Floors(known.times, model, ahead=space.setting.device_kind == "cuda")
+        costs = [space.on(scenario).cost for scenario in (Scenario(), SLOW)]
+        machines = [cost.times(model) for cost in costs]
+        floors = Floors(machines)
         placement = random_placement(draw, model)
         depth = draw.choice((0, 1, 2, 4)) if space.setting.overlap else 0
         streamed = placement.resident.count(False)
@@ -86,18 +90,17 @@ def tightness(seed: int, placements: int = PLACEMENTS) -> tuple[list[float], Cou
         blocks = draw.randint(fewest, max(fewest, streamed)) if streamed else 0
         second = (model.second_set_bytes * model.setting.ranks_per_host)[list(placement.early)].sum()
         for clipped in (False, True):
-            cost = copy.copy(space.cost)
-            cost.clipped = clipped
-            step_s = weigh(model, placement, blocks, depth, cost).seconds["total"]
             early = bool(placement.early) and not clipped
-            floor_s = floors.seconds(
+            floors_s = floors.seconds(
                 placement.codes[None],
                 np.array([blocks]),
                 early=early,
                 prefetch=depth > 0 or not blocks,
                 room_bytes=np.array([second]) if early else None,
             )
-            found.append(float(floor_s[0]) / step_s)
+            for cost, floor_s in zip(map(copy.copy, costs), floors_s[:, 0].tolist(), strict=True):
+                cost.clipped = clipped
+                found.append(floor_s / weigh(model, placement, blocks, depth, cost).seconds["total"])
         seen.update(home.name for home in placement.homes)
     return found, seen
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from elixir.hardware.rate_fit import RateFit
-from elixir.optimizer_states import matrix_flops, state_size
-from elixir.plan.chunk_plan import Home
+from elixir.optimizer_states import matrix_flops
 from elixir.search import plan_from_trace
-from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.candidate import weigh
-from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.simulation import simulate_step
 from elixir.units import GIB
@@ -47,17 +42,3 @@ def test_matrices_are_made_orthogonal_in_bfloat16_if_its_rate_is_known() -> None
     known_s, measured_s, unknown_s = (each.orthogonal_s([(256, 1024), (256, 256)]) for each in rates)
     assert known_s * 9e13 == pytest.approx(unknown_s * 4e13)
     assert measured_s * 8e13 == pytest.approx(matrix_flops(256, 1024) + matrix_flops(256, 256))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_floors_lie_below_simulations(world_size: int) -> None:
-    whole = frozenset(each.name for each in STACK.parameters if len(each.shape) == 2)
-    setting = Setting(world_size, world_size, state_size("AdamW"), True, matrices=whole)
-    space, draw = SearchSpace(STACK, HARDWARE, setting), random.Random(0)
-    model = space.model(space.table.largest_bytes)
-    homes = (Home.HOST, Home.RESIDENT_HOST, Home.RESIDENT, Home.DEVICE)
-    for _ in range(20):
-        placement = Placement(tuple(draw.choice(homes) for _ in model.work.chunks))
-        blocks = placement.resident.count(False)
-        step_s = weigh(model, placement, blocks, 1 if blocks else 0, space.cost).seconds["total"]
-        assert 0 < space.cost.lower_bound_of(model.work, placement, blocks) <= step_s * (1 + 1e-12)

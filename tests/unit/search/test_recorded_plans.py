@@ -10,12 +10,10 @@ places, is seen although the plan stays consistent.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,22 +25,15 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import process_need
-from elixir.search import plan_from_trace, search_batches
+from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
-from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.question import Question, StepQuestion
-from elixir.search.replan import LEAST_KEPT, EarlyShares, Observation, calibrated, correct, worst
-from elixir.search.request import SearchRequest
-from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.question import Question
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
-from elixir.search.whatif.sweep_row import Traces, try_out
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
-from tests.common.layered_steps import layered_step, some_layers
-from tests.common.observed import steady
-from tests.common.situations import made_up_machine, situation
+from tests.common.situations import situation
 
 RECORDED = Path(__file__).with_suffix(".json")
 SEEDS = tuple(seed for seed in range(39) if seed not in (5, 7, 9, 10, 12, 14, 19, 20, 22, 24, 37))
@@ -52,21 +43,12 @@ LAYERED = (
     66, 69, 70, 73, 77, 81, 85, 92, 94, 95, 104, 106, 108, 119, 133, 137, 177,
 )  # fmt: skip
 """Seeds of steps of layers."""
-BATCHES = (0, 1, 2, 3, 6, 7, 9, 13)
-"""Seeds of steps of layers, for which the batch and the checkpointed layers are searched as well."""
-CORRECTED = (7, 14, 55, 66, 81, 95, 106, 108, 119, 177)
-"""Some of those with layers, which were planned again after a run that was not as predicted."""
-ROWS = (2, 13, 14, 26, 28, 40, 45, 57, 66, 73, 81, 106, 108, 137)
-"""Some of those with layers, as rows of a sweep."""
 REFUSED = (2, 7, 13, 14, 26, 28, 29, 37, 40, 41, 44, 57, 66, 69, 73, 81, 95, 104, 106, 108, 133, 177)
 """Some of those with layers, with less memory, and a step that could be traced again if its model had a name."""
 FAMILIES = {
     "layers": tuple(f"layers {seed}" for seed in LAYERED),
-    "row": tuple(f"row {seed}" for seed in ROWS),
     "refused": tuple(f"refused {seed}" for seed in REFUSED),
-    "batches": tuple(f"batches {seed}" for seed in BATCHES),
     "parameters": tuple(map(str, SEEDS)),
-    "corrected": tuple(f"corrected {seed}" for seed in CORRECTED),
 }
 NAMES = tuple(name for names in FAMILIES.values() for name in names)
 WITH_LEVERS = "2"
@@ -84,58 +66,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}")
     return value if value is None or isinstance(value, (str, int)) else str(value)
-
-
-def batches(draw: random.Random) -> dict[str, Any]:
-    """The ways to take the samples of a step, and the fastest."""
-    layers, machine = some_layers(draw, "plain"), made_up_machine(draw)
-    whole = layered_step(layers)
-    device = whole.activation_peak_bytes * draw.uniform(1, 6) + whole.param_bytes * draw.uniform(1, 6)
-
-    def trace_of(batch: int, checkpoint: str) -> StepTrace:
-        share = 0.0 if checkpoint == "none" else float(checkpoint.partition(":")[2] or 4) / 4
-        flops, made = int(batch * layers.flops * (1 + share / 3)), int(batch * layers.made_bytes * (1 - share / 2))
-        return layered_step(replace(layers, flops=flops, made_bytes=made, input_bytes=batch * layers.input_bytes))
-
-    options: dict[str, Any] = {"checkpoints": ("none", "non-reentrant"), "layers": draw.choice((0, 4))}
-    options |= {"device_memory": int(device), "host_budget": 16 * GIB, "search": "minimum_waste"}
-    try:
-        choice = search_batches(trace_of, machine, 1, samples=draw.choice((4, 8)), **options)
-    except PlanError as error:
-        return {"error": str(error).splitlines()}
-    return {"options": digest(rounded(choice.options)), "chosen": rounded(choice.option)}
-
-
-def corrected(draw: random.Random, name: str) -> dict[str, Any]:
-    """The consequences of two ranks' runs of a plan: all took more or less than was predicted."""
-    trace, machine, options = situation(name)
-    plan = plan_from_trace(trace, machine, options.pop("asked"), **options).plan
-    step = simulate_step(plan, trace, machine)
-    lanes = ("fetch", "offload", "host_adam", "refresh")
-
-    def seen() -> Observation:
-        kept = draw.choice((0.0, LEAST_KEPT, 1.0))
-        host_bytes = plan.predicted.host_step_bytes * draw.choice((0.9, 1.0, 1.1, 3.0))
-        return steady(
-            plan,
-            step_s=step.step_s * draw.uniform(0.7, 2),
-            busy_s={lane: step.busy_s.get(lane, 0.0) * draw.uniform(0.5, 2) for lane in lanes},
-            device_peak_bytes=int(plan.predicted.device_peak_bytes * draw.uniform(0.9, 1.1)),
-            host_peak_bytes=int(host_bytes / machine.ranks_per_host(plan.world_size)),
-            batches=draw.choice((None, plan.passes, 3)),
-            early=EarlyShares(max(kept, 0.8), max(kept, 0.5), kept),
-        )
-
-    ranks = [seen(), seen()]
-    found = correct(trace, machine, plan, ranks, plan.optimizer)
-    there, scale = calibrated(trace, machine, plan, worst(ranks))
-    rates = {name: value for name, value in rounded(there).items() if value != rounded(getattr(machine, name))}
-    return {
-        "reason": found.reason,
-        "plan": None if found.plan is None else digest(planned(found.plan)),
-        "scale": float(f"{scale:.5g}"),
-        "rates": digest(rates),
-    }
 
 
 def refused(draw: random.Random, name: str) -> dict[str, Any]:
@@ -156,79 +86,10 @@ def refused(draw: random.Random, name: str) -> dict[str, Any]:
     return {"plan": digest(planned(plan))}
 
 
-@dataclasses.dataclass
-class Made(Traces):
-    """Has the trace for whatever is asked."""
-
-    trace: StepTrace | None = None
-
-    def get(self, *_: Any) -> StepTrace:
-        assert self.trace is not None
-        return self.trace
-
-
-def rows(name: str) -> dict[str, Any]:
-    """The row of a sweep: as asked, with too little of all memory, and with too little of the device."""
-    trace, machine, options = situation(name)
-    asked_for = SearchRequest.of(options.pop("asked"), **options)
-    found = []
-    for changes in (
-        {},
-        {"host_budget": 2**20, "device_memory": trace.activation_peak_bytes + 2**20},
-        {"device_memory": 2**24},
-    ):
-        row, problem = try_out(
-            Made(StepQuestion(dtype="bf16"), trace=trace), replace(asked_for, **changes), "", 3, machine
-        )
-        found.append([row, None if problem is None else str(problem).splitlines()])
-    return {"reasons": [row.reason for row, _ in found], "rows": digest(rounded(found))}  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """The work of searches: steps that are simulated, memory needs in full, and placements that are bounded.
-
-    A search that looks further for the same plan takes longer, and one that looks less far may miss another's.
-    """
-    work = [0, 0, 0]
-    estimate, need, bound = SimulatedCost.estimate, MemoryModel.need, SimulatedCost.lower_bound_s
-
-    def estimated(*args: Any, **options: Any) -> Any:
-        work[0] += 1
-        return estimate(*args, **options)
-
-    def needed(*args: Any) -> Any:
-        work[1] += 1
-        return need(*args)
-
-    def bounded(*args: Any, **options: Any) -> Any:
-        found = bound(*args, **options)
-        work[2] += len(found)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedCost, "estimate", estimated)
-        patch.setattr(MemoryModel, "need", needed)
-        patch.setattr(SimulatedCost, "lower_bound_s", bounded)
-        yield work
-
-
 def outcome(name: str) -> dict[str, Any]:
-    """The outcome of a search, and how much work it was."""
-    with counted() as work:
-        return found_by(name) | {"work": work}
-
-
-def found_by(name: str) -> dict[str, Any]:
     """The outcome of one search: the plan in short and the digest of all of it, or the error."""
-    if name.startswith("batches"):
-        return batches(random.Random(name))
-    if name.startswith("corrected"):
-        return corrected(random.Random(name), f"layers {name.split()[1]}")
     if name.startswith("refused"):
         return refused(random.Random(name), f"layers {name.split()[1]}")
-    if name.startswith("row"):
-        return rows(f"layers {name.split()[1]}")
     try:
         trace, machine, options = situation(name)
         answer = plan_from_trace(trace, machine, options.pop("asked"), **options)
@@ -302,23 +163,8 @@ def check(name: str) -> None:
     assert outcome(name) == json.loads(RECORDED.read_text())[name]
 
 
-@pytest.mark.parametrize("name", FAMILIES["row"])
-def test_a_row_is_as_recorded(name: str) -> None:
-    check(name)
-
-
 @pytest.mark.parametrize("name", FAMILIES["refused"])
 def test_a_refusal_is_as_recorded(name: str) -> None:
-    check(name)
-
-
-@pytest.mark.parametrize("name", FAMILIES["batches"])
-def test_a_choice_of_batches_is_as_recorded(name: str) -> None:
-    check(name)
-
-
-@pytest.mark.parametrize("name", FAMILIES["corrected"])
-def test_a_correction_is_as_recorded(name: str) -> None:
     check(name)
 
 

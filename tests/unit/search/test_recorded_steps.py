@@ -16,18 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
+from elixir.plan.plan import Plan
 from elixir.search.planner import setting_for
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import HOMES, Placement, Spill
+from elixir.search.problem.placement import Placement, Spill
 from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
-from elixir.search.propose.candidate import Candidate, updated_early, weigh
-from elixir.search.propose.placement_batch import possible_homes
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.family import levels_of
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
@@ -93,9 +94,10 @@ def some_space(draw: random.Random) -> tuple[SearchSpace, str, StepTrace]:
 
 def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
     """Homes of all kinds that the chunks may have together."""
-    gathered, early = draw.random() < 0.4, model.setting.early_updates is not False
-    ways = [possible_homes(model, chunk, gathered=gathered) for chunk in range(len(model.work.chunks))]
-    homes = [HOMES[draw.choice(way)] for way in ways]
+    gathered = draw.random() < 0.4 and model.setting.world_size > 1
+    early = model.setting.early_updates is not False
+    levels = [levels_of(model, chunk, gathered=gathered) for chunk in range(len(model.work.chunks))]
+    homes = [draw.choice(list(dict.fromkeys(three))) for three in levels]
     for chunk, home in enumerate(homes):
         able = model.work.chunks[chunk].trainable and not home.states_on_device
         if able and draw.random() < 0.2:
@@ -119,26 +121,35 @@ def steps_of(draw: random.Random) -> list[Any]:
         found.append([need.device_bytes, need.device_parts, need.host_parts, need.disk_bytes, need.grad_blocks])
         found.append([candidate.seconds, candidate.moved, candidate.thrift[:4], with_disk.host_parts(placement)])
         found.append(simulated(draw, space, candidate, optimizer, whole))
-        codes, blocks = placement.codes[None], np.array([candidate.schedule.blocks])
-        rest = model.device(codes, all_stretches=True)
+        rest = model.device(placement.codes[None], all_stretches=True)
         found.append([rest.live.tolist(), rest.gradients.tolist(), rest.temporary.tolist(), rest.rest_bytes.tolist()])
-        for early, ahead in ((False, True), (True, depth > 0)):
-            some = np.arange(len(placement.codes))
-            least_s = space.cost.lower_bound_s(model.work, some, codes, blocks, early=early, prefetch=ahead)
-            found.append(least_s.tolist())
         for spare in (1 << 50, need.host_bytes + int(model.second_set_bytes.sum() // 2)):
-            early_one = updated_early(candidate.after_norm, replace(ROOM, host_bytes=spare))
-            found.append(None if early_one is None else [early_one.placement.codes.tolist(), early_one.seconds])
+            left_bytes = spare - candidate.after_norm.need.host_bytes
+            found.append([early_chunks(candidate, space, left_bytes, rule) for rule in range(3)])
         here = space.on(Scenario(host_adam=0.5, link=0.7, clipped=draw.random() < 0.5)).cost
-        found.append([candidate.seconds_by(here), here.lower_bound_of(model.work, placement, 1, depth)])
+        found.append(candidate.seconds_by(here))
     return found
+
+
+def early_chunks(candidate: Candidate, space: SearchSpace, left_bytes: int, rule: int) -> list[int]:
+    """Chunks that a slow host takes in backward, where the optimizer has early updates."""
+    if space.setting.early_updates is False:
+        return []
+    plain = candidate.after_norm.placement
+    return sorted(space.cost.early_chunks(candidate.model, plain, speed=0.6, left_bytes=left_bytes, rule=rule))
+
+
+def written(space: SearchSpace, candidate: Candidate, optimizer: str) -> Plan:
+    """The candidate as a plan."""
+    request = SearchRequest(world_size=space.setting.world_size, optimizer_type=optimizer)
+    return to_plan(space, Outcome(candidate, 1.0), ROOM, request)
 
 
 def simulated(
     draw: random.Random, space: SearchSpace, candidate: Candidate, optimizer: str, whole: StepTrace
 ) -> list[Any]:
     """The candidate as a plan, and the work of its steps."""
-    plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
+    plan = written(space, candidate, optimizer)
     clipped, steps = draw.random() < 0.5, draw.choice((None, 1, 2, 3))
     step = simulate_step(plan, whole, space.hardware, clipped=clipped, steps=steps, compute_scale=1.1)
     return [planned(plan), step, step.utilisation, step.bound_by]
@@ -153,7 +164,7 @@ def seen_of(draw: random.Random) -> list[Any]:
         placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
     fewest = model.work.schedule(placement.residents, 0).min_blocks
     candidate = weigh(model, placement, fewest, 0, space.cost)
-    plan = to_plan(space, candidate, ROOM, optimizer, "auto", fastest_s=1.0)
+    plan = written(space, candidate, optimizer)
 
     busy = {name: draw.choice((0.0, LEAST_BUSY_S, 0.02)) for name in ("refresh", "fetch", "offload", "host_adam")}
 

@@ -19,8 +19,6 @@ from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import NOTICEABLE_REGRET
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.advise.answer import Answer
-from elixir.search.propose.trials import FEW_CHUNKS
-from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -237,23 +235,6 @@ def test_what_others_find_does_not_beat_the_nominal_search(stack: StepTrace, sho
     )
     assert chosen.fastest_s is not None
     assert nominal.step_s <= chosen.fastest_s * 1.003
-
-
-def test_few_chunks_are_searched_briefly_in_other_scenarios(
-    stack: StepTrace, short_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = simple_search(stack, 1, hardware=MACHINE, split_number=12)
-    calls: list[str] = []
-    estimate = SimulatedCost.estimate
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(assume)
-        return estimate(*args, **options)
-
-    monkeypatch.setattr(SimulatedCost, "estimate", counted)
-    for assume in ("nominal", "scenarios"):
-        assert len(planned(stack, short_bytes, assume=assume, chunks_of=few).chunks) <= FEW_CHUNKS
-    assert calls.count("scenarios") <= 2 * calls.count("nominal")
 
 
 def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Plan) -> None:

@@ -15,15 +15,15 @@ from benchmark.original_rule import OriginalRule, rcache_first
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
+from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
-from elixir.search.problem.placement import Setting
-from elixir.search.propose.best import MOST_AHEAD
-from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.searching import (
@@ -157,44 +157,6 @@ def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_
     assert less.needed_bytes == enough[0]
 
 
-@given(traces(), st.sampled_from([1, 2]), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
-def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
-    table = ParamTable(trace, world_size)
-    packing = table.pack(random.randint(table.largest_bytes // 2, 3 * table.largest_bytes))
-    model = MemoryModel(PackedStep(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), overlap))
-    builder = PlacementBuilder(model, 5)
-    for _ in range(6):
-        chunk = random.randrange(len(packing.chunks))
-        resident = world_size == 1 or random.random() < 0.3
-        builder.move_all([chunk], state=random.random() < 0.6, resident=resident, budget_bytes=PLENTY)
-        blocks = min(5, builder.streamed)
-        assert builder.peak_bytes() == model.need(builder.placement(), blocks).device_bytes
-        budget = builder.peak_bytes() + 3 * packing.block_bytes
-        assert builder.most_blocks(budget) == min(blocks + 3, builder.streamed)
-
-
-@given(traces(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 3]), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
-def test_many_chunks_move_as_they_would_one_by_one(
-    trace: StepTrace, world_size: int, overlap: bool, accumulation: int, random: Any
-) -> None:
-    table = ParamTable(trace, world_size)
-    packing = table.pack(random.randint(table.largest_bytes // 2, 2 * table.largest_bytes))
-    setting = Setting(world_size, world_size, StateSize(8), overlap, accumulation)
-    model = MemoryModel(PackedStep(StepFacts(trace), packing), setting)
-    together, alone = PlacementBuilder(model, 3), PlacementBuilder(model, 3)
-    order = random.sample(range(len(packing.chunks)), len(packing.chunks))
-    for state in (True, False):
-        spare = random.randint(0, table.total_bytes * 7 // world_size)
-        how: dict[str, Any] = {"state": state, "resident": world_size == 1, "budget_bytes": alone.peak_bytes() + spare}
-        together.move_all(order, **how)
-        for chunk in order:
-            alone.move_all([chunk], **how)
-        assert together.placement() == alone.placement()
-        assert together.peak_bytes() == alone.peak_bytes()
-
-
 def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
     build = TraceBuilder()
     weights = [build.parameter(f"w{i}", 2**20) for i in range(4)]
@@ -208,12 +170,10 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
     model = MemoryModel(
         PackedStep(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, StateSize(8), False)
     )
-    builder = PlacementBuilder(model, 2)
+    homes = [Home.HOST] * 4
     for chunk, grad_blocks in ((0, 2), (2, 1), (1, 1), (3, 0)):
-        builder.move_all([chunk], state=True, resident=True, budget_bytes=PLENTY)
-        need = model.need(builder.placement(), min(2, builder.streamed))
-        assert builder.peak_bytes() == need.device_bytes
-        assert need.grad_blocks == grad_blocks
+        homes[chunk] = Home.RESIDENT
+        assert model.need(Placement(tuple(homes)), 0).grad_blocks == grad_blocks
 
 
 @pytest.mark.slow
@@ -312,7 +272,8 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
     options = {"device_memory": PLENTY, "host_budget": least - 1, "placement": "cpu"}
     assert shortage(trace, HARDWARE, 2, **options).needed_bytes == least
     # They come before new states that the host would make early.
-    early = plan(trace, 2, placement="cpu", host=rich.predicted.host_peak_bytes + most, assume="nominal")
+    host = rich.predicted.host_peak_bytes + most
+    early = plan(trace, 2, placement="cpu", host=host, assume="nominal", chunks_of=rich)
     assert early.has_early_updates
     assert early.predicted.checkpoint_bytes == most
 

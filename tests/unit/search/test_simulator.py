@@ -21,8 +21,10 @@ from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
@@ -310,7 +312,7 @@ def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: 
         for extra in (0, 2):
             fewest = model.work.schedule(placement.residents, 1).min_blocks
             candidate = weigh(model, placement, fewest + extra, 1, cost)
-            plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
+            plan = to_plan(space, Outcome(candidate), Budgets(1 << 50, 1 << 50), SearchRequest(world_size=world_size))
             result = simulate_step(plan, stack, HARDWARE)
             assert result.step_s == candidate.seconds["total"]
 

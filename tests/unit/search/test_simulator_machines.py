@@ -10,7 +10,6 @@ from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.rate_fit import RateFit
 from elixir.search import plan_from_trace
-from elixir.search.simulator.rates import with_link_speed
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -51,8 +50,6 @@ def test_fits_take_the_place_of_plain_rates(stack: StepTrace) -> None:
     pair = chain_plan(blocks=3, depth=0, world_size=2)
     measured = replace(machine, fits={"all_gather.2": RateFit(0.5, INSTANT, 0.0)})
     assert simulate_step(pair, chain(), measured).busy_s["network"] == pytest.approx(3 * 0.5)
-    slower = with_link_speed(fitted, MIB / 2.0)
-    assert simulate_step(plan, chain(), slower).busy_s["host_to_device"] == pytest.approx(5 * 2.0)
 
 
 def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:

@@ -32,7 +32,9 @@ HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes
 @pytest.fixture(scope="module")
 def simulated() -> tuple[Simulation, Plan, StepTrace]:
     """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
-    trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
+    trace = stack_trace(
+        StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256, checkpoint=False
+    )
     plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu", early_updates=False).plan
     refreshed = replace(plan.chunks[-1], resident=True, weight_home="device")
     on_disk = replace(plan.chunks[0], state_home="disk")

@@ -15,8 +15,10 @@ from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh
+from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import WorkSpan
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -133,8 +135,9 @@ def simulated_lanes(dtype: str, chunks: int, speeds: Speeds) -> dict[str, list[W
     machine = replace(machine, flops_per_s=dict.fromkeys(("float32", "bfloat16"), machine.flops_per_s["float32"]))
     space = SearchSpace(trace, machine, Setting(1, 1, state_size("Adam"), True))
     model = space.model(1 << 20)
-    homes = Placement.everywhere(Home.RESIDENT_HOST, chunks)
-    plan = to_plan(space, weigh(model, homes, 0, 0, space.cost), Budgets(1 << 50, 1 << 50), "Adam", "auto")
+    homes = Placement((Home.RESIDENT_HOST,) * chunks)
+    candidate = weigh(model, homes, 0, 0, space.cost)
+    plan = to_plan(space, Outcome(candidate), Budgets(1 << 50, 1 << 50), SearchRequest(world_size=1))
     found = simulate_step(plan, trace, machine)
     return {name: [span for span in found.timeline if span.resource == name] for name in ("host_adam", "refresh")}
 
