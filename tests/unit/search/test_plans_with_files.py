@@ -34,7 +34,11 @@ def small(stack: StepTrace) -> dict[str, object]:
     """A device that does not hold the weights, and a host that holds an eighth of the frozen ones."""
     with pytest.raises(PlanError) as caught:
         planned(stack, device_memory=1)
-    return {"device_memory": int(1.2 * caught.value.needed_bytes), "host_budget": stack.frozen_bytes // 8, "placement": "auto"}
+    return {
+        "device_memory": int(1.2 * caught.value.needed_bytes),
+        "host_budget": stack.frozen_bytes // 8,
+        "placement": "auto",
+    }
 
 
 def planned(trace: StepTrace, world_size: int = 1, hardware: object = FAST, **options: object) -> Plan:
