@@ -224,12 +224,12 @@ ScriptMethod: Any = torch._C.ScriptMethod
 def script_parameters(owner: Any) -> list[torch.Tensor]:
     """The parameters of the module that is a `ScriptMethod`'s ``owner``, and of all modules in it; none of the instance
     of a TorchScript class."""
+    own: Any = torch._C.ParameterDict(owner)
     try:
-        own: Any = torch._C.ParameterDict(owner)
+        found = [parameter for _, parameter in own.items()]
     except RuntimeError:  # it is no module
         return []
     inner: Any = torch._C.ModuleDict(owner)
-    found = [parameter for _, parameter in own.items()]
     return found + [parameter for _, module in inner.items() for parameter in script_parameters(module)]
 
 
