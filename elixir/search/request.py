@@ -69,9 +69,9 @@ class SearchRequest:
     run steps with these; docs/design/kernels.md says how far weights differ."""
     early_updates: bool | None = None
     """The host makes new states of chunks while backward still runs, next to the old ones, in host memory that is left;
-    with clipping, loss scaling and accumulation, too. It changes no number. None: where that shortens the step by more
-    than 1 %, on a device that is no CPU, and leaves the copies of a checkpoint their memory. True: wherever it is
-    faster at all. False: nowhere."""
+    with clipping, loss scaling and accumulation, too. It changes no number. None: where that shortens the step, on a
+    device that is no CPU, and leaves the copies of a checkpoint their memory; of plans that are equally safe, the one
+    that needs less of the host wins. True: on a CPU as well, and with no memory kept for copies. False: nowhere."""
     clipping: bool | None = None
     """Whether the run clips gradients by their norm, which a step has to read. None: it does."""
     frozen_weights: FrozenHome = "host"

@@ -112,7 +112,7 @@ class Setting:
     moments: MomentKind = "float32"
     """How Adam's moments are kept, which also says how fast it steps."""
     early_updates: bool | None = False
-    """Whether the host may update chunks early, with memory that is left; None: where that clearly shortens the step.
+    """Whether the host may update chunks early, with memory that is left; None: where that shortens the step.
     """
     copied: bool = False
     """Whether it copies the old ones first; see `elixir.optimizer_states.is_copied`."""
