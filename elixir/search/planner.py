@@ -303,12 +303,12 @@ def simple_plan(
     depth = PREFETCH_DEPTH if request.overlap else 0
     blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
     candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
-    fits = _fits(candidate, budgets)
-    outcome = judge_updates(space, budgets, candidate, _scenarios(space, request)) if fits else Outcome(None)
-    nearest: list[int] = []
+    possible, nearest = _scenarios(space, request), list[int]()
 
     def within(budgets: Budgets) -> Plan | None:
-        return _plan_of((space, outcome), budgets, request) if _fits(candidate, budgets) else None
+        if not _fits(candidate, budgets):
+            return None
+        return _plan_of((space, judge_updates(space, budgets, candidate, possible)), budgets, request)
 
     made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
     if made is None:

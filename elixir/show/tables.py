@@ -53,7 +53,9 @@ def _lever_cells(plan: Plan, step_s: float, gain: float | None) -> list[str]:
     tokens_per_s = None if plan.tokens_per_s is None else plan.tokens_per_s * predicted.step_s / step_s
     speed = [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} tokens/s"]
     speed += [] if gain is None else [f"{gain:.2f} x"]
-    return [range_cell(step_s, predicted.range_s), "\n".join(peaks), "\n".join(speed)]
+    scale = step_s / predicted.step_s if predicted.step_s else 1.0
+    between = predicted.range_s and (scale * predicted.range_s[0], scale * predicted.range_s[1])
+    return [range_cell(step_s, between), "\n".join(peaks), "\n".join(speed)]
 
 
 def range_cell(seconds: float, between: tuple[float, float] | None) -> str:

@@ -151,7 +151,7 @@ def _chosen(
     request: SearchRequest,
     made: Callable[[tuple[UnitActivations, ...]], StepTrace] | None,
 ) -> StepTrace:
-    """The step with the activations of the fastest plan, which is never slower than one that keeps nothing, or all.
+    """The step with the activations of the fastest plan, hardly ever slower than one that keeps nothing, or all.
 
     Args:
         whole: the step that keeps everything.

@@ -33,7 +33,8 @@ class Effect:
     plan: Plan | None
     """None where nothing fits with it."""
     step_s: float | None
-    """Seconds of the step with it; None likewise, as in the next two."""
+    """Seconds of the step with it; None likewise, as in the next two. Of a lever of the training: those of the fastest
+    plan, and what a safe one takes longer, as the plan as it is does."""
     change_s: float | None
     """Negative where the step gets shorter."""
     gain: float | None

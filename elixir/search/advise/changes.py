@@ -13,6 +13,7 @@ from elixir.hardware.scenario import scaled
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan.activations import passes_together
 from elixir.plan.plan import Plan
+from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.question import Question, StepQuestion
@@ -124,28 +125,34 @@ def larger_batches(question: Question) -> list[Change]:
     if not step.samples or step.checkpoint is None or step.forward:
         return []
     sizes = (factor * step.samples for factor in LARGER)
-    return [Change(("batch",), f"micro-batches of {n}", (("batch", str(n)),), step=(("batch", n),)) for n in sizes]
+    return [
+        Change(("batch",), f"compute micro-batches of {n}", (("batch", str(n)),), step=(("batch", n),)) for n in sizes
+    ]
 
 
 def with_less(plan: Plan, question: Question) -> Iterator[list[Change]]:
     """Less of the device's memory, and less of the host's: changes of each, the one that saves most first."""
-    no_host = (("host_memory", None), ("host_reserve", None))
-    for which, option, taken, free in (
-        ("device", "device_memory", plan.predicted.device_peak_bytes, (("device_reserve", None),)),
-        ("host", "host_budget", plan.predicted.host_step_bytes, no_host),
+    request, host, others = question.request, "host_budget", 0
+    free: tuple[tuple[str, Any], ...] = (("host_memory", None),)
+    if request.host_memory not in (None, FREE_HERE):
+        host, free = "host_memory", ()
+        others = must_be_free_bytes(plan, question.hardware) - plan.predicted.host_peak_bytes
+    for which, option, taken, rest, also in (
+        ("device", "device_memory", plan.predicted.device_peak_bytes, 0, ()),
+        ("host", host, plan.predicted.host_step_bytes, others, free),
     ):
-        sizes = (readable_bytes(int(part * taken), up=True).replace(" ", "") for part in LESS)
-        yield [
-            Change(("machine",), f"less of the {which}", ((option, size),), ((option, size), *free))
-            for size in (sizes if taken else ())
-        ]
+        if not taken or getattr(request, f"{which}_reserve") is not None:  # a size goes with no reserve
+            continue
+        sizes = (readable_bytes(int(part * taken) + rest, up=True).replace(" ", "") for part in LESS)
+        action = f"plan with less of the {which}"
+        yield [Change(("machine",), action, ((option, size),), ((option, size), *also)) for size in sizes]
 
 
 def for_memory(question: Question) -> Iterator[Change]:
     """Changes of the training that may take less memory, and leave its samples a step."""
     yield from (change for change in of_the_training(question) if ("checkpoint", "none") not in change.step)
     trace, request = question.trace, question.request
-    if trace.forwards and request.pass_size == 1:
+    if trace.forwards and request.pass_size == 1 and not trace.checkpointed_modules:
         yield CHOOSE_ACTIVATIONS
     samples = trace.step.samples
     if samples and samples % 2 == 0 and trace.step.checkpoint is not None and not trace.step.forward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from elixir.schedule import ScheduleResult
@@ -70,11 +70,6 @@ class Candidate:
             -self.work.packing.capacity_bytes,
             self.schedule.blocks,
         )
-
-    @property
-    def after_norm(self) -> Candidate:
-        """The same, with all chunks updated after the norm."""
-        return replace(self, placement=self.placement.updated_early(()))
 
     def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
         """Seconds of the same step by another cost, as of a machine with other rates."""

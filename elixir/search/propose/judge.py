@@ -105,10 +105,6 @@ class Judge:
         """The least seconds that are known."""
         return self._best_s[scenario]
 
-    def best(self, scenario: Scenario) -> Candidate:
-        """The fastest that is known."""
-        return self._best[scenario]
-
     # --- floors -------------------------------------------------------------------------------------------------------
 
     def floors(

@@ -149,9 +149,12 @@ class ShapeSearch:
             gap: a score this little above the least floor needs no improvement.
             work: simulations times chunks, next to those of the pool.
         """
+        judge, tries = self.judge, _Tries(self.judge, aim)
         if not looked:
+            for candidate in judge.promising(aim, KNOWN):
+                tries.show(candidate)
             return
-        judge, tries, enough = self.judge, _Tries(self.judge, aim), looked[0][0] * (1 + gap)
+        enough = looked[0][0] * (1 + gap)
         most = KNOWN * len(aim) + work // max(looked[0][1].family.count, FEW_CHUNKS)
         until = judge.simulations + most
         for candidate in self._promising(looked, tries):

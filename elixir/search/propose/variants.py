@@ -59,7 +59,7 @@ def fastest(
 
     Args:
         variants: those that are preferred first.
-        floor_s: seconds that no plan of a variant can beat; infinite where none seems to fit.
+        floor_s: the least floor of the shapes of a variant; infinite where none seems to fit.
         planned: its result, and its seconds; infinite where nothing fits.
     """
     floors = [floor_s(each) for each in variants] if len(variants) > 1 else [0.0]

@@ -17,6 +17,7 @@ from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
 from elixir.units import GIB, MIB, parse_bytes
 from tests.common.samples import make_trace
+from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = make_trace(layers=3, unit=2**24)
 DEVICE = 300 * MIB
@@ -105,3 +106,20 @@ def test_json_has_what_must_be_free(capsys: pytest.CaptureFixture[str], tmp_path
     assert found["machine_bytes"] == 2 * sum(parts.values()) - parts["libraries"]
     assert main([*words, "--brief"]) == 0
     assert "of the 16.00 GiB of each machine's memory" in capsys.readouterr().out
+
+
+def test_a_plan_by_hand_with_early_updates_takes_what_the_machine_has() -> None:
+    """Second sets of states shrink with the memory that is left, so that planning comes to an end."""
+    given: dict[str, Any] = {
+        "shard_device": "cpu",
+        "early_updates": True,
+        "assume": "nominal",
+        "hardware": preset("cpu"),
+    }
+    trace = stack_trace(StackShape(hidden=512, layers=6, ffn=2048))
+    roomy = simple_search(trace, 1, host_memory="1TiB", **given)
+    predicted = roomy.plan.predicted
+    assert predicted.host_parts["new_states"]
+    machine_bytes = roomy.must_be_free_bytes - predicted.checkpoint_bytes - predicted.host_parts["new_states"] // 2
+    tight = simple_search(trace, 1, host_memory=machine_bytes, **given)
+    assert tight.must_be_free_bytes <= machine_bytes
