@@ -124,7 +124,8 @@ def steps_of(draw: random.Random) -> list[Any]:
         rest = model.device(placement.codes[None], all_stretches=True)
         found.append([rest.live.tolist(), rest.gradients.tolist(), rest.temporary.tolist(), rest.rest_bytes.tolist()])
         for spare in (1 << 50, need.host_bytes + int(model.second_set_bytes.sum() // 2)):
-            left_bytes = spare - candidate.after_norm.need.host_bytes
+            plain = replace(candidate, placement=candidate.placement.updated_early(()))
+            left_bytes = spare - plain.need.host_bytes
             found.append([early_chunks(candidate, space, left_bytes, rule) for rule in range(3)])
         here = space.on(Scenario(host_adam=0.5, link=0.7, clipped=draw.random() < 0.5)).cost
         found.append(candidate.seconds_by(here))
@@ -135,7 +136,7 @@ def early_chunks(candidate: Candidate, space: SearchSpace, left_bytes: int, rule
     """Chunks that a slow host takes in backward, where the optimizer has early updates."""
     if space.setting.early_updates is False:
         return []
-    plain = candidate.after_norm.placement
+    plain = candidate.placement.updated_early(())
     return sorted(space.cost.early_chunks(candidate.model, plain, speed=0.6, left_bytes=left_bytes, rule=rule))
 
 
