@@ -34,14 +34,7 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A named model, or one that was made of it with other sizes.
-
-    Its sizes are attributes: ``layers`` (of an encoder-decoder, of each of the two stacks), ``hidden`` (width of the
-    hidden states), ``heads`` (of the queries), ``kv_heads`` (fewer if queries share them), ``ffn`` (inner width of the
-    feed-forward part, of one expert if there are several), ``vocabulary`` (rows of the token embedding; for an image
-    classifier, its classes) and ``positions`` (the longest sequence, None if positions are relative; an image
-    classifier has one per patch, and one more).
-    """
+    """A named model, or one that was made of it with other sizes."""
 
     name: str
     config: Mapping[str, Any]
@@ -56,13 +49,43 @@ class ModelShape:
         """Its transformers model type, such as ``opt`` or ``qwen3_moe``."""
         return str(self.config["model_type"])
 
-    def __getattr__(self, word: str) -> Any:
-        if word not in _KEYS:
-            raise AttributeError(f"a model has no size {word!r}; it has {', '.join(_KEYS)}")
-        if word == "positions" and "image_size" in self.config:
-            return (self.config["image_size"] // self.config["patch_size"]) ** 2 + 1
-        found = next((self.config[key] for key in _KEYS[word] if key in self.config), None)
-        return self.heads if word == "kv_heads" and not found else found
+    @property
+    def layers(self) -> int:
+        """Blocks; of an encoder-decoder, in each of the two stacks."""
+        return int(self._size("layers"))
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return int(self._size("hidden"))
+
+    @property
+    def heads(self) -> int:
+        """Heads of the queries."""
+        return int(self._size("heads"))
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; fewer than `heads` if queries share them."""
+        return int(self._size("kv_heads") or self.heads)
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of the feed-forward part, of one expert if there are several."""
+        return int(self._size("ffn"))
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token embedding; for an image classifier, its classes."""
+        return int(self._size("vocabulary"))
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence, None if positions are relative; an image classifier has one per patch, and one more."""
+        if "image_size" in self.config:
+            return int((self.config["image_size"] // self.config["patch_size"]) ** 2 + 1)
+        found = self._size("positions")
+        return None if found is None else int(found)
 
     def changed(self, *, name: str | None = None, **sizes: Any) -> ModelShape:
         """The same model with other sizes, by our words or by keys of its config.
@@ -74,6 +97,9 @@ class ModelShape:
             keys = [key for key in _KEYS[word] if key in config] if word in _KEYS else [word]
             config |= dict.fromkeys(keys, value)
         return replace(self, name=name or self.name, config=config, parameters=None)
+
+    def _size(self, word: str) -> Any:
+        return next((self.config[key] for key in _KEYS[word] if key in self.config), None)
 
 
 def model_names() -> tuple[str, ...]:
