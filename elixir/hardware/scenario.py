@@ -60,10 +60,6 @@ class Scenario:
         factors = dict.fromkeys(_HOST_ADAM, self.host_adam) | dict.fromkeys(_LINKS, self.link)
         return scaled(hardware, factors)
 
-    def is_no_faster(self, other: Scenario) -> bool:
-        """Whether no step is shorter than in the other scenario: nothing that gets slower makes a step shorter."""
-        return self.host_adam <= other.host_adam and self.link <= other.link and self.clipped >= other.clipped
-
 
 def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]:
     """All that the profile thinks possible, the nominal one first.

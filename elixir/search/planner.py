@@ -178,9 +178,9 @@ def space_of(question: Question, **changes: Any) -> SearchSpace:
     return SearchSpace(question.trace, question.hardware, replace(setting_for(*question), **changes))
 
 
-def least_space(question: Question, **changes: Any) -> SearchSpace:
+def least_space(question: Question) -> SearchSpace:
     """The space of the variant that keeps least."""
-    return space_of(variants(question, moves=False)[0], **changes)
+    return space_of(variants(question, moves=False)[0])
 
 
 def lacks_memory(question: Question) -> bool:

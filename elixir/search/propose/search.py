@@ -93,7 +93,7 @@ class ShapeSearch:
     def find(self, *, sure: bool = True) -> Outcome:
         """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
 
-        In other scenarios it looks at few packings: that of the fastest plan, and those with the least nominal floors.
+        In other scenarios it looks at fewer packings: that of the fastest plan, and those with the least nominal floors.
         """
         judge, nominal = self.judge, {self._nominal: 1.0}
         if self._space.hardware.device_kind == "cpu":
@@ -107,9 +107,9 @@ class ShapeSearch:
             return Outcome(None)
         best = judge.fastest()
         if others := judge.scenarios[1:]:
-            families = list(dict.fromkeys(shape.family for _, shape in looked))
-            families.sort(key=lambda family: family.model is not best.model)
-            near = families[: PACKINGS + 1]
+            order = list(dict.fromkeys(shape.family for _, shape in looked))
+            order.sort(key=lambda family: family.model is not best.model)
+            near = order[: PACKINGS + 1]
             for other in others:
                 self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, self._work // OTHERS)
             self._approach(judge.known, self._look(near, judge.known), TIE / 2, self._work)
