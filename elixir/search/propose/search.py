@@ -93,7 +93,7 @@ class ShapeSearch:
     def find(self, *, sure: bool = True) -> Outcome:
         """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
 
-        In other scenarios it looks at fewer packings: that of the fastest plan, and those with the least nominal floors.
+        In other scenarios it looks at fewer packings: that of the fastest plan, and those with small nominal floors.
         """
         judge, nominal = self.judge, {self._nominal: 1.0}
         if self._space.hardware.device_kind == "cpu":
