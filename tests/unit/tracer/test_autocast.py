@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -181,3 +182,20 @@ def test_only_code_that_speaks_of_autocast_is_told_the_kind_of_the_target(hardwa
 
     trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
     assert list(seen) == [("meta", kind)]
+
+
+def test_this_torch_has_every_function_that_a_trace_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of torch that go are left out of a trace; here it is noticed."""
+    asked: dict[tuple[str, str], Any] = {}
+
+    def noted(makers: Any) -> Any:
+        asked.update(makers)
+        return replaced_functions(makers)
+
+    monkeypatch.setattr("elixir.tracer.recorder.replaced_functions", noted)
+    for machine in (CPU, H200):
+        trace_step(nn.Linear(2, 2), {"input": torch.ones(1, 2)}, lambda m, x: m(**x).sum().backward(), hardware=machine)
+    assert len(asked) > 5
+    assert [key for key in asked if not hasattr(sys.modules.get(key[0]), key[1])] == []
+    with replaced_functions({("torch", "no_such_function"): lambda before: before}):
+        assert not hasattr(torch, "no_such_function")
