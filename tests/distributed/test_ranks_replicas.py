@@ -117,7 +117,8 @@ def _as_ddp(
         state = twins.module.state_dict()
         for name, value in twins.plain.module.named_parameters():  # buffers are those of a rank's last rows
             assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
-    answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
+    mine, network = _bits(twins.module), inside.lanes(twins.module).network
+    answers = network.ask(lambda: inside.group(twins.module).exchange("bits", mine))  # after gathers that are waiting
     assert answers[rank] == answers[(rank + 2) % 4]
     assert answers[0] != answers[1]
     twins.close()
@@ -165,7 +166,8 @@ def test_replicas_sum_once_whatever_the_number_of_backwards(rank: int, world_siz
         report = report_of(twins.module)
         for name in COUNTED if alone else ():
             assert report.observed[name] == report.predicted[name], f"{name} with {alone}"
-    answers = inside.group(twins.module).exchange("bits", _bits(twins.module))
+    mine, network = _bits(twins.module), inside.lanes(twins.module).network
+    answers = network.ask(lambda: inside.group(twins.module).exchange("bits", mine))  # after gathers that are waiting
     assert answers[rank] == answers[(rank + 2) % 4]
     twins.finish()
 
