@@ -185,9 +185,10 @@ class StateWindow:
         self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, makes_states: bool = False
     ) -> None:
         """Writes the states back after `stepped` and after the readings of the next steps; if the step makes states,
-        the next steps wait for that."""
+        which only its end tells, the next steps wait for that."""
         self._waiting.append((states, buffer, stepped))
         if makes_states:
+            failure(stepped)
             self.settle()
 
     def flush(self) -> None:

@@ -113,8 +113,9 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
     read: Ticket | None = None
     if chunk.stored is not None:
-        makes_states = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
-        buffer, read = engine.window.begin_step(chunk.stored, makes_states=makes_states)
+        makes_states = _makes_states(shard, inputs)
+        in_extent = makes_states and chunk.stored.has_room_for_states
+        buffer, read = engine.window.begin_step(chunk.stored, makes_states=in_extent)
         step, begin = (partial(chunk.stored.step, buffer, read, work) for work in (step, begin))
         after.append(Settled(read))  # the read fills the buffer in which the step works
     if inputs.arrived or shard.states.turn is not None:

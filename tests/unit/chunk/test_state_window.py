@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,10 @@ class Window:
 
         return run
 
-    def step(self, index: int, work: Callable[[], Any], adam: ThreadLane) -> None:
+    def step(self, index: int, work: Callable[[], Any], adam: ThreadLane, *, makes_states: bool = False) -> None:
         buffer, read = self.window.begin_step(self.chunks[index])
         stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), after=[read])
-        self.window.end_step(self.chunks[index], buffer, stepped)
+        self.window.end_step(self.chunks[index], buffer, stepped, makes_states=makes_states)
 
     def values(self) -> list[float]:
         """The masters, all elements of each the same."""
@@ -265,3 +266,16 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()
     it.close()
+
+
+def test_states_that_a_step_makes_count_as_written_however_late_it_makes_them(tmp_path: Path) -> None:
+    it, adam = Window(tmp_path, UnsyncedFiles(), states=False), ThreadLane("adam")
+
+    def work() -> None:
+        time.sleep(0.05)
+        it.chunks[0].region("exp_avg", NUMEL, torch.float32)
+
+    it.step(0, work, adam, makes_states=True)
+    assert it.window.take_moved() == (BLOCK, 2 * BLOCK)
+    it.close()
+    adam.close()
