@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
+from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
-from elixir.search.planner import least_s, plan_or_shortage
-from elixir.search.propose.judge import DECIMALS
+from elixir.search.planner import least_s, plan_or_shortage, planned, seconds_of
+from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import with_exact_moves
@@ -84,9 +84,10 @@ def search_batches(
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
 
-    Floors (`elixir.search.planner.least_s`) rank the ways. A way is planned while its floor is below all seconds that
-    are known. One that has no floor, since nothing with overlap and chunks of a sensible size fits, is planned if no
-    other has a plan.
+    Ways are compared by their fastest steps at the rates of the machine; the best is planned for all scenarios. No way
+    is looked at more closely than it takes to tell: floors (`elixir.search.planner.least_s`) come first, then brief
+    plans. Of ways that have no floor, since nothing with overlap and chunks of a sensible size fits, the first with a
+    plan is taken if no other has one.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -116,7 +117,7 @@ def search_batches(
         most += min(BATCHES_REFINED, len(dict(cuts))) * min(2 * layers.bit_length(), layers + 1)
     ways: dict[tuple[int, str], _Way] = {}
 
-    def floor_s(batch: int, checkpoint: str) -> float:
+    def floor_of(batch: int, checkpoint: str) -> float:
         cut = batch, checkpoint
         if cut not in ways:
             option = BatchOption(batch, samples // batch, checkpoint)
@@ -124,44 +125,83 @@ def search_batches(
                 what = f"{option.accumulation} x {batch} samples, activation checkpointing {checkpoint}"
                 progress(what, len(ways), max(most, len(ways) + 1))
             question = Question(trace_of(*cut), hardware, replace(request, accumulation=option.accumulation))
-            ways[cut] = _Way(round(least_s(question), DECIMALS), len(ways), option, question)
+            ways[cut] = _Way(option, question, least_s(question))
         return ways[cut].least_s
 
     for cut in cuts:
-        floor_s(*cut)
+        floor_of(*cut)
     if layers and forms:
-        ranked = dict.fromkeys(way.option.batch for way in sorted(ways.values()))
+        ranked = dict.fromkeys(way.option.batch for way in sorted(ways.values(), key=lambda way: way.least_s))
         for batch in list(ranked)[:BATCHES_REFINED]:
-            _refine(partial(floor_s, batch), forms[0], layers)
-    return _fastest(list(ways.values()))
+            _refine(partial(floor_of, batch), forms[0], layers)
+    return _chosen(list(ways.values()))
 
 
-class _Way(NamedTuple):
-    """A way, as far as it is known; of several, the least is the one that may be the fastest."""
+@dataclass
+class _Way:
+    """A way, as far as it is known."""
 
-    least_s: float
-    """Rounded seconds of its step; without a plan, its floor."""
-    place: int
-    """Among those that were looked at."""
     option: BatchOption
     question: Question
+    least_s: float
+    """Seconds that no step of it is below; infinite where none seems to fit."""
     answer: Answer | None = None
-    exact: bool = False
-    """Whether it is known which inputs of layers move."""
+    missed: PlanError | None = None
 
-    def better_known(self) -> _Way:
-        """The way with a plan, or with the one that it has once it is known what moves: then it may be slower.
+    def floor_s(self) -> float:
+        """`least_s`."""
+        return self.least_s
 
-        Raises:
-            PlanError: nothing fits, or not any more.
-        """
-        if self.answer is None:
+    def brief_s(self) -> float:
+        """Seconds of a plan that is made briefly."""
+        plan = planned(self.question, briefly=True)
+        self._measure(plan)
+        return seconds_of(plan)
+
+    def planned_s(self) -> float:
+        """Seconds of the fastest step that the search of the plan has found, once it is known which inputs of layers
+        move."""
+        try:
             answer = Answer(plan_or_shortage(*self.question), self.question)
-        else:
-            answer = with_exact_moves(self.answer, StepQuestion(model=self.question.trace))
-        option, exact = _measured(self.option, answer.plan), self.answer is not None
-        step_s = round(answer.plan.predicted.step_s, DECIMALS)
-        return self._replace(least_s=step_s, option=option, answer=answer, exact=exact)
+            self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
+        except PlanError as error:
+            self.missed = error
+            option = self.option
+            self.option = BatchOption(option.batch, option.accumulation, option.checkpoint, str(error).splitlines()[0])
+            return math.inf
+        self._measure(self.answer.plan)
+        predicted = self.answer.plan.predicted
+        return predicted.fastest_s or predicted.step_s
+
+    def _measure(self, plan: Plan | None) -> None:
+        if plan is not None:
+            predicted = plan.predicted
+            self.option = replace(
+                self.option,
+                step_s=predicted.seconds["total"],
+                device_peak_bytes=predicted.device_peak_bytes,
+                host_peak_bytes=predicted.host_peak_bytes,
+            )
+
+    @property
+    def told(self) -> BatchOption:
+        """What is known of it, with a reason if it was not planned."""
+        if self.option.step_s is not None or self.option.reason:
+            return self.option
+        reason = "does not fit with overlap and chunks of a sensible size"
+        if self.least_s < math.inf:
+            reason = f"takes at least {self.least_s:.4g} s, longer than another way's step"
+        return replace(self.option, reason=reason)
+
+
+def _chosen(ways: list[_Way]) -> BatchChoice:
+    """The way that has the least seconds when all is known of it."""
+    looks = (_Way.floor_s, _Way.brief_s, _Way.planned_s)
+    best = fastest(ways, looks, 1 + NOTICEABLE_SHARE)
+    if best is not None and best.answer is not None:
+        return BatchChoice(best.answer, best.option, tuple(way.told for way in ways))
+    missed = [(way.missed, way.question) for way in ways if way.missed is not None]
+    raise with_levers(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
 
 
 def _refine(floor_s: Callable[[str], float], form: str, layers: int) -> None:
@@ -179,45 +219,6 @@ def _refine(floor_s: Callable[[str], float], form: str, layers: int) -> None:
         if best == here:
             step //= 2
         here = best
-
-
-def _fastest(ways: list[_Way]) -> BatchChoice:
-    """The way that has the least seconds when all is known of it."""
-    options = [way.option for way in ways]
-    missed: list[tuple[PlanError, Question]] = []
-    heapq.heapify(ways)
-    while ways:
-        way = heapq.heappop(ways)
-        if way.answer is not None and way.exact:
-            for other in ways:
-                if other.answer is None:
-                    options[other.place] = replace(other.option, reason=_too_slow(other.least_s))
-            return BatchChoice(way.answer, way.option, tuple(options))
-        try:
-            way = way.better_known()
-            heapq.heappush(ways, way)
-            options[way.place] = way.option
-        except PlanError as error:
-            missed.append((error, way.question))
-            none = BatchOption(way.option.batch, way.option.accumulation, way.option.checkpoint)
-            options[way.place] = replace(none, reason=str(error).splitlines()[0])
-    raise with_levers(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
-
-
-def _too_slow(least_s: float) -> str:
-    if least_s == math.inf:
-        return "does not fit with overlap and chunks of a sensible size"
-    return f"takes at least {least_s:.4g} s, longer than another way's step"
-
-
-def _measured(option: BatchOption, plan: Plan) -> BatchOption:
-    predicted = plan.predicted
-    return replace(
-        option,
-        step_s=predicted.seconds["total"],
-        device_peak_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=predicted.host_peak_bytes,
-    )
 
 
 def _cuts(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:

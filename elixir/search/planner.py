@@ -113,24 +113,38 @@ def _planned(
     if say:
         _say(question, setting, budgets)
     # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
-    spaces = {id(each): space_of(each, matrices=setting.matrices) for each in asked}
+    spaces = [space_of(each, matrices=setting.matrices) for each in asked]
+    requests = [each.request for each in asked]
     nearest: list[int] = []
 
     def within(budgets: Budgets) -> Plan | None:
-        def floor_s(variant: Question) -> float:
-            found = _floors(spaces[id(variant)], budgets, variant.request)
+        plans: dict[int, Plan | None] = {}
+
+        def floor_s(way: int) -> float:
+            found = _floors(spaces[way], budgets, requests[way])
             return min((floor_s for floor_s, _ in found), default=math.inf)
 
-        def plan(variant: Question) -> tuple[Plan | None, float]:
-            found = plan_in(spaces[id(variant)], budgets, variant.request, briefly=briefly)
-            return found, math.inf if found is None else found.predicted.step_s
+        def brief_s(way: int) -> float:
+            nominal = replace(requests[way], assume="nominal")
+            return seconds_of(plan_in(spaces[way], budgets, nominal, briefly=True))
 
-        return fastest(asked, floor_s, plan)
+        def plan_s(way: int) -> float:
+            plans[way] = plan_in(spaces[way], budgets, requests[way], briefly=briefly)
+            return seconds_of(plans[way])
+
+        closer = [lambda way: spaces[way].cost.compute_s, floor_s, *(() if briefly else (brief_s,))]
+        best = fastest(range(len(asked)), [*(closer if len(asked) > 1 else ()), plan_s])
+        return None if best is None else plans[best]
 
     plan = _in_machine(within, budgets, question, nearest)
     if plan is None and budgets.device_slack_bytes:
         plan = _in_machine(within, budgets.with_slack(), question, nearest)
-    return _Found(plan, spaces[id(asked[0])], min(nearest, default=None))
+    return _Found(plan, spaces[0], min(nearest, default=None))
+
+
+def seconds_of(plan: Plan | None) -> float:
+    """Seconds of a step; infinite without a plan."""
+    return math.inf if plan is None else plan.predicted.step_s
 
 
 def _say(question: Question, setting: Setting, budgets: Budgets) -> None:

@@ -22,6 +22,8 @@ DECIMALS = 9
 """Digits of seconds by which candidates are put in order: machines may give the last bits of a sum differently."""
 LEAST_S = 1e-12
 """No step is shorter: regrets are ratios, also where a step has no work."""
+LITTLE = 2e-4
+"""A candidate whose floor is this little below the best is not simulated."""
 TIE = 0.01
 """Regrets this little apart are as good: the plan that needs least of the host is taken."""
 
@@ -204,22 +206,32 @@ class Judge:
 
     def fastest(self) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift."""
-        return min(self.fitting, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
+        pool, best_s = self.fitting, self.best_s(self.nominal)
+        bounds = self.bounds(pool, (self.nominal,))[:, 0].tolist()
+        near = [it for it, bound in zip(pool, bounds, strict=True) if bound < best_s * (1 - LITTLE)]
+        near += [it for it in pool if self.nominal in self._seconds[key_of(it)]]
+        return min(near, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
 
     def surest(self) -> Candidate:
         """The candidate with the least worst regret; of those that are as good, the one that needs least of the
         host."""
         pool = self.fitting
         scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, self.known)
-        most = math.inf
-        judged: list[Candidate] = []
+        most, judged = math.inf, list[Candidate]()
+        thrift: tuple[int, int] | None = None
         for row in np.argsort(scores, kind="stable").tolist():
-            if scores[row] > most + TIE:
+            it, least = pool[row], scores[row]
+            if least > most + TIE:
                 break
-            worst = self.score(pool[row], self.known, most + TIE)
+            needs = it.hosted_numel, it.need.host_bytes
+            if least >= most and thrift is not None and needs >= thrift:
+                continue  # neither surer nor thriftier
+            worst = self.score(it, self.known, most + TIE)
             if worst < math.inf:
-                most = min(most, worst)
-                judged.append(pool[row])
+                judged.append(it)
+                if worst < most:
+                    most = worst
+                thrift = min(needs, thrift or needs)
         final = [(self.score(it, self.known), it) for it in judged]  # the first knew less
         most = min(worst for worst, _ in final)
         near = [

@@ -28,19 +28,18 @@ from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import RESIDENT, Floats, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
 from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families, spread
-from elixir.search.propose.judge import TIE, Aim, Judge, Key, Outcome, key_of, scores_of
+from elixir.search.propose.judge import DECIMALS, LITTLE, TIE, Aim, Judge, Key, Outcome, key_of, scores_of
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
+from elixir.search.simulator.replay import STEADY_BATCH
 
 GAP, NEAR = 1e-3, 0.01
 """A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
-LITTLE = 2e-4
-"""A candidate whose floor is this little below the best is not simulated."""
 SLOW = 1.05
 """No climb begins this far above the best."""
-WORK, BRIEF_WORK, OTHERS = 60_000, 2_500, 4
-"""Simulations times chunks for one aim, where many plans are compared, and how many times fewer for the seconds of a
-scenario but the nominal one."""
+WORK, BRIEF_WORK, OTHERS = 90_000, 2_500, 4
+"""Simulations times chunks and batches for one aim, where many plans are compared, and how many times fewer for the
+seconds of a scenario but the nominal one."""
 LESS = 5
 """Shapes that leave less to the host, and the fastest one."""
 EXACT = 600
@@ -67,7 +66,7 @@ class ShapeSearch:
         sizes: capacities of chunks to pack with.
         scenarios: that are possible, the nominal one first.
         homes: of all chunks, if they are given.
-        work: simulations times chunks for one aim.
+        work: simulations times chunks and batches for one aim.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class ShapeSearch:
             aim: what is to be small.
             looked: shapes, the least floor first, and these floors as scores.
             gap: a score this little above the least floor needs no improvement.
-            work: simulations times chunks, next to those of the pool.
+            work: simulations times chunks and batches, next to those of the pool.
         """
         judge, tries = self.judge, _Tries(self.judge, aim)
         if not looked:
@@ -155,7 +154,8 @@ class ShapeSearch:
                 tries.show(candidate)
             return
         enough = looked[0][0] * (1 + gap)
-        most = KNOWN * len(aim) + work // max(looked[0][1].family.count, FEW_CHUNKS)
+        batches = min(self._space.setting.accumulation, STEADY_BATCH + 1)
+        most = KNOWN * len(aim) + work // (max(looked[0][1].family.count, FEW_CHUNKS) * batches)
         until = judge.simulations + most
         for candidate in self._promising(looked, tries):
             if tries.best <= enough or judge.simulations > until - most / 2:
@@ -367,7 +367,7 @@ class ShapeSearch:
             blocks, fits = family.room_for(codes)
             codes, blocks = codes[fits], blocks[fits]
             floors = self.judge.floors(family.model, (at,), codes, blocks, early=self._early, prefetch=True)[0]
-            for row in np.argsort(np.round(floors, 9), kind="stable").tolist():
+            for row in np.argsort(floors.round(DECIMALS), kind="stable").tolist():
                 if floors[row] >= self.judge.best_s(at) * (1 + 1e-9) or left <= 0:
                     break
                 streamed = bool((~RESIDENT[codes[row]]).any())

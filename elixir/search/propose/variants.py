@@ -6,7 +6,8 @@ planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from elixir.plan.activations import passes_together
@@ -16,7 +17,7 @@ from elixir.search.question import Question
 
 WORTHWHILE = 1.01
 """Larger passes, moved inputs, and more replicas must be faster by more than this factor."""
-T = TypeVar("T")
+Way = TypeVar("Way")
 
 
 def variants(question: Question, *, moves: bool) -> list[Question]:
@@ -52,22 +53,30 @@ def sizes_of_passes(question: Question) -> tuple[int, ...]:
     return sizes if passes_together(question.trace.step) or len(sizes) == 1 else sizes[:1]
 
 
-def fastest(
-    variants: list[Question], floor_s: Callable[[Question], float], planned: Callable[[Question], tuple[T, float]]
-) -> T:
-    """The result of the fastest variant; of those about as fast, of the first.
+def fastest(ways: Sequence[Way], looks: Sequence[Callable[[Way], float]], worth: float = WORTHWHILE) -> Way | None:
+    """The way with the least seconds; of those about as fast, the first. None where none fits.
+
+    No way is looked at more closely than it takes to tell.
 
     Args:
-        variants: those that are preferred first.
-        floor_s: the least floor of the shapes of a variant; infinite where none seems to fit.
-        planned: its result, and its seconds; infinite where nothing fits.
+        ways: those that are preferred first.
+        looks: each gives seconds of a way, infinite where it seems not to fit: what it cannot beat, closer and closer,
+            and last what it takes.
+        worth: a way is better than one that is preferred if it is faster by more than this factor.
     """
-    floors = [floor_s(each) for each in variants] if len(variants) > 1 else [0.0]
-    found: dict[int, tuple[T, float]] = {}
-    best_s = float("inf")
-    for number in sorted(range(len(variants)), key=lambda number: floors[number]):
-        if floors[number] > WORTHWHILE * best_s:
-            break
-        found[number] = planned(variants[number])
-        best_s = min(best_s, found[number][1])
-    return next(found[number][0] for number in sorted(found) if found[number][1] <= WORTHWHILE * best_s)
+    seconds, looked = [0.0] * len(ways), [0] * len(ways)
+    while True:
+        done = [at for at, count in enumerate(looked) if count == len(looks) and seconds[at] < math.inf]
+        best_s = min((seconds[at] for at in done), default=math.inf)
+        taken = next((at for at in done if seconds[at] <= worth * best_s), len(ways))
+
+        def may_win(at: int, best_s: float = best_s, taken: int = taken) -> bool:
+            return seconds[at] <= worth * best_s if at < taken else worth * seconds[at] < seconds[taken]
+
+        rest = [at for at, count in enumerate(looked) if count < len(looks) and may_win(at)]
+        if not rest:
+            return ways[taken] if done else None
+        least_s = min(seconds[at] for at in rest)
+        at = next(at for at in rest if seconds[at] <= worth * least_s)
+        seconds[at] = looks[looked[at]](ways[at])
+        looked[at] += 1

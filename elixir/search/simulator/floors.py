@@ -138,8 +138,47 @@ class Floors:
         found: Floats = norm_s + forward_s + backward_s
         if early:
             found = np.maximum(found, self._between_updates_s(homes))
-        more_s = (self._setting.accumulation - 1) * self._times.total_s  # batches after the first compute as long
-        return np.maximum(found + more_s, self._disk_s(codes))
+        if self._setting.accumulation > 1:
+            found = np.maximum(found + self._later_s(homes, blocks, prefetch=prefetch), self._lanes_s(homes, blocks))
+        return np.maximum(found, self._disk_s(codes))
+
+    def _later_s(self, homes: _Homes, blocks: Ints, *, prefetch: bool) -> Floats:
+        """Batches after the first. A forward or a backward finds as many of its chunks as there are blocks."""
+        copied_s = _sums(self._through(homes), self._copy_s)
+        found: Floats = np.zeros_like(copied_s)
+        for used, compute_s in ((self._in_forward, self._forward_s), (self._in_backward, self._backward_s + copied_s)):
+            waits_s = loads_s(~homes.weights & used, self._fetch_s[:, None], blocks)
+            if self._several:
+                waits_s = np.maximum(waits_s, loads_s(~homes.resident & used, self._gather_s[:, None], blocks))
+            found = found + (np.maximum(compute_s, waits_s) if prefetch else compute_s + waits_s)
+        return (self._setting.accumulation - 1) * found
+
+    def _lanes_s(self, homes: _Homes, blocks: Ints) -> Floats:
+        """The work of the busiest lane in all batches, but for fetches."""
+        count = self._setting.accumulation
+        adds = count - 1 - self._replicated  # replicas sum what the last has as well
+        on_host, on_device = homes.on_host, homes.on_device & self._through(homes)
+        added_s = adds * _sums(on_host, self._by_chunk("add_on_host_s"))
+        offload_s = count * (_sums(on_device, self._deliver_s) + _sums(on_host, self._by_chunk("offload_s")))
+        offload_s = offload_s + adds * _sums(on_device, self._by_chunk("add_on_device_s"))
+        host_s = _sums(on_host & ~homes.early, self._host_adam_s)
+        if self._shares_link:  # the host adds what has passed, in the lane of its updates
+            host_s = host_s + added_s
+        else:
+            offload_s = offload_s + added_s
+        found = np.maximum(offload_s, host_s)
+        if self._several:
+            gathers_s = loads_s(~homes.resident & self._in_forward, self._gather_s[:, None], blocks)
+            gathers_s = gathers_s + loads_s(~homes.resident & self._in_backward, self._gather_s[:, None], blocks)
+            reduces_s = _sums(self._trained[None], self._by_chunk("reduce_s"))
+            found = np.maximum(found, count * (gathers_s + reduces_s))
+        return found
+
+    def _through(self, homes: _Homes) -> Bools:
+        """Chunks whose gradients go through blocks."""
+        stays = homes.resident & homes.on_device & (not self._several)
+        found: Bools = (homes.on_device | homes.on_host) & ~stays
+        return found
 
     def _walked_s(self, homes: _Homes, *, prefetch: bool) -> Floats:
         """Updates on the device, forward's compute, and how long that waits for loads."""

@@ -60,6 +60,8 @@ class SimulatedCost:
         )
         accesses_s = self.rates.accesses_s(trace) * compute_scale
         self._of_trace = self.rates, accesses_s, ActivationMoves(trace, self.rates, accesses_s)
+        self.compute_s = setting.accumulation * float(accesses_s.sum())
+        """Seconds of compute in a step, wherever chunks are, without those of the optimizer."""
         # A copy that is clipped shares all of these.
         self._times: dict[MemoryModel, WorkTimes] = {}
         self._known: dict[tuple[MemoryModel, Placement, int, int, bool], dict[str, float]] = {}
