@@ -43,7 +43,7 @@ seconds of a scenario but the nominal one."""
 LESS = 5
 """Shapes that leave less to the host, and the fastest one."""
 EXACT = 600
-"""Simulations for all packings together of which all placements are looked at."""
+"""Simulations at most for all packings together of which all placements are looked at."""
 FEW_CHUNKS, MANY_CHUNKS = 32, 128
 """Most chunks of a packing whose homes change one by one and in all pairs; and most if there is one scenario, then in
 pairs of neighbours."""
@@ -359,7 +359,7 @@ class ShapeSearch:
 
     def _look_at_all_of_few(self) -> None:
         """Goes through all placements of packings with few chunks, the least floors first."""
-        at, left = self._nominal, EXACT
+        at, left = self._nominal, min(EXACT, self._work // FEW_CHUNKS)
         for family in self._all:
             codes = family.every
             if not len(codes):
