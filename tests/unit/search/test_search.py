@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmark.certificate.lower_bound import lower_bound
-from benchmark.original_rule import OriginalRule, rcache_first
+from benchmark.original_rule import OriginalRule
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
@@ -22,7 +21,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -82,22 +81,6 @@ def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it(
         assert gc.collect() < len(trace.parameters)
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-@given(traces(dtypes=("bfloat16", "float64")), st.sampled_from([1, 3]), st.integers(0, 100))
-@settings(max_examples=8, deadline=None)
-def test_wide_weights_have_wide_states(trace: StepTrace, world_size: int, percent: int) -> None:
-    least = least_needed(trace, world_size)
-    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
-    device = least + max(most - least, 0) * percent // 100
-    made = plan(trace, world_size, device=device)
-    check_consistent(made, trace)
-    ranks = HARDWARE.ranks_per_host(world_size)
-    setting = Setting(world_size, ranks, made.state_size, True)
-    bound = lower_bound(SearchSpace(trace, HARDWARE, setting), Budgets(device, PLENTY))
-    assert bound is not None
-    assert bound.step_s <= made.predicted.seconds["total"] + NANOSECOND_S
 
 
 @pytest.mark.slow
@@ -188,21 +171,6 @@ def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world
             assert made.predicted.seconds["total"] <= theirs + NANOSECOND_S
 
 
-@pytest.mark.slow
-def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_device() -> None:
-    trace = stack_trace("opt-30b")
-    setting = Setting(1, 1, StateSize(8), True)
-    device = 80 * GIB
-    original = OriginalRule(trace, setting).choose(device)
-    assert original is not None
-    slow = replace(HARDWARE, host_adam_numel_per_s=1e8)
-    made = plan_from_trace(trace, slow, 1, device_memory=device, host_budget=PLENTY).plan
-    theirs = originals_step_s(trace, setting, device, slow)
-    assert theirs is not None
-    assert link_bytes(made) > original.link_bytes
-    assert made.predicted.seconds["total"] < theirs
-
-
 def originals_step_s(
     trace: StepTrace, setting: Setting, device_bytes: int, hardware: HardwareProfile = HARDWARE
 ) -> float | None:
@@ -212,11 +180,6 @@ def originals_step_s(
         return None
     space = SearchSpace(trace, hardware, setting)
     return choice.candidate(space, PREFETCH_DEPTH if setting.overlap else 0).seconds["total"]
-
-
-def test_the_originals_constants_serve_the_cache_first_on_one_gpu_only() -> None:
-    cases = [(2, 8), (2, 4), (4, 8), (4, 4)]
-    assert [[rcache_first(gpus, *case) for gpus in (1, 2, 4, 8)] for case in cases] == [[True, False, False, False]] * 4
 
 
 def test_a_model_on_the_device_is_plain_pytorch() -> None:
@@ -278,14 +241,6 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
     assert early.predicted.checkpoint_bytes == most
 
 
-def test_host_memory_is_that_of_the_ranks_of_one_machine() -> None:
-    trace = stack_trace(SMALL)
-    made = plan(trace, 16, placement="cpu")
-    check_consistent(made, trace)
-    whole = sum(chunk.weight_bytes for chunk in made.chunks)
-    assert made.predicted.host_parts["weights"] == whole * HARDWARE.devices_per_host // 16
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) -> None:
     for live in ((0, 0), (64 * MIB, 0), (0, 64 * MIB)):
@@ -304,24 +259,6 @@ def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) ->
             made = plan(trace, world_size, placement=placement)
             assert {"w0", "w1"} <= {slot.name for slot in made.chunks[0].parameters}
             check_consistent(made, trace)
-
-
-@pytest.mark.slow
-def test_two_outsized_gradients_at_a_time_are_counted() -> None:
-    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
-    trace = stack_trace(shape, batch=1, seq=128)
-    for world_size in (1, 2):
-        for overlap in (True, False):
-            made = plan(trace, world_size, device=least_needed(trace, world_size, overlap=overlap), overlap=overlap)
-            check_consistent(made, trace)
-
-
-@pytest.mark.slow
-def test_the_least_memory_is_slowest_and_the_most_is_fastest() -> None:
-    trace = stack_trace("opt-1.3b")
-    seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
-    assert seconds[-1] == min(seconds)
-    assert seconds[0] == max(seconds)
 
 
 def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:

@@ -87,22 +87,6 @@ def test_placement_is_obeyed_by_all_three() -> None:
             check_consistent(on_host, trace)
 
 
-@pytest.mark.slow
-def test_levers_are_sorted_and_true() -> None:
-    trace = stack_trace("opt-1.3b", checkpoint=False)
-    with pytest.raises(PlanError) as caught:
-        plan(trace, device=8 * GIB)
-    enough = [lever.step_s for lever in caught.value.levers if lever.step_s is not None]
-    assert enough == sorted(enough)
-    assert [lever.step_s for lever in caught.value.levers[: len(enough)]] == enough
-    levers = [lever for lever in caught.value.levers if lever.step_s is None and lever.enough]
-    assert [lever.saves_bytes for lever in levers] == sorted((lever.saves_bytes for lever in levers), reverse=True)
-    batch = next(lever for lever in levers if "batch" in lever.action)
-    half = stack_trace("opt-1.3b", checkpoint=False, batch=4)
-    assert caught.value.needed_bytes - least_needed(half, 1) == pytest.approx(batch.saves_bytes, rel=0.01)
-    assert any("checkpointing" in lever.action for lever in levers)
-
-
 def test_a_parameter_larger_than_every_chunk_that_fits_is_named() -> None:
     trace = stack_trace(StackShape(hidden=512, layers=2, ffn=2048, vocab=500_000, positions=64), batch=1, seq=8)
     with pytest.raises(PlanError, match=r"'embed_tokens\.weight' .* larger than every chunk"):
