@@ -20,14 +20,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir
-from elixir import api
 from elixir.access import swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.problem import swapped_trace
-from elixir.search.replan import Correction, Observation
-from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
 from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
@@ -91,18 +89,6 @@ def test_hidden_states_that_enter_layers_add_to_the_loss(how: str) -> None:
     if how == "leaf":
         ours, plain = leaves[:2], leaves[2:]
         assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_evicting_after_every_use_changes_no_bit() -> None:
-    make, steps = family("llama"), batches("llama", 3)
-    assert in_passes(make, steps, debug=Debug(evict_always=True, poison=True)).same_as(plainly(make, steps))
-
-
-@pytest.mark.slow
-def test_random_numbers_are_those_of_given_seeds() -> None:
-    make, steps = family("gpt2", dropout=0.1), batches("gpt2", 4, seeds=True)
-    assert in_passes(make, steps).same_as(plainly(make, steps))
 
 
 @pytest.mark.slow
@@ -239,23 +225,6 @@ def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
-    make, steps = family(name), batches(name, 3)
-    plans = [plan_for(make(), steps[0][0], accumulation=3, on_host=on_host) for on_host in (False, True)]
-    stays, moves = (in_passes(make, steps, plan, max_norm=0.5) for plan in plans)
-    assert moves.same_as(stays)
-    assert moves.same_as(plainly(make, steps, max_norm=0.5))
-    moved, (before, after) = plans[1].step.swap_bytes, (run.reports[-1] for run in (stays, moves))
-    assert moved == plans[1].predicted.host_parts["swapped_activations"] > 0
-    for way in ("host_to_device", "device_to_host", "host_peak"):
-        assert after.observed[way] - before.observed[way] == after.predicted[way] - before.predicted[way] == moved
-    assert after.observed["loads"] == after.predicted["loads"] == before.observed["loads"]
-    assert plans[1].predicted.device_parts["activations"] < plans[0].predicted.device_parts["activations"]
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_host", [False, True])
 def test_layers_that_a_plan_runs_again_run_twice(monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
@@ -310,44 +279,6 @@ def test_a_search_moves_inputs_as_they_are_and_makes_layers_run_again(
         assert report.observed[way] == report.predicted[way]
     if plan.passes == 1:
         assert found.same_as(plainly(make, steps, max_norm=0.5))
-
-
-def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int | None] = []
-
-    def correction(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], *rest: Any) -> Correction:
-        seen.extend(each.batches for each in observations)
-        return Correction(plan, "asked for")
-
-    monkeypatch.setattr(api, "correct", correction)
-    monkeypatch.setattr(api, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(api, "MEASURED_STEPS", 1)
-    make, steps = family("llama"), batches("llama", 4, steps=3)
-    model = make()
-    module, optimizer = elixir.wrap(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        inp=steps[0][0],
-        step_fn=lambda model, batch: hf_loss(model, batch).backward(),
-        hardware="cpu",
-        device_memory="1.8MiB",
-        host_budget="1GiB",
-        accumulation=4,
-        pass_size=2,
-        assume="nominal",
-    )
-    assert any(chunk.resident and chunk.trainable and chunk.state_home == "host" for chunk in module.plan.chunks)
-    losses = []
-    for step in steps:
-        losses += optimizer.accumulate(stepping(optimizer, hf_loss, 4), step)
-        optimizer.step()
-        if not seen:
-            report = module.last_report
-            assert report.observed["device_to_host"] == report.predicted["device_to_host"]
-        optimizer.zero_grad()
-    assert seen == [2]
-    expected = plainly(make, steps)
-    assert all(torch.allclose(one, two, rtol=1e-4) for one, two in zip(losses, expected.losses, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -180,19 +180,6 @@ def test_under_fused_steps_a_move_changes_no_bit_and_later_steps_as_long_as_no_c
         assert same(after, stayed)
 
 
-def test_memory_is_counted_anew() -> None:
-    it = case("opt")
-    plan = make_plan(it, "streamed")
-    with Pair(it, rehomed(plan, "resident")) as pair:
-        pair.train(1)
-        assert not inside.live_bytes(pair.module, "host")
-        pair.module.rehome(rehomed(plan, "streamed"))
-        assert inside.bytes_by_kind(pair.module, "host")["optimizer_states"] == 8 * sum(
-            c.used_numel for c in plan.chunks
-        )
-        assert "resident_weights" not in inside.bytes_by_kind(pair.module, "device")
-
-
 def test_moves_only_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     it = case("opt")
     plan = make_plan(it, "streamed", optimizer_type="SGD")
