@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -176,18 +176,6 @@ def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: 
     mixed.train(2)
 
 
-def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
-    ordinary = [
-        slot.name for c in inside.chunks(mixed.module) if inside.is_ordinary(mixed.module, c) for slot in c.slots
-    ]
-    assert ordinary
-    for model in (mixed.module.module, mixed.plain):
-        with torch.no_grad():
-            for name in ordinary:
-                model.get_parameter(name).mul_(0.5)
-    mixed.train(2)
-
-
 def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
     mixed.train(1)
     for chunk in inside.chunks(mixed.module):
@@ -199,22 +187,6 @@ def test_a_parameter_may_be_added_in_place_to_something_else(pair: Pair) -> None
     for model in (pair.module.module, pair.plain):
         model.middle = lambda net, x: (x * 1).add_(net.third.bias)
     pair.train(3)
-
-
-def test_gathered_nests(pair: Pair) -> None:
-    second, third = (weights(pair)[f"{name}.weight"] for name in ("second", "third"))
-    plain = dict(pair.plain.named_parameters())
-    with torch.no_grad(), pair.module.gathered([second], write=True):
-        second.mul_(2)
-        plain["second.weight"].mul_(2)
-        with pair.module.gathered():
-            assert torch.equal(second.data, plain["second.weight"])
-            assert torch.equal(third.data, plain["third.weight"])
-        assert torch.equal(second.data, plain["second.weight"])
-        with pytest.raises(InputError, match="outside"):
-            third.norm()
-        assert torch.equal(pair.module.state_dict()["second.weight"], plain["second.weight"].cpu())
-    pair.train(2)
 
 
 def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
@@ -229,44 +201,6 @@ def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     plain.backward()
     mixed.step()
     mixed.train(2)
-
-
-def test_a_module_may_return_its_own_weight() -> None:
-    class Weight(nn.Module):
-        def __init__(self, form: str) -> None:
-            super().__init__()
-            self.form = form
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self) -> Any:
-            w = self.w.t() if "view" in self.form else self.w
-            if "used" in self.form:
-                w.sum()
-            return Output(w, 1) if "named" in self.form else {"w": [w]} if "dict" in self.form else (w,)
-
-    class Output(NamedTuple):
-        w: torch.Tensor
-        n: int
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            forms = ("plain", "used", "view", "named view", "dict view", "named used")
-            self.makers = nn.ModuleList(Weight(form) for form in forms)
-            self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in forms)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for maker, linear in zip(self.makers, self.linear, strict=True):
-                out = maker()
-                w = out["w"][0] if isinstance(out, dict) else out[0]
-                x = linear(x).tanh()  # other chunks come into the block meanwhile
-                x = x @ w
-            return x
-
-    torch.manual_seed(0)
-    it = net_case(Outer())
-    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
-        pair.train(5)
 
 
 def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:
@@ -493,19 +427,6 @@ def test_hooks_of_users_run_once(pair: Pair) -> None:
     pair.train(2)
     assert all_seen[0] == all_seen[1]
     assert len(all_seen[0]) == 2 * 4
-
-
-def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: Pair) -> None:
-    """It needs weights that were saved in blocks before; parameters go on showing what was gathered."""
-    losses = [mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain)]
-    with mixed.module.gathered():
-        losses[0].backward()
-        for name, parameter in weights(mixed).items():
-            assert torch.equal(parameter.detach(), mixed.plain.get_parameter(name)), name
-    losses[1].backward()
-    mixed.backward()  # no step in between that would empty the blocks
-    mixed.step()
-    mixed.train(1)
 
 
 @pytest.mark.parametrize("which", ["second", "all"])

@@ -162,18 +162,6 @@ def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.Cap
     assert out.index("the cheapest of these for a run") < out.rindex("1 x t4: 0.50 EUR an hour")
 
 
-def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "prices.csv"
-    table.write_text(
-        "machine,devices,per_hour,currency,source,read_on\nt4,1,0.5,EUR,a,2026-11-09\nt4,4,1.2,EUR,b,2026-11-10\n"
-    )
-    argv = "sweep opt-125m --seq 64 --hardware t4,l4 --world-sizes 2,4 --assume nominal --json".split()
-    status, out, _ = run(capsys, *argv, "--prices", str(table))
-    assert status == 0
-    costs = [row["cost"] for row in json.loads(out)["rows"]]
-    assert [cost and cost["per_hour"] for cost in costs] == [1.0, 1.2, None, None]
-
-
 def test_an_offer_whose_host_memory_is_unknown_is_named_with_what_must_be_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,24 +247,6 @@ def test_a_plan_remembers_its_step_so_that_explain_needs_nothing_else(
     planned = Plan.load(plan)
     assert len(record["chunks"]) == len(planned.chunks)
     assert record["plan"] == planned.fingerprint
-
-
-@pytest.mark.slow
-def test_explain_prints_sentences_and_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(folder / "plan.json"), str(folder / "trace.json")]
-    status, out, err = run(capsys, "explain", *paths)
-    assert (status, err) == (0, "")
-    for words in (
-        "a step at the profile's rates, bound by",
-        "one chunk elsewhere",
-        "what one lever would bring",
-        "plan again, nothing changed",
-    ):
-        assert words in out
-    status, brief, _ = run(capsys, "explain", *paths, "--brief", "--no-levers")
-    assert status == 0
-    assert out.startswith(brief)
-    assert "one chunk elsewhere" not in brief
 
 
 def test_another_machine_is_said_aloud(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,10 +374,3 @@ def test_bare_checkpoint_does_not_swallow_the_model() -> None:
     for line in ("sweep --checkpoint opt-13b opt-30b", "fit --checkpoint opt-13b", "explain --checkpoint plan.json"):
         args = build_parser().parse_args(normalise(line.split()))
         assert args.checkpoint == "non-reentrant"
-
-
-def test_help_lists_the_four(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help")
-    assert status == 0
-    for name in ("sweep", "fit", "explain", "timeline"):
-        assert f"    {name} " in out

@@ -109,7 +109,6 @@ def test_a_step_that_raises_leaves_the_weights_where_they_are(error: BaseExcepti
 
 
 def test_interrupts_while_weights_are_exchanged_lose_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elixir.tracer import meta
 
     model, swap = Tail(), meta.swap_tensors
     before, ahead = memory(model), list[str]()
@@ -305,26 +304,6 @@ def test_no_weight_is_lost_to_a_profiler_in_the_step() -> None:
     assert_back(model, before)
 
 
-@pytest.mark.parametrize("raised", [SystemExit, TimeoutError])
-def test_weights_are_back_if_a_signal_raises_meanwhile(raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler may end the process, or raise at a time limit."""
-    model, calls = Tail(), 0
-    before = kept(model)
-    real = meta.swap_tensors
-
-    def swap(*tensors: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:  # there are five tensors, so this is on the way back
-            raise raised
-        real(*tensors)
-
-    monkeypatch.setattr(meta, "swap_tensors", swap)
-    with pytest.raises(raised):
-        cpu_trace(model, INP, sum_step)
-    assert_back(model, before)
-
-
 def test_an_interrupt_leaves_no_class_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tail()
     before = kept(model)
@@ -344,19 +323,6 @@ def test_a_model_from_a_torchscript_file_is_trained(tmp_path: Path) -> None:
     model = torch.jit.load(str(tmp_path / "model.pt"))
     found = cpu_trace(model, INP, lambda model, inp: model(inp["x"]).sum().backward())
     assert all(parameter.trainable for parameter in found.parameters)
-
-
-LOSSES: list[torch.Tensor] = []
-
-
-def test_a_list_that_the_step_names_is_as_before() -> None:
-    def step(model: Any, inp: Any) -> None:
-        loss = model(**inp).sum()
-        LOSSES.append(loss.detach())
-        loss.backward()
-
-    cpu_trace(Tail(), INP, step)
-    assert LOSSES == []
 
 
 @pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
