@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -201,6 +201,44 @@ def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     plain.backward()
     mixed.step()
     mixed.train(2)
+
+
+def test_a_module_may_return_its_own_weight() -> None:
+    class Weight(nn.Module):
+        def __init__(self, form: str) -> None:
+            super().__init__()
+            self.form = form
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self) -> Any:
+            w = self.w.t() if "view" in self.form else self.w
+            if "used" in self.form:
+                w.sum()
+            return Output(w, 1) if "named" in self.form else {"w": [w]} if "dict" in self.form else (w,)
+
+    class Output(NamedTuple):
+        w: torch.Tensor
+        n: int
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            forms = ("plain", "used", "view", "named view", "dict view", "named used")
+            self.makers = nn.ModuleList(Weight(form) for form in forms)
+            self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in forms)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for maker, linear in zip(self.makers, self.linear, strict=True):
+                out = maker()
+                w = out["w"][0] if isinstance(out, dict) else out[0]
+                x = linear(x).tanh()  # other chunks come into the block meanwhile
+                x = x @ w
+            return x
+
+    torch.manual_seed(0)
+    it = net_case(Outer())
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.train(5)
 
 
 def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:

@@ -405,6 +405,25 @@ def test_copies_of_views_are_ordinary_and_their_own() -> None:
         assert all(made.untyped_storage().nbytes() == row.nbytes for made in copies)
 
 
+def test_only_what_lies_in_a_block_is_tracked() -> None:
+    kinds: list[type] = []
+
+    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        view, made = layer.weight.t(), x @ layer.weight.t()
+        kinds[:] = [type(view), type(view[0]), type(made), type(made.t()), type(view.clone()), type(view + 1)]
+        view.data = torch.zeros_like(view)  # it is a view of something else now
+        kinds.append(type(view))
+        return layer.after(layer.before(made))
+
+    it = case_of(forward, layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
+        pair.module(**it.inp)
+        assert kinds == [TrackedView, TrackedView, *[torch.Tensor] * 5]
+    with Pair(it := case_of(forward, layers=1), make_plan(it, "resident"), optimizer=sgd) as pair:
+        pair.module(**it.inp)
+        assert kinds == [torch.Tensor] * 7
+
+
 def under_vmap(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     view, x = layer.weight.t(), layer.before(x)
     return layer.after(torch.vmap(lambda row: torch.tanh(row @ view))(x))

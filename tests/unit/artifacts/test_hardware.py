@@ -23,7 +23,7 @@ from elixir.hardware.profile import (
     warn_if_doubtful,
     warn_if_other_device,
 )
-from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
 from elixir.search import minimum_waste_search, optimal_search
 
 GIB = 2**30
@@ -281,6 +281,18 @@ def test_what_was_not_measured_is_answered_by_the_plain_field(key: str, field: s
     assert profile.seconds(key, 0) == 0.0
 
 
+def test_plain_rates_of_compute_and_collectives() -> None:
+    profile = preset("h200")
+    for key in ("matmul.bfloat16.tall", "attention.bfloat16"):
+        assert profile.seconds(key, 1e12) == pytest.approx(1e12 / 790.3e12)
+    # Three quarters of the buffer are other ranks'.
+    for key in ("all_gather.4", "reduce_scatter.4"):
+        assert profile.seconds(key, 1e9) == pytest.approx(0.75e9 / profile.device_to_device_bytes_per_s)
+    assert profile.seconds("all_gather.1", 1e9) == pytest.approx(2e9 / profile.device_memory_bytes_per_s)
+    with pytest.raises(InputError, match="float64"):
+        profile.seconds("matmul.float64.square", 1)
+
+
 def test_the_nearest_measured_key_answers() -> None:
     alone, both, square = RateFit(1.0, 1.0, 0.0), RateFit(2.0, 1.0, 0.0), RateFit(3.0, 1.0, 0.0)
     profile = with_fits(host_to_device=alone, host_to_device__both=both, matmul__bfloat16__square=square)
@@ -304,6 +316,18 @@ def test_an_unknown_key_is_refused(key: Any) -> None:
         preset("h200").seconds(key, 1)
     with pytest.raises(InputError, match="is no key of hardware fits"):
         dataclasses.replace(preset("h200"), fits={key: RateFit(0.0, 1.0, 0.0)})
+
+
+def test_units_of_keys() -> None:
+    keys = (
+        "host_adam.2",
+        "device_adam.bfloat16",
+        "matmul.float32.deep",
+        "attention.float32",
+        "all_gather.2",
+        "host_memory",
+    )
+    assert [fit_unit(key) for key in keys] == ["numel", "numel", "flops", "flops", "bytes", "bytes"]
 
 
 def test_fits_survive_json_and_show_in_the_fingerprint(tmp_path: Path) -> None:

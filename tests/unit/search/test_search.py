@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
 from elixir.plan.chunk_plan import Home
-from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
@@ -261,45 +259,6 @@ def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) ->
             check_consistent(made, trace)
 
 
-def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
-    build = TraceBuilder()
-    numel = 2**24
-    weights = [build.parameter(f"w{i}", numel) for i in range(4)]
-    for index in weights:
-        build.use("forward", index, flops=10**12, moved=10**6)
-    for index in reversed(weights):
-        build.use("backward", index, flops=10**6, moved=10**11)
-    trace = build.build("timed")
-    hardware = replace(
-        HARDWARE,
-        flops_per_s={"bfloat16": 1e15},
-        matmul_efficiency=0.5,
-        device_memory_bytes_per_s=1e12,
-        host_memory_bytes_per_s=2e10,
-        host_to_device_bytes_per_s=2e10,
-        device_to_host_bytes_per_s=5e9,
-        device_to_device_bytes_per_s=1e11,
-        host_adam_numel_per_s=1e9,
-    )
-    world_size = 4
-    budgets = {"device_memory": PLENTY, "host_budget": PLENTY}
-    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", early_updates=False).plan
-    moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
-    # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.
-    copied = sum(2 * chunk.weight_bytes for chunk in made.chunks)
-    assert seconds["compute"] == pytest.approx(4 * 10**12 / 0.5e15 + (4 * 10**11 + copied) / 1e12)
-    # Four devices share a host memory of 20 GB/s, so each link gets no more than 5 of them.
-    assert seconds["host_to_device"] == pytest.approx(moved["host_to_device"] / 5e9)
-    assert seconds["device_to_host"] == pytest.approx(moved["device_to_host"] / 5e9)
-    assert seconds["network"] == pytest.approx(moved["network"] / 1e11, rel=0.3)  # latencies come on top
-    # The host's Adam updates the shards of all four ranks. It fills memory with 30 bytes an element, and while it runs
-    # weights of 2 bytes are fetched from there.
-    assert seconds["host_adam"] == pytest.approx(4 * numel / 1e9 * 32 / 30)
-    assert seconds["total"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["optimizer"])
-    for phase, resources in (("forward", ("host_adam",)), ("backward", ("compute", "device_to_host"))):
-        assert seconds[phase] >= max(seconds[name] for name in resources) * 0.9
-
-
 @pytest.mark.slow
 def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
     shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
@@ -310,26 +269,6 @@ def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
     assert embedding.state_home == "host"
     assert made.block_bytes < embedding.weight_bytes
     check_consistent(made, trace)
-
-
-def test_frozen_unused_and_mixed_parameters_have_homes() -> None:
-    trace = stack_trace(SMALL, frozen_layers=6)
-    made = plan(trace, device=least_needed(trace, 1) + 64 * MIB)
-    assert {chunk.trainable for chunk in made.chunks} == {True, False}
-    check_consistent(made, trace)
-    build = TraceBuilder()
-    used, idle = build.parameter("used", 4 * MIB), build.parameter("idle", 4 * MIB)
-    full = build.parameter("full", 4 * MIB, dtype="float32")
-    assert idle
-    for phase in ("forward", "backward"):
-        build.use(phase, used)
-        build.use(phase, full)
-    odd = build.build("odd")
-    placed = plan(odd, placement="cpu")
-    check_consistent(placed, odd)
-    assert placed.predicted.moved_bytes["device_to_host"] == sum(
-        chunk.weight_bytes for chunk in placed.chunks if any(s.name in ("used", "full") for s in chunk.parameters)
-    )
 
 
 def test_pins_keep_several_chunks_at_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
+from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.search import minimum_waste_search, optimal_search, simple_search
@@ -160,32 +160,6 @@ def test_minimum_waste_search_reports_its_own_need() -> None:
     needed = caught.value.needed_bytes
     made = minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=needed, host_budget=PLENTY).plan
     check_consistent(made, trace)
-
-
-def test_a_module_is_traced_and_planned() -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
-
-    def step(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        module(batch["x"]).square().mean().backward()
-
-    made = optimal_search(
-        model,
-        2,
-        unified_dtype=torch.bfloat16,
-        inp={"x": torch.zeros(4, 64)},
-        step_fn=step,
-        hardware="h200",
-        host_budget="1GiB",
-    ).plan
-    assert made.dtype == "bfloat16"
-    assert sorted(slot.name for chunk in made.chunks for slot in chunk.parameters) == sorted(
-        name for name, _ in model.named_parameters()
-    )
-    made.check(made.model_fingerprint, 2)
-    with pytest.raises(ArtifactError, match="model_fingerprint"):
-        made.check("0" * 16, 2)
-    with pytest.raises(ArtifactError, match="world_size"):
-        made.check(made.model_fingerprint, 4)
 
 
 def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:

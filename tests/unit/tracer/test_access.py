@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import backward_is_running, hooks_over, innermost_saved_tensors_hooks
-from elixir.access.interception import Interception, TrackedParameter, TrackedView, untrack
+from elixir.access.interception import Interception, TrackedParameter, TrackedView
 from elixir.access.placeholders import absent
 
 
@@ -211,31 +211,6 @@ def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
     log.held = None
     torch.addmm(second, weight, first)
     assert log.heard == [("used", (("weight",), "addmm")), ("renewed", "weight"), ("renewed", "weight")]
-    access.remove()
-
-
-def test_views_are_tracked_in_whatever_they_come_and_ask_for_nothing_by_metadata() -> None:
-    model = nn.Linear(4, 4)
-    log = Log(model)
-    log.tracks = True
-    access = Interception(model, log)
-    weight = model.weight
-    views = [
-        weight.T, weight.data, weight.detach(), weight[:, 1], *weight.chunk(2), *weight.unbind(), *weight,
-        *torch.split(weight, 3), weight.view(-1).expand(2, 16), weight.view(torch.int32),
-    ]  # fmt: skip
-    assert {type(view) for view in views} == {TrackedView}
-    log.heard.clear()
-    for ask in METADATA:
-        if ask is not METADATA[6]:  # a gradient is asked of the parameter
-            ask(views[0])
-    assert not log.heard
-    assert views[0].stride() == (1, 4)
-    assert not views[0].is_contiguous()
-    views[1].mul_(2)
-    assert log.only("writes") == [(("weight",), "mul_")]
-    untrack(views)
-    assert {type(view) for view in views} == {torch.Tensor}
     access.remove()
 
 

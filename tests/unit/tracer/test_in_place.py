@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import Interception
 from elixir.errors import InputError, TraceError
@@ -204,28 +203,6 @@ def test_tensors_in_the_memory_of_weights_are_there_afterwards() -> None:
     model[1].weight = nn.Parameter(model[0].weight.data)
     with pytest.raises(InputError, match="two parameters in the same memory"):
         cpu_trace(model, INP, sum_step)
-
-
-def test_what_forward_keeps_is_not_on_meta_afterwards() -> None:
-    class Positions(nn.Module):
-        """Makes its table when it is first called, and keeps it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.cached = nn.Linear(8, 8), {}
-            self.register_buffer("mask", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.mask is None:
-                self.mask = torch.ones(8, device=x.device)
-                self.cached["table"] = torch.arange(8, device=x.device)
-                self.table = self.cached["table"]
-            return checkpoint(self.layer, x * self.mask + self.table, use_reentrant=False)
-
-    model = Positions()
-    cpu_trace(model, INP, sum_step)
-    assert (model.mask, model.cached, hasattr(model, "table")) == (None, {}, False)
-    sum_step(model, INP)
 
 
 def test_a_model_on_meta_is_its_own_unless_it_has_gradients_to_keep() -> None:

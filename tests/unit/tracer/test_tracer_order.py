@@ -136,29 +136,6 @@ def test_an_access_stays_until_its_module_returns(recompute: str) -> None:
         assert trace.accesses[child].pin_until == child, "a leaf module returns at once"
 
 
-def test_tied_weights_are_one_parameter_used_twice() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(32, 8)
-            self.out = nn.Linear(8, 32, bias=False)
-            self.out.weight = self.embed.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.embed(x))
-
-    trace = cpu_trace(Tied(), {"x": torch.zeros(2, 4, dtype=torch.int64)}, sum_step)
-    (parameter,) = trace.parameters
-    assert (parameter.name, parameter.aliases) == ("embed.weight", ("out.weight",))
-    assert parameter.grad_arrivals == 1  # autograd sums both uses before it hands the gradient over
-    assert events(trace) == [
-        ("forward", ("embed.weight",), "embed"),
-        ("forward", ("embed.weight",), "out"),
-        ("backward", ("embed.weight",), "out"),
-    ]
-    assert trace.param_bytes == trace.grad_bytes == 32 * 8 * 4
-
-
 @pytest.mark.parametrize(("recompute", "arrivals"), [("none", 1), ("non-reentrant", 1), ("reentrant", 2)])
 def test_a_layer_used_twice_gets_a_gradient_from_each_backward_inside_backward(recompute: str, arrivals: int) -> None:
     class Twice(nn.Module):

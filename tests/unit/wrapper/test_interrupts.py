@@ -267,6 +267,28 @@ def test_a_model_trains_on_after_an_interrupt_of_a_second_forward() -> None:
         pair.train(1)
 
 
+def test_models_under_one_plan_train_on_after_an_interrupt() -> None:
+    model = elixir.together(policy=nn.Linear(8, 8), reference=nn.Linear(8, 8).requires_grad_(False))
+
+    def loss(models: Any, inp: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = (models.policy(inp["x"]) - models.reference(inp["x"])).square().mean()
+        return found
+
+    it = Case(model, {"x": torch.randn(4, 8)}, loss)
+    with Pair(it, make_plan(it, "streamed", split_number=2), device="cpu") as pair:
+        for name in ("policy", "reference"):
+            handle = interrupting(model.get_submodule(name))
+            with pytest.raises(KeyboardInterrupt):
+                it.loss(pair.module, it.inp)
+            handle.remove()
+            pair.train(1)
+            assert inside.phase(pair.module) is Phase.IDLE
+        handle = interrupting(model.get_submodule("policy"))
+        with pytest.raises(KeyboardInterrupt):
+            it.loss(pair.module, it.inp)
+        handle.remove()
+
+
 def test_models_under_one_plan_have_passes_after_an_interrupted_backward() -> None:
     """A model that is called in backward is in no pass; nothing of that call is left."""
     model = elixir.together(policy=nn.Linear(8, 8), reference=nn.Linear(8, 8).requires_grad_(False))

@@ -20,11 +20,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir
+from elixir import api
 from elixir.access import swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.problem import swapped_trace
+from elixir.search.replan import Correction, Observation
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
@@ -279,6 +281,44 @@ def test_a_search_moves_inputs_as_they_are_and_makes_layers_run_again(
         assert report.observed[way] == report.predicted[way]
     if plan.passes == 1:
         assert found.same_as(plainly(make, steps, max_norm=0.5))
+
+
+def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def correction(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], *rest: Any) -> Correction:
+        seen.extend(each.batches for each in observations)
+        return Correction(plan, "asked for")
+
+    monkeypatch.setattr(api, "correct", correction)
+    monkeypatch.setattr(api, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(api, "MEASURED_STEPS", 1)
+    make, steps = family("llama"), batches("llama", 4, steps=3)
+    model = make()
+    module, optimizer = elixir.wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        inp=steps[0][0],
+        step_fn=lambda model, batch: hf_loss(model, batch).backward(),
+        hardware="cpu",
+        device_memory="1.8MiB",
+        host_budget="1GiB",
+        accumulation=4,
+        pass_size=2,
+        assume="nominal",
+    )
+    assert any(chunk.resident and chunk.trainable and chunk.state_home == "host" for chunk in module.plan.chunks)
+    losses = []
+    for step in steps:
+        losses += optimizer.accumulate(stepping(optimizer, hf_loss, 4), step)
+        optimizer.step()
+        if not seen:
+            report = module.last_report
+            assert report.observed["device_to_host"] == report.predicted["device_to_host"]
+        optimizer.zero_grad()
+    assert seen == [2]
+    expected = plainly(make, steps)
+    assert all(torch.allclose(one, two, rtol=1e-4) for one, two in zip(losses, expected.losses, strict=True))
 
 
 @pytest.mark.parametrize(

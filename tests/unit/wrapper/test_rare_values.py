@@ -268,6 +268,48 @@ def test_parts_of_a_gradient_of_two_backwards_are_added_up_in_a_pass() -> None:
         torch.testing.assert_close(found[name], each.detach() - each.grad)
 
 
+class Buffered(nn.Module):
+    """Has buffers of all kinds, which some forward may register anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        for name in ("grown", "cache", "kind", "wide"):
+            self.register_buffer(name, torch.zeros(2), persistent=name != "cache")
+        self.wide = torch.zeros(1).expand(2)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(input)
+        return found
+
+
+def test_ranks_take_the_buffers_of_rank_0_whatever_has_become_of_them() -> None:
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model, inp = Buffered(), {"input": torch.ones(2, 8)}
+        plan = simple_search(model, 2, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
+        module = ElixirModule(model, plan, device="cpu")
+        if rank == 0:
+            model.grown, model.cache, model.kind = torch.ones(5), torch.ones(5), torch.ones(2, dtype=torch.float64)
+            model.wide = torch.ones(1).expand(2)
+            model.register_buffer("late", torch.ones(3))
+        for _ in range(2):
+            module(**inp).sum().backward()
+        module.zero_grad()
+        found = dict(model.named_buffers())
+        module.close()
+        return found
+
+    first, other = on_ranks(2, work)
+    assert isinstance(first, dict)
+    assert isinstance(other, dict), other
+    assert torch.equal(other.pop("cache"), torch.zeros(2))
+    assert torch.equal(first.pop("cache"), torch.ones(5))
+    assert {name: (value.dtype, value.tolist()) for name, value in other.items()} == {
+        name: (value.dtype, value.tolist()) for name, value in first.items()
+    }
+    assert (other["late"].tolist(), other["grown"].numel(), other["kind"].dtype) == ([1.0] * 3, 5, torch.float64)
+
+
 class Sparse(nn.Module):
     """Has a buffer that is no part of a message."""
 

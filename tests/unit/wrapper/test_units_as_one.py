@@ -17,8 +17,7 @@ from elixir.errors import InputError
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search, simple_search
-from elixir.search.problem.from_plan import packed_step_of
+from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.weight_uses import WeightUses
@@ -226,31 +225,6 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
     assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
     model.close()
     assert torch._C.ScriptMethod.__call__ is before
-
-
-def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
-    it = case("llama")
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        it.loss(model, inp).backward()
-
-    found = 0
-    for device in ("950KiB", "1200KiB", "2MiB"):
-        both = [
-            optimal_search(
-                it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_budget="64MiB",
-                placement="cpu", fetch=fetch, assume="nominal",
-            )
-            for fetch in ("parameters", "units")
-        ]  # fmt: skip
-        apart, joined = (answer.plan for answer in both)
-        assert joined.predicted.device_peak_bytes <= apart.predicted.device_peak_bytes
-        for link, amount in joined.predicted.moved_bytes.items():
-            assert amount <= apart.predicted.moved_bytes[link]
-        assert packed_step_of(joined, both[1].question.trace).order == joined.order
-        assert Plan.from_json(joined.to_json()) == joined
-        found += bool(joined.step.joined)
-    assert found
 
 
 @pytest.mark.parametrize("form", CHECKPOINTS[1:])

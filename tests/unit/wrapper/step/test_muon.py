@@ -108,36 +108,6 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     assert gradients.backward_count == 0
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
-    given = case("llama", dtype=getattr(torch, dtype))
-    plan = make_plan(given, mode, optimizer_type="Muon")
-    module = ElixirModule(given.model, plan)
-    mine = [ElixirOptimizer(module, each) for each in optimizers(given.model, plan.matrices)]
-    for _ in range(4):
-        mine[0].backward(given.loss(module, given.inp))
-        for each in mine:
-            each.step()
-            each.zero_grad()
-    module.settle()
-    report = report_of(module)
-    seen, said = report.observed, report.predicted
-    assert (seen["host_to_device"], seen["device_to_host"]) == (said["host_to_device"], said["device_to_host"])
-    if mode != "mixed":  # whose prediction is that of another plan
-        unpadded = {"device": 0, "host": 0}  # a class makes states without the padding of chunks, which plans count
-        for chunk in plan.chunks:
-            states = plan.states_of(chunk)
-            unpadded[chunk.update_home] += states.nbytes(chunk.numel) - states.nbytes(chunk.used_numel)
-        assert seen["device_buffers"] == said["device_buffers"] - unpadded["device"]
-        assert seen["host_peak"] == said["host_peak"] - unpadded["host"]
-        assert said["device_buffers"] <= plan.predicted.device_peak_bytes
-    turned = sum(map(plan.turned_bytes, plan.chunks))
-    assert turned == sum(2 * c.used_numel for c in plan.chunks if c.matrices and c.state_home == "host")
-    assert bool(turned) == (mode != "resident")
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path: Path) -> None:

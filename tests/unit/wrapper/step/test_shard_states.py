@@ -12,14 +12,11 @@ from torch import nn
 from elixir.chunk.chunk import Held, Slot
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
-from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.segments import Segment, cut_segments, own_ranges
 from elixir.wrapper.step.states import MovedStates, SmallStates, StateTensor, small_states
 from tests.common.one_shard import (
-    SHAPES,
     Extent,
-    User,
     class_states,
     fused_states,
     put,
@@ -30,30 +27,6 @@ from tests.common.one_shard import (
 )
 
 # --- made ahead ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_moments_made_ahead_are_aligned_parts_of_one_buffer_or_region(on_disk: bool) -> None:
-    master, segments = shard_of(*weights_of(*SHAPES), groups=(0, 1, 0))
-    extent: Any = Extent() if on_disk else None
-    user = User(torch.optim.AdamW, {}, {"amsgrad": True})
-    states = ClassStates(user, master, segments, extent=extent)
-    assert states.without_states() == segments
-    assert states.make()
-    assert states.without_states() == []
-    assert not any(states.has_stepped(segment) for segment in segments)
-    made = [states.state_of(segment) for segment in segments]
-    kinds = ["step", "exp_avg", "exp_avg_sq"]
-    assert [list(state) for state in made] == [kinds, [*kinds, "max_exp_avg_sq"], kinds]
-    for kind in kinds[1:]:
-        memory = made[0][kind].untyped_storage()
-        assert [state[kind].storage_offset() for state in made] == ([0, 3, 23] if on_disk else [0, 16, 48])
-        assert {state[kind].untyped_storage().data_ptr() for state in made} == {memory.data_ptr()}
-        assert memory.nbytes() == 4 * (25 if on_disk else 64)
-        assert not on_disk or memory.data_ptr() == extent.regions[f"{kind} float32"].data_ptr()
-    assert [(region, start) for region, _, start in states.memory()][:3] == [
-        ("exp_avg float32", 0), ("exp_avg_sq float32", 0), ("exp_avg float32", 3)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -69,6 +42,19 @@ def test_counts_of_steps_have_the_dtype_of_torch(wide: bool, fused: bool, dtype:
     finally:
         torch.set_default_dtype(before)
     assert {state["step"].dtype for state in states.optimizer.state.values()} == {dtype}
+
+
+def test_a_copy_has_no_states_that_are_gone() -> None:
+    states, other = class_states(sgd, ((3,),)), class_states(sgd, ((3,),))
+    mean, count = torch.zeros(3), torch.zeros(())
+    put(states, {"mean": torch.ones(3), "count": torch.ones(()), "rows": torch.ones(2)})
+    put(other, {"mean": mean, "count": count, "rows": torch.ones(4), "old": torch.ones(3)})
+    other.copy_from(states)
+    found = other.state_of(other.segments[0])
+    assert list(found) == ["mean", "count", "rows"]
+    assert found["mean"] is mean
+    assert found["count"] is count
+    assert (mean.tolist(), count.item(), found["rows"].tolist()) == ([1, 1, 1], 1, [1, 1])
 
 
 # --- what there is -------------------------------------------------------------------------------------------------
