@@ -149,7 +149,8 @@ def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabul
         optimal_search(model, 1, **asked, **budgets, use_fused_kernels=True)
 
 
-def test_a_plan_says_that_the_host_of_a_preset_is_assumed(trace: StepTrace) -> None:
+def test_a_plan_says_that_the_host_of_a_preset_is_assumed() -> None:
+    trace = stack_trace(TINY)
     here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
     of_preset, of_measured = (
         str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_budget=8 * GIB))

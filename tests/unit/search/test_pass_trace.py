@@ -156,10 +156,10 @@ def highest(trace: StepTrace) -> int:
 
 @pytest.mark.usefixtures("small_inputs")
 def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
-    made, batch = family("llama", layers=8, hidden=128)(), batches("llama", 1)[0][0]
+    made, batch = family("llama", layers=5, hidden=128)(), batches("llama", 1)[0][0]
     step = trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=slow_link())
     request = SearchRequest(
-        world_size=1, accumulation=8, pass_size="auto", device_memory="23MiB", host_budget="64GiB", assume="nominal"
+        world_size=1, accumulation=8, pass_size="auto", device_memory="20MiB", host_budget="64GiB", assume="nominal"
     )
     found = plan_or_shortage(step, slow_link(), request)
     without = plan_or_shortage(step, slow_link(), request, moves=False)

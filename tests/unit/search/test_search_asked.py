@@ -235,7 +235,7 @@ def test_a_plan_may_take_what_is_kept_back_for_the_allocator_before_it_is_refuse
     trace = stack_trace(SMALL)
     whole = int(least_needed(trace, 1) / 0.78)  # a quarter is kept back, a fifth without the allocator's part
     tight = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + whole)
-    request = SearchRequest(world_size=1, host_budget=PLENTY)
+    request = SearchRequest(world_size=1, host_budget=PLENTY, assume="nominal")
     made = plan_or_shortage(trace, tight, request)
     assert "expandable_segments:True" in caplog.text
     assert planned(Question(trace, tight, request)) == made
