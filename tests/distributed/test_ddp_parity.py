@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from tests.common import user_optimizers as own
-from tests.common.ddp import LR, PLANS, Twins, batch_of, parity, steady_adamw
+from tests.common.ddp import LR, PLANS, Twins, batch_of, parity
 from tests.common.parity import assert_as_planned, case, hf_loss
 from tests.common.quantised import TORCHAO, quantised_case
-from tests.common.spawn import on_each_rank, run_ranks
+from tests.common.spawn import run_ranks
 from tests.common.tiny_models import FAMILIES, tiny
 
 CHECKPOINTS = ("none", "non-reentrant", "reentrant")
@@ -120,30 +119,6 @@ def _larger_epsilon(parameters: Any) -> torch.optim.Optimizer:
 # --- fused kernels --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind", "checkpoint"),
-    [("llama", "host", "non-reentrant"), ("opt", "mixed", "none"), ("t5", "device", "none")],
-)
-@on_each_rank(2)
-def test_as_ddp_over_the_plain_model(rank: int, world_size: int, family: str, kind: str, checkpoint: Any) -> None:
-    model = tiny(family, checkpoint=checkpoint)
-    options: dict[str, Any] = {
-        "wrap": {"use_fused_kernels": True},
-        "use_fused_kernels": True,
-        "optimizer": steady_adamw,
-    }
-    twins = Twins(model, batch_of(model, rank, world_size), kind, **options)
-    twins.train()
-    for mine, plain in twins.losses:
-        assert abs(mine - plain) <= 1e-5 * abs(plain)
-    state = twins.module.state_dict()
-    for name, value in twins.plain.module.state_dict().items():
-        limit = (0.5 if name.endswith("k_proj.bias") else 1e-2) * LR  # gradients of key biases are noise
-        assert (state[name] - value).abs().max() <= limit, (name, (state[name] - value).abs().max())
-    twins.close()
-
-
 # --- frozen weights in 4 bits ---------------------------------------------------------------------------------------
 
 
@@ -174,25 +149,3 @@ def test_steps_are_those_of_ddp(form: str, kind: str, checkpoint: str) -> None:
 
 
 # --- optimizers of users --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", PLANS)
-@on_each_rank(2)
-def test_numbers_in_groups_go_on_from_step_to_step(rank: int, world_size: int, kind: str) -> None:
-    model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=lambda p: own.Averaging(p, lr=0.01))
-    both: tuple[Any, Any] = (twins.optimizer, twins.plain_optimizer)
-    for _ in range(2):
-        twins.train(3)
-        for optimizer in both:
-            optimizer.eval()
-        twins.check()
-        for optimizer in both:
-            optimizer.train()
-    for optimizer in both:
-        optimizer.state.clear()
-    twins.train(2)
-    twins.check()
-    mine, plain = (optimizer.param_groups[0] for optimizer in both)
-    assert all(mine[key] == plain[key] for key in ("k", "weight_sum", "train_mode"))
-    twins.close()

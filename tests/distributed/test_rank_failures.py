@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
@@ -136,65 +133,6 @@ def test_an_exception_on_all_ranks_leaves_the_module_usable(rank: int, world_siz
     assert torch.equal(loss, expected)
     take_step(optimizer, loss)
     assert hf_loss(module, inp) < loss
-    module.close()
-
-
-class _Raising(torch.autograd.Function):
-    """Raises in backward, while `armed`."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if _Raising.armed:
-            raise ValueError("bad batch")
-        return grad
-
-
-class _RaisingHalfway(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x).tanh()
-            if index == 2:
-                x = _Raising.apply(x)
-        return x
-
-
-@pytest.mark.parametrize("kind", ["host", "device"])
-@on_each_rank(2)
-def test_a_backward_that_raised_on_all_ranks_leaves_its_gradients(rank: int, world_size: int, kind: str) -> None:
-    """The gradients that it left count, as they do in plain PyTorch."""
-    torch.manual_seed(0)
-    model = _RaisingHalfway()
-    plain = copy.deepcopy(model)
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
-    plan = plan_for(model, {"x": x}, kind, loss=lambda net, inp: net(**inp).square().mean(), split_number=2)
-    module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    for net, backward in ((module, optimizer.backward), (plain, torch.Tensor.backward)):
-        backward(net(x).square().mean())
-        loss = net(2 * x).square().mean()
-        _Raising.armed = True
-        with pytest.raises(ValueError, match="bad batch"):
-            backward(loss)
-        _Raising.armed = False
-    for parameter in plain.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-    optimizer.step()
-    plain_optimizer.step()
-    expected = plain.state_dict()
-    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-6, atol=1e-7)
     module.close()
 
 

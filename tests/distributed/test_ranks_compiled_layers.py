@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import elixir
 from elixir.access.compiled_units import compiled_units
-from elixir.errors import RankError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common.ddp import plan_for
 from tests.common.parity import assert_as_planned, case
-from tests.common.spawn import on_each_rank, run_ranks
+from tests.common.spawn import run_ranks
 from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, LISTS, compiled, counted, fresh, train
 
 KINDS = ("host", "mixed", "resident")
@@ -73,35 +71,3 @@ def test_same_bits_of_every_family(name: str, backend: str) -> None:
     checkpoints = CHECKPOINTS if name not in ("encoder", "t5") else ("none",)
     ways = [(checkpoint, kind) for checkpoint in checkpoints for kind in KINDS]
     run_ranks(2, _check_all, name, backend, ways, wait_s=600.0)
-
-
-@pytest.mark.slow
-@on_each_rank(2)
-def test_layers_are_compiled_after_wrapping_on_all_ranks(rank: int, world_size: int) -> None:
-    it = case("llama", "non-reentrant")
-    inp = {key: value[rank::world_size].contiguous() for key, value in it.inp.items()}
-    mine = copy.copy(it)
-    object.__setattr__(mine, "inp", inp)
-    plain = DistributedDataParallel(copy.deepcopy(it.model))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    wanted = train(mine, plain, optimizer, 2)
-    compiled(plain.module)
-    wanted += train(mine, plain, optimizer, 2)
-    fresh()
-    module, wrapped = elixir.wrap(
-        it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=inp, device="cpu", placement="cpu",
-        device_memory="64MiB", host_budget="1GiB", replan=False,
-    )  # fmt: skip
-    found = train(mine, module, wrapped, 2)
-    compiled(it.model)
-    found += train(mine, module, wrapped, 2)
-    assert found == wanted
-    state = module.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in plain.module.state_dict().items())
-    assert counted()[0] > 0
-    assert counted()[1] == 0
-    assert not any(chunk.resident for chunk in module.plan.chunks)
-    if rank == 1:
-        it.model.model.layers[0].compile(backend="eager")
-    with pytest.raises(RankError):
-        module(**inp)

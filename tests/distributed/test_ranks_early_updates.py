@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.step_report import EarlyCounts
 from tests.common import inside
-from tests.common.ddp import Twins, batch_of, plan_for
+from tests.common.ddp import batch_of, plan_for
 from tests.common.debug import debugged
 from tests.common.early import HOMES, all_early, attempts
-from tests.common.parity import hf_loss, rehomed, report_of, square_loss, take_step
+from tests.common.parity import hf_loss, rehomed, square_loss, take_step
 from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 
@@ -62,31 +60,6 @@ def test_same_bits_as_without(homes: str) -> None:
     run_ranks(2, _kept, homes, {})
 
 
-@pytest.mark.slow
-@on_each_rank(2)
-def test_losses_and_weights_are_those_of_ddp(rank: int, world_size: int) -> None:
-    model = tiny("gpt2")
-    slow = replace(preset("cpu"), host_adam_numel_per_s=1e5)
-    twins = Twins(model, batch_of(model, rank, world_size), "host", max_norm=1e9, hardware=slow, early_updates=True)
-    assert twins.plan.has_early_updates
-    for norm in NORMS:
-        twins.max_norm = twins.optimizer.max_norm = norm
-        twins.backward()
-        made = attempts(twins.module)
-        assert made
-        twins.step()
-        report = report_of(twins.module)
-        assert report.early == EarlyCounts(len(made), len(made), len(made) if norm > 1 else 0)
-    twins.train(3)
-    twins.finish()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"emulation": None}, {"evict_always": True}])
-def test_same_bits_under_other_conditions(options: dict[str, Any]) -> None:
-    run_ranks(2, _kept, "streamed", options)
-
-
 @on_each_rank(2)
 def test_ranks_may_differ_in_what_they_keep(rank: int, world_size: int) -> None:
     """One rank alone has wrong new states: all give the same weights all the same."""
@@ -111,48 +84,6 @@ def test_ranks_may_differ_in_what_they_keep(rank: int, world_size: int) -> None:
     assert not [name for name in plain if not torch.equal(mine[name], plain[name])]
     module.close()
     other.close()
-
-
-class Routed(nn.Module):
-    """Layers that run only if a rank's batch says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
-        first, *experts, last = self.layers
-        x = first(x).tanh()
-        x = x + sum(expert(x).tanh() for index, expert in enumerate(experts) if index in chosen)
-        return last(x)  # type: ignore[no-any-return]
-
-
-def _square(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-    found: torch.Tensor = model(**inp).square().mean()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("homes", ["streamed", "states"])
-@on_each_rank(2)
-def test_layers_that_run_on_one_rank_only(rank: int, world_size: int, homes: str) -> None:
-    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
-    every = (0, 1, 2, 3)
-    model, inp = Routed(), {"x": x, "chosen": every}
-    ordinary = rehomed(plan_for(model, inp, "host", loss=_square, split_number=6), homes)
-    states, made = [], 0
-    for plan in (all_early(ordinary), ordinary):
-        module = ElixirModule(copy.deepcopy(model), plan, device="cpu", **debugged({}, poison=True))
-        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=1e9)
-        for choices in ((every, every), ((0, 1), (2, 3)), ((), (1,)), ((3,), (3,)), (every, ())):
-            optimizer.backward(_square(module, {"x": x, "chosen": choices[rank]}))
-            made += len(attempts(module))
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(module.state_dict())
-        module.close()
-    assert made
-    assert not [name for name, value in states[1].items() if not torch.equal(states[0][name], value)]
 
 
 # --- the order of updates -------------------------------------------------------------------------------------------

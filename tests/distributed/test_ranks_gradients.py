@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir.errors import InputError
 from tests.common import inside
 from tests.common.ddp import Twins, batch_of, steady_adamw
 from tests.common.parity import report_of
@@ -76,27 +75,6 @@ def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone:
     twins.finish()
 
 
-@pytest.mark.slow
-@on_each_rank(2)
-def test_a_step_after_all_were_dropped_changes_nothing(rank: int, world_size: int) -> None:
-    """A gradient that is dropped on all ranks is as if it had never come: a step changes nothing, and all go on
-    alike."""
-    model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=steady_adamw)
-    twins.train(2)
-    before = twins.module.state_dict()
-    for alone in (False, True):
-        with twins.module.no_sync() if alone else contextlib.nullcontext():
-            twins.optimizer.backward(twins.loss(twins.module, twins.inp))
-        for parameter in twins.module.parameters():
-            del parameter.grad
-        twins.optimizer.step()
-    after = twins.module.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    twins.train(2)
-    twins.finish()
-
-
 class _Two(nn.Module):
     """Two layers, of which each rank uses one; both are in one chunk, or in two."""
 
@@ -136,22 +114,6 @@ def test_zeros_instead_of_gradients_that_one_rank_has(rank: int, world_size: int
     twins.finish()
 
 
-@pytest.mark.parametrize("kind", ["host", "mixed"])
-@on_each_rank(2)
-def test_hooks_that_drop_gradients(rank: int, world_size: int, kind: str) -> None:
-    """Hooks drop gradients the moment they come; the ranks' data still differ."""
-    model = tiny("gpt2", layers=1)
-    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw)
-    for parameter in list(twins.module.parameters())[::3]:
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    for _ in range(4):
-        twins.backward()
-        for parameter in list(twins.plain.parameters())[::3]:  # DDP reduces first
-            parameter.grad = None
-        twins.step()
-    twins.finish()
-
-
 @pytest.mark.parametrize(
     ("kind", "checkpoint"), [("host", "non-reentrant"), ("mixed", "none"), ("mixed", "non-reentrant")]
 )
@@ -179,72 +141,6 @@ def test_gradients_of_some_weights(rank: int, world_size: int, kind: str, checkp
             gradient /= world_size
         twins.step()
         twins.train(1)
-    twins.finish()
-
-
-def _between_layers(side: nn.Module, inner: Any, inp: dict[str, Any]) -> torch.Tensor:
-    """The gradient of one activation with respect to another, neither of them an output of the model."""
-    hidden: list[torch.Tensor] = []
-    handles = [
-        layer.mlp.register_forward_hook(lambda module, args, output: hidden.append(output) and None)
-        for layer in inner.transformer.h
-    ]
-    side(**inp)
-    for handle in handles:
-        handle.remove()
-    return torch.autograd.grad(hidden[1].square().sum(), hidden[0])[0]
-
-
-@pytest.mark.parametrize("kind", ["host", "mixed"])
-@on_each_rank(2)
-def test_backwards_that_begin_in_the_middle(rank: int, world_size: int, kind: str) -> None:
-    model = tiny("gpt2")
-    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=steady_adamw)
-    for _ in range(3):
-        mine = _between_layers(twins.module, twins.module.module, twins.inp)
-        plain = _between_layers(twins.plain.module, twins.plain.module, twins.inp)
-        assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
-        assert not any(chunk.pins for chunk in inside.chunks(twins.module))
-        twins.train(1)
-    twins.finish()
-
-
-@on_each_rank(2)
-def test_backward_and_writes_inside_gathered(rank: int, world_size: int) -> None:
-    model = tiny("gpt2")
-    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=steady_adamw)
-    for _ in range(2):
-        losses = [twins.loss(side, twins.inp) for side in (twins.module, twins.plain)]
-        with twins.module.gathered(write=True):
-            losses[0].backward()
-            for parameter, plain in zip(twins.module.parameters(), twins.plain.parameters(), strict=True):
-                assert torch.allclose(parameter.detach(), plain.detach(), rtol=1e-4, atol=1e-6)
-            with torch.no_grad():
-                for parameter in twins.module.parameters():
-                    parameter.mul_(1.25)
-        losses[1].backward()
-        with torch.no_grad():
-            for parameter in twins.plain.parameters():
-                parameter.mul_(1.25)
-        twins.backward()
-        twins.step()
-    twins.finish()
-
-
-@on_each_rank(2)
-def test_writes_inside_gathered_for_reading_are_refused_or_undone(rank: int, world_size: int) -> None:
-    model = tiny("gpt2")
-    twins = Twins(model, batch_of(model, rank, world_size), "mixed")
-    twins.train(1)
-    before = twins.module.state_dict()
-    with twins.module.gathered(), torch.no_grad():
-        for parameter in twins.module.parameters():
-            parameter.data.add_(1)
-            with pytest.raises(InputError, match="write=True"):
-                parameter.add_(1)
-    after = twins.module.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    twins.train(2)
     twins.finish()
 
 

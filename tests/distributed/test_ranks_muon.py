@@ -20,7 +20,7 @@ from tests.common import inside
 from tests.common.ddp import PLANS, plan_for
 from tests.common.on_disk import on_disk
 from tests.common.parity import hf_loss, report_of
-from tests.common.spawn import on_each_rank, run_ranks
+from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
 
 
@@ -105,31 +105,6 @@ def test_training_has_the_bits_of_one_process(world_size: int, kinds: tuple[str,
 @pytest.mark.slow
 def test_each_replica_makes_its_matrices_orthogonal(tmp_path: Path) -> None:
     run_ranks(4, training, (*PLANS, "disk"), str(tmp_path), 2)
-
-
-@pytest.mark.slow
-@on_each_rank(2)
-def test_ranks_clip_two_optimizers_by_one_norm(rank: int, world_size: int) -> None:
-    model = tiny("llama")
-    torch.manual_seed(0)
-    plain, inp = copy.deepcopy(model), default_input(model, batch=2, seq=24)
-    names = [name for name, each in model.named_parameters() if each.ndim == 2 and "layers" in name]
-    theirs = optimizers(plain, names)
-    module, mine = elixir.wrap(
-        model, optimizers(model, names), inp=inp, device_memory="1.3MiB", host_budget="1GiB", max_norm=0.1
-    )
-    for _ in range(3):
-        hf_loss(plain, inp).backward()
-        mine[0].backward(hf_loss(module, inp))
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        for each in (*theirs, *mine):
-            each.step()
-            each.zero_grad()
-        assert mine[0].grad_norm == mine[1].grad_norm == pytest.approx(norm.item(), rel=1e-6)
-    found = module.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
-    module.close()
 
 
 def resumed(rank: int, world_size: int, folder: str, done: int, steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.ddp import Twins, batch_of, plan_for
-from tests.common.parity import hf_loss, mixed, rehomed, report_of, square_loss
+from tests.common.parity import hf_loss, mixed, rehomed, report_of
 from tests.common.spawn import on_each_rank, run_ranks, run_to_end
 from tests.common.tiny_models import tiny
 
@@ -42,27 +41,6 @@ def disagreeing(rank: int, world_size: int) -> None:
 
 def test_ranks_must_have_the_same_plan() -> None:
     assert [outcome.error for outcome in run_to_end(2, disagreeing)] == [None, None]
-
-
-@pytest.mark.slow
-@on_each_rank(2)
-def test_a_closed_model_is_whole_on_every_rank(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-    inp = {"input": torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))}
-    for kind in ("host", "mixed", "resident"):
-        twins = Twins(model, inp, kind, loss=square_loss)
-        twins.train(2)
-        state = twins.module.state_dict()
-        assert twins.module.release() is model
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-        copy.deepcopy(model)(**inp)
-    # A rank whose forward has raised does not wait for the others.
-    twins = Twins(model, inp, "host", loss=square_loss)
-    with pytest.raises(RuntimeError):
-        twins.module(torch.ones(3))
-    twins.close()
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 # --- new weights on their way back ----------------------------------------------------------------------------------

@@ -175,21 +175,6 @@ def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(rank: int, wo
     twins.finish()
 
 
-@pytest.mark.slow
-@on_each_rank(2)
-def test_experts_that_differ_between_micro_batches(rank: int, world_size: int) -> None:
-    twins, x = _twins(rank, "host", split_number=12)
-    for _ in range(3):
-        for choices in _CHOICES[1:4]:
-            twins.backward({"x": x, "chosen": choices[rank], "extra": rank == 1}, scale=1 / 3)
-        # Averages per micro-batch and of their sum round differently; what counts here is who takes part.
-        mine = twins.optimizer.clip_grad_norm_(1e9)
-        plain = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 1e9)
-        assert torch.allclose(mine, plain, rtol=1e-5, atol=0), (mine, plain)
-        twins.step()
-    twins.close()
-
-
 def _evaluation(rank: int, world_size: int) -> None:
     twins, x = _twins(rank, "host", split_number=12)
     for choices in _CHOICES[1:5]:
@@ -244,43 +229,6 @@ def test_what_the_plan_does_not_foresee_may_happen_on_all_ranks_alike(rank: int,
         assert twins.module.last_report is not None
         assert (twins.module.last_report.deviations > 0) == (step % 2 == 1)
     twins.finish()
-
-
-@pytest.mark.slow
-@on_each_rank(2)
-def test_two_forwards_before_one_backward(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = _Twice()
-    xs = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2)]
-
-    def contrast(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-        # Two forwards, then one backward over both.
-        left, right = model(inp["a"]), model(inp["b"])
-        return (left * right).mean() + left.square().mean()
-
-    twins = Twins(model, {"x": xs[0]}, "host", loss=_loss)
-    twins.loss = contrast
-    for _ in range(5):
-        twins.backward({"a": xs[0], "b": xs[1]})
-        twins.step()
-    twins.finish()
-
-
-@pytest.mark.slow
-@on_each_rank(2)
-def test_two_models_in_turn(rank: int, world_size: int) -> None:
-    pairs = []
-    for seed, kind in enumerate(("host", "mixed")):
-        torch.manual_seed(seed)
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * rank))
-        pairs.append(Twins(_Twice(), {"x": x}, kind, loss=_loss))
-    for _ in range(5):
-        for twins in pairs:
-            twins.backward()
-        for twins in pairs:
-            twins.step()
-    for twins in pairs:
-        twins.finish()
 
 
 def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:

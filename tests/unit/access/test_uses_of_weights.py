@@ -176,18 +176,6 @@ def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: 
     mixed.train(2)
 
 
-def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
-    ordinary = [
-        slot.name for c in inside.chunks(mixed.module) if inside.is_ordinary(mixed.module, c) for slot in c.slots
-    ]
-    assert ordinary
-    for model in (mixed.module.module, mixed.plain):
-        with torch.no_grad():
-            for name in ordinary:
-                model.get_parameter(name).mul_(0.5)
-    mixed.train(2)
-
-
 def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
     mixed.train(1)
     for chunk in inside.chunks(mixed.module):
@@ -199,22 +187,6 @@ def test_a_parameter_may_be_added_in_place_to_something_else(pair: Pair) -> None
     for model in (pair.module.module, pair.plain):
         model.middle = lambda net, x: (x * 1).add_(net.third.bias)
     pair.train(3)
-
-
-def test_gathered_nests(pair: Pair) -> None:
-    second, third = (weights(pair)[f"{name}.weight"] for name in ("second", "third"))
-    plain = dict(pair.plain.named_parameters())
-    with torch.no_grad(), pair.module.gathered([second], write=True):
-        second.mul_(2)
-        plain["second.weight"].mul_(2)
-        with pair.module.gathered():
-            assert torch.equal(second.data, plain["second.weight"])
-            assert torch.equal(third.data, plain["third.weight"])
-        assert torch.equal(second.data, plain["second.weight"])
-        with pytest.raises(InputError, match="outside"):
-            third.norm()
-        assert torch.equal(pair.module.state_dict()["second.weight"], plain["second.weight"].cpu())
-    pair.train(2)
 
 
 def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
@@ -493,19 +465,6 @@ def test_hooks_of_users_run_once(pair: Pair) -> None:
     pair.train(2)
     assert all_seen[0] == all_seen[1]
     assert len(all_seen[0]) == 2 * 4
-
-
-def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: Pair) -> None:
-    """It needs weights that were saved in blocks before; parameters go on showing what was gathered."""
-    losses = [mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain)]
-    with mixed.module.gathered():
-        losses[0].backward()
-        for name, parameter in weights(mixed).items():
-            assert torch.equal(parameter.detach(), mixed.plain.get_parameter(name)), name
-    losses[1].backward()
-    mixed.backward()  # no step in between that would empty the blocks
-    mixed.step()
-    mixed.train(1)
 
 
 @pytest.mark.parametrize("which", ["second", "all"])

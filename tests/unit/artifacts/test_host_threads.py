@@ -7,7 +7,6 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,15 @@ from elixir.hardware.host_share import (
     rank_threads,
     use_threads,
 )
-from elixir.hardware.rate_fit import RateFit
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.compiled_step import Combination, missing_compiler
 from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import MasterStates, make_moments
 from elixir.kernels.adam.native import build_kernel
 from elixir.kernels.adam.step import adam_step
-from elixir.search import plan_from_trace
-from elixir.search.simulator.rates import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.parity import Case, case, make_plan, square_loss
-from tests.common.samples import make_hardware
-from tests.common.searching import SMALL
-from tests.common.synthetic_trace import stack_trace
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can be seen and bound on Linux only")
 counts = st.integers(1, 300)
@@ -70,29 +63,6 @@ def test_the_rule_leaves_cores_for_compute_and_for_the_data_loader() -> None:
     assert adam_threads(16, compute_threads=4) == 10
     assert adam_threads(2, compute_threads=1) == 1
     assert adam_threads(2, ranks=8, compute_threads=2) == 1
-
-
-@pytest.mark.slow
-def test_threads_that_memory_has_no_use_for_are_left_out() -> None:
-    """Eight of sixteen cores fill memory: so many step, in the time model and, by what the plan says, in the run."""
-    full = {1: 1e9, 2: 2e9, 4: 3.6e9, 8: 5.8e9, 16: 6e9}
-    fits = {f"host_adam.{count}": RateFit(0.0, per_s, 0.0) for count, per_s in full.items()}
-    machine = replace(make_hardware(), fits=fits)
-    rates = Rates(machine, "bfloat16", 1, 1)
-    assert rates.host_threads is not None
-    assert 7 <= rates.host_threads <= 8
-    assert 0.95 * 5.95e9 <= rates.host_adam.per_s <= 5.8e9
-    share = HostShare(tuple(range(16)), 16, 1)
-    assert rank_threads(share, 0, environment={}, enough=rates.host_threads)[0] == rates.host_threads
-    assert rank_threads(share, 0, environment={}, enough=40)[0] == 14
-    assert rank_threads(share, 0, asked=15, environment={}, enough=8)[0] == 15
-    climbing = {f"host_adam.{count}": RateFit(0.0, count * 1e9, 0.0) for count in (1, 2, 4, 8, 16)}
-    assert Rates(replace(machine, fits=climbing), "bfloat16", 1, 1).host_threads == 14
-    assert Rates(replace(machine, fits={}), "bfloat16", 1, 1).host_threads is None
-    # Ranks that share what memory gives fill their part of it with fewer.
-    assert (Rates(replace(machine, fits=climbing), "bfloat16", 4, 4).host_threads or 0) <= 3
-    made = plan_from_trace(stack_trace(SMALL), machine, 1, device_memory=1 << 50, host_budget=1 << 50).plan
-    assert made.host_threads == rates.host_threads
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 63), min_size=1, max_size=40, unique=True))

@@ -10,18 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import elixir
-from elixir.hardware.profile import preset
-from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.plan.step_traffic import Backwards, all_reduce_bytes
 from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
-from elixir.search.simulator.simulation import simulate_step
-from elixir.tracer.trace import trace_step
-from tests.common import gpu, inside
+from tests.common import inside
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
-from tests.common.tiny_models import tiny
 
 COUNTED = ("loads", "hits", "host_to_device", "device_to_host", "network")
 
@@ -106,38 +100,6 @@ def test_a_searched_plan_predicts_its_own_optimizer_step(
             assert pair.module.last_report is not None
             assert not pair.module.last_report.surprises()
     assert "differs from its plan" not in caplog.text
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "auto"), (4, "cpu")])
-def test_the_simulated_step_moves_the_same(accumulation: int, where: str) -> None:
-    it = case("opt", "non-reentrant", layers=2)
-    plan = search(it, accumulation, where)
-    step = lambda model, inp: it.loss(model, inp).backward()  # noqa: E731
-    trace = trace_step(it.model, it.inp, step, hardware=preset("cpu"), optimizer=None)
-    simulated = simulate_step(plan, trace, preset("cpu"))
-    assert simulated.loads == plan.predicted.loads
-    assert simulated.moved_bytes == plan.predicted.moved_bytes
-
-
-def test_wrap_predicts_for_its_accumulation(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("gpt2", layers=2)
-    batch = default_input(model, batch=2, seq=16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    module, wrapped = elixir.wrap(
-        model, optimizer, inp=batch, hardware="cpu", device_memory="1MiB", host_budget="1GiB", accumulation=4,
-        replan=False, device=gpu.DEVICE,
-    )  # fmt: skip
-    assert any(not chunk.resident for chunk in module.plan.chunks)
-    for _ in range(2):
-        for _ in range(4):
-            wrapped.backward(hf_loss(module, gpu.there(batch, module.device)))
-        wrapped.step()
-        wrapped.zero_grad()
-        assert_as_predicted(module.last_report, module.plan)
-    assert "differs from its plan" not in caplog.text
-    assert "per optimizer step of 4 micro-batches" in str(module.plan)
-    assert "per optimizer step of 4 micro-batches" in str(module.last_report)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

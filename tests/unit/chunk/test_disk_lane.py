@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.optimizer_states import StateSize
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import packed_step_of, placement_of
-from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated, updating_early
@@ -67,16 +63,6 @@ def test_weights_on_the_device_return_there_during_the_next_update() -> None:
     assert result.step_s == pytest.approx(read + 3 * adam + fetch + 4 * use)
 
 
-@pytest.mark.parametrize("write", [1.0, 50.0])
-@pytest.mark.parametrize("homes", ["kkkk", "ksks", "eded"])
-def test_from_the_second_step_on_all_are_the_same(homes: str, write: float) -> None:
-    streamed = homes.count("k") + homes.count("s")
-    plan, speeds = chain_plan(blocks=streamed, depth=0, homes=homes), Speeds(1.0, 0.5, 0.25, 3.0, 1.0, 0.0, 2.0, write)
-    second, third, tenth = (simulated(plan, speeds, steps=steps) for steps in (2, 3, 10))
-    assert second == third == tenth
-    assert second == simulated(plan, speeds)
-
-
 @pytest.mark.parametrize("write", [1.0, 20.0])
 @pytest.mark.parametrize("homes", ["kskks", "sskss"])
 def test_new_states_in_backward_move_the_same_bytes_in_every_step(homes: str, write: float) -> None:
@@ -97,26 +83,6 @@ def test_ranks_of_one_machine_share_its_disk() -> None:
     fits = {"disk_read": RateFit(latency, ON_DISK_BYTES / 8.0, 0.0)}
     fitted = simulate_step(plan, chain(), replace(speeds, fits=fits), ranks_per_host=1)
     assert fitted.busy_s["disk"] == pytest.approx(3 * (latency + 4.0 + 1.5))
-
-
-@pytest.mark.parametrize("homes", ["kkk", "sks", "eee"])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int) -> None:
-    """Both agree to the last bit, also with a disk so slow that the step ends with it, and where only rates differ."""
-    from elixir.search.problem.memory_model import MemoryModel
-    from elixir.search.problem.placement import Setting
-
-    blocks = 0 if homes == "eee" else 3
-    plan = replace(chain_plan(blocks=blocks, depth=0, homes=homes), accumulation=accumulation)
-    trace, cost = chain(), None
-    setting = Setting(1, 1, StateSize(8), False, accumulation)
-    model = MemoryModel(packed_step_of(plan, trace), setting)
-    for read, write in ((2.0, 0.5), (9.0, 80.0)):
-        machine = Speeds(1.0, 0.5, 0.25, 3.0, read=read, write=write).machine()
-        cost = SimulatedCost(trace, machine, setting, like=cost)
-        walk = model.work.schedule(placement_of(plan).residents, 0).simulate(blocks)
-        seconds = cost.estimate(model, placement_of(plan), walk)
-        assert seconds["total"] == simulate_step(plan, chain(), machine).step_s
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -143,16 +109,6 @@ def test_all_ranks_of_a_machine_count_on_its_disk() -> None:
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_with_states_on_a_disk_survives_json_and_says_so(tmp_path: Path) -> None:
-    plan = chain_plan(blocks=3, depth=0, homes="kks")
-    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
-    assert [chunk.state_home for chunk in plan.chunks] == ["disk", "disk", "host"]
-    text = str(plan)
-    assert "1 of 3 trainable chunks on the host, 2 on the disk" in text
-    assert "disk read 6.00 MiB, disk write 6.00 MiB" in text
-    assert "disk" not in str(chain_plan(blocks=3, depth=0))
 
 
 def test_what_no_plan_can_be_is_refused() -> None:
@@ -208,11 +164,3 @@ def test_a_machine_whose_disk_is_unknown_says_what_to_do() -> None:
         simulate_step(chain_plan(blocks=3, depth=0, homes="kkk"), chain(), unknown)
     # Plans without it need not know.
     assert simulate_step(chain_plan(blocks=3, depth=0), chain(), unknown).busy_s["disk"] == 0
-
-
-def test_a_disk_shows_in_the_fingerprint_where_it_is_known() -> None:
-    known: HardwareProfile = preset("h200")
-    prints = {known.fingerprint, replace(known, disk_read_bytes_per_s=1e9).fingerprint}
-    prints.add(replace(known, fits={"disk_read": RateFit(0.0, 1e9, 0.0)}).fingerprint)
-    assert len(prints) == 3
-    assert replace(known, fits={"disk_read": RateFit(0.0, 1e9, 0.0)}).rate("disk_read").per_s == 1e9

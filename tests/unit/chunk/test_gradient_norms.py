@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
 from elixir.wrapper.step import gradient_norm
-from tests.common import gpu, inside
+from tests.common import inside
 from tests.common.parity import Case, Pair, case, make_plan, report_of
 
 
@@ -95,22 +94,6 @@ def test_gradients_stay_clipped_until_they_are_cleared(mode: str, make: Any) -> 
                 torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm)
                 pair.optimizer.step()
                 pair.plain_optimizer.step()
-
-
-def test_a_limit_that_is_asked_for_is_of_the_next_step_alone() -> None:
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)) as pair:
-        pair.backward()
-        same_norm(pair)
-        pair.optimizer.step()
-        pair.plain_optimizer.step()
-        pair.backward()  # to the gradients that were clipped
-        pair.step()
-        pair.backward()
-        same_norm(pair)
-        for module in (pair.module, pair.plain):
-            module.zero_grad()
-        pair.train(1)
 
 
 def test_without_clipping_nobody_sums(pair: Pair) -> None:
@@ -264,20 +247,6 @@ def test_empty_gradients_have_the_part_in_the_norm_that_they_have_in_torch(mode:
             pair.step()
 
 
-@gpu.on_the_cpu("threads are lanes there")
-def test_the_thread_that_copies_sums(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[str] = set()
-    measure = PartNorms.measure
-
-    def noted(self: PartNorms, shard: torch.Tensor) -> None:
-        threads.add(threading.current_thread().name)
-        measure(self, shard)
-
-    monkeypatch.setattr(PartNorms, "measure", noted)
-    pair.train(1)
-    assert threads == {"elixir offload"}
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_low_precision_it_is_that_of_what_is_stepped(dtype: str, reads: Reads) -> None:
     it = case("opt", layers=1)
@@ -298,19 +267,6 @@ def test_in_low_precision_it_is_that_of_what_is_stepped(dtype: str, reads: Reads
             assert abs(mine.double().cpu() * pair.optimizer.loss_scale / exact.sqrt() - 1) < 1e-5
             pair.optimizer.step()
             pair.optimizer.zero_grad()
-
-
-def test_an_overflow_is_found_on_the_way(reads: Reads) -> None:
-    it = case("opt", layers=1)
-    plan = make_plan(it, "streamed", unified_dtype="float16")
-    with Pair(it, plan, plain=it.model, alike=False) as pair:
-        before, weights = pair.optimizer.loss_scale, pair.module.state_dict()
-        pair.optimizer.backward(it.loss(pair.module, pair.case.inp) * float("inf"))
-        pair.optimizer.step()
-        assert reads.take() == 0
-        assert pair.optimizer.loss_scale == before / 2
-        after = pair.module.state_dict()
-        assert all(torch.equal(after[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,12 +22,11 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
-from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
-from tests.common.parity import Pair, adamw, case, make_plan, take_step
+from tests.common.parity import adamw, case, make_plan, take_step
 from tests.common.smaps import all_present, kernel_flags
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -186,23 +185,6 @@ def test_moments_on_the_host_are_there_when_wrapping_ends(fused: bool, kind: Mom
     optimizer.step()
     assert {tensor.data_ptr() for tensor in moments_of(optimizer)} == {tensor.data_ptr() for tensor in made}
     assert inside.bytes_by_kind(module, "host")["optimizer_states"] <= peak
-
-
-def test_moments_made_beforehand_are_as_those_made_by_a_step() -> None:
-    made = make_moments(700, "8bit", zeros=host_zeros)
-    for mine, theirs in zip(made.tensors(), make_moments(700, "8bit").tensors(), strict=True):
-        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"foreach": True}, {"fused": True}, {"maximize": True}])
-def test_steps_that_begin_with_such_moments_have_the_bits_of_plain_pytorch(options: dict[str, bool]) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
-
-    it = case("opt")
-    with Pair(it, make_plan(it, "mixed"), optimizer=make, device="cpu") as pair:
-        pair.train(3)
 
 
 @pytest.mark.sampled

@@ -109,17 +109,6 @@ def test_profile_passes_the_step_on(stub: Stub, capsys: pytest.CaptureFixture[st
     assert traced["hardware"] is stub.results["load_hardware"]
 
 
-def test_profile_defaults(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
-    run(capsys, "profile", "opt-125m")
-    dense = {"lora": None, "quantised": None, "max_positions": None}
-    assert stub.calls["build"] == {"args": ("opt-125m",), "dtype": torch.bfloat16, "checkpoint": "none", **dense}
-    assert (stub.calls["input_to_trace"]["batch"], stub.calls["input_to_trace"]["seq"]) == (1, None)
-    assert stub.calls["trace_step"]["optimizer"] == "AdamW"
-    assert stub.calls["trace_step"]["optimizer_kernel"] is None
-
-
 def test_a_plan_remembers_the_files_of_frozen_weights(
     stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

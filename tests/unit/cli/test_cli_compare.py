@@ -28,14 +28,6 @@ def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path
     assert record["placed_differently"] == ["layers.1.weight", "layers.2.weight"]
 
 
-def test_equal_plans_compare_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(make_plan(4).save(tmp_path / "a.json"))
-    assert "0 of" in run(capsys, "compare", path, path)[1]
-    record = json.loads(run(capsys, "compare", path, path, "--json")[1])
-    assert record["placed_differently"] == []
-    assert not any(field["differs"] for field in record["fields"].values())
-
-
 def test_compare_begins_with_speeds_and_prices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan, prices = make_plan(4), tmp_path / "prices.csv"
     prices.write_text(

@@ -7,15 +7,13 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elixir.cli import main, output
 from elixir.show.records import record_of, record_table, show_value
-from elixir.show.tables import homes_table, list_table, trace_summary
-from elixir.units import format_bytes
+from elixir.show.tables import list_table
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 
@@ -104,20 +102,3 @@ def test_no_two_fields_of_a_table_have_one_label() -> None:
     for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
         labels = list(record_table("title", record_of(artifact)).columns[0].cells)
         assert len(set(labels)) == len(labels)
-
-
-def test_packed_weights_are_not_counted_as_parameters() -> None:
-    trace = make_trace(layers=2)
-    packed = [
-        replace(param, dtype="uint8", trainable=False, grad_access=None) if at == 0 else param
-        for at, param in enumerate(trace.parameters)
-    ]
-    said = trace_summary(replace(trace, parameters=tuple(packed), step=replace(trace.step, quantised="nf4")))
-    size = format_bytes(packed[0].numel)
-    assert f"  parameters       {trace.numel - packed[0].numel:,} and {size} packed\n" in said
-    assert f"  weights          frozen: {size} in 4 bits (nf4)\n" in said
-    plan = make_plan(4)
-    chunks = (replace(plan.chunks[0], dtype="uint8", trainable=False), *plan.chunks[1:])
-    lines = shown(lambda: output.say(homes_table(replace(plan, chunks=chunks)), sys.stdout))
-    size = format_bytes(plan.chunks[0].used_numel)
-    assert any(re.search(rf"none \(frozen\) +1 +0 and {size} packed", line) for line in lines)

@@ -162,18 +162,6 @@ def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.Cap
     assert out.index("the cheapest of these for a run") < out.rindex("1 x t4: 0.50 EUR an hour")
 
 
-def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "prices.csv"
-    table.write_text(
-        "machine,devices,per_hour,currency,source,read_on\nt4,1,0.5,EUR,a,2026-11-09\nt4,4,1.2,EUR,b,2026-11-10\n"
-    )
-    argv = "sweep opt-125m --seq 64 --hardware t4,l4 --world-sizes 2,4 --assume nominal --json".split()
-    status, out, _ = run(capsys, *argv, "--prices", str(table))
-    assert status == 0
-    costs = [row["cost"] for row in json.loads(out)["rows"]]
-    assert [cost and cost["per_hour"] for cost in costs] == [1.0, 1.2, None, None]
-
-
 def test_an_offer_whose_host_memory_is_unknown_is_named_with_what_must_be_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,24 +249,6 @@ def test_a_plan_remembers_its_step_so_that_explain_needs_nothing_else(
     assert record["plan"] == planned.fingerprint
 
 
-@pytest.mark.slow
-def test_explain_prints_sentences_and_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(folder / "plan.json"), str(folder / "trace.json")]
-    status, out, err = run(capsys, "explain", *paths)
-    assert (status, err) == (0, "")
-    for words in (
-        "a step at the profile's rates, bound by",
-        "one chunk elsewhere",
-        "what one lever would bring",
-        "plan again, nothing changed",
-    ):
-        assert words in out
-    status, brief, _ = run(capsys, "explain", *paths, "--brief", "--no-levers")
-    assert status == 0
-    assert out.startswith(brief)
-    assert "one chunk elsewhere" not in brief
-
-
 def test_another_machine_is_said_aloud(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(folder / "plan.json"), str(folder / "trace.json")]
     status, _, err = run(capsys, "explain", *paths, "--hardware", "l4", "--brief", "--no-levers")
@@ -333,7 +303,8 @@ def test_wrong_files_and_steps_get_one_line(folder: Path, tmp_path: Path, capsys
 
 def test_a_plan_remembers_checkpointing_and_fused_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = str(tmp_path / "plan.json")
-    words = f"{PLAN} --activation-checkpointing non-reentrant:5 --fused-kernels --accumulation 3 --out {plan}".split()
+    words = f"{PLAN} --activation-checkpointing non-reentrant:5 --fused-kernels --accumulation 3 --assume nominal"
+    words = [*words.split(), "--out", plan]
     assert run(capsys, *words)[0] == 0
     found = Plan.load(plan)
     assert found.accumulation == 3
@@ -348,6 +319,7 @@ def test_a_plan_remembers_checkpointing_and_fused_kernels(tmp_path: Path, capsys
 @pytest.mark.parametrize("command", ["sweep", "fit"])
 def test_questions_can_be_asked_of_several_micro_batches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "opt-125m", "--seq", "64", "--hardware", "t4", "--host-budget", "64GiB", "--json"]
+    argv += ["--assume", "nominal"]
     one, four = (json.loads(run(capsys, *argv, *more)[1])["rows"][0] for more in ((), ("--accumulation", "4")))
     assert (one["accumulation"], four["accumulation"]) == (1, 4)
     assert one["step_s"] < four["step_s"] < 4 * one["step_s"]  # the optimizer steps once
@@ -404,10 +376,3 @@ def test_bare_checkpoint_does_not_swallow_the_model() -> None:
     for line in ("sweep --checkpoint opt-13b opt-30b", "fit --checkpoint opt-13b", "explain --checkpoint plan.json"):
         args = build_parser().parse_args(normalise(line.split()))
         assert args.checkpoint == "non-reentrant"
-
-
-def test_help_lists_the_four(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help")
-    assert status == 0
-    for name in ("sweep", "fit", "explain", "timeline"):
-        assert f"    {name} " in out

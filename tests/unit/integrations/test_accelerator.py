@@ -19,7 +19,6 @@ from elixir.integrations import accelerate
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.optimizer_list import OptimizerList
 from tests.common.accelerated import Loop, same
-from tests.common.early import all_early
 from tests.common.quantised import loaded
 from tests.common.trainers import collate, llama, muon_and_adamw, rows
 
@@ -73,22 +72,6 @@ def test_muon_and_adamw_as_one_optimizer(tmp_path: Path) -> None:
     assert ours.optimizer.step_was_skipped is False
 
 
-def test_muon_and_adamw_one_by_one() -> None:
-    weights = []
-    for accelerator in (Accelerator(cpu=True), ElixirAccelerator(cpu=True, elixir=ON_HOST)):
-        model = llama()
-        loader = DataLoader(rows(6, 0), batch_size=2, collate_fn=collate)
-        model, muon, adamw, loader = accelerator.prepare(model, *muon_and_adamw(model), loader)
-        for batch in loader:
-            accelerator.backward(model(**batch).loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            for each in (muon, adamw):
-                each.step()
-                each.zero_grad()
-        weights.append(accelerator.get_state_dict(model))
-    assert same(*weights)
-
-
 def test_micro_batches_of_a_step_pass_each_layer_together() -> None:
     plain = Loop(Accelerator(cpu=True, gradient_accumulation_steps=2), checkpoint=True)
     accelerator = ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir={**ON_HOST, "pass_size": 2})
@@ -100,24 +83,6 @@ def test_micro_batches_of_a_step_pass_each_layer_together() -> None:
         assert ours.epoch_in_passes(2) == plain.epoch()  # the last step has one micro-batch
     assert same(plain.weights(), ours.weights())
     assert accelerator.elixir.module.last_report.demand_loads == 0
-
-
-def test_new_states_in_backward_whose_limit_comes_after_it(tmp_path: Path) -> None:
-    """The script clips between backward and step, to limits that are reached in every second pass over the data."""
-    plain = Loop(Accelerator(cpu=True))
-    planned = ElixirAccelerator(cpu=True, elixir=ON_HOST)
-    Loop(planned)
-    plan = all_early(planned.elixir.module.plan).save(tmp_path / "early.json")
-    ours = Loop(ElixirAccelerator(cpu=True, elixir={"plan": str(plan)}))
-    reports = []
-    for limit in (1e9, 1e-3, 1e9, 1e9):
-        plain.max_norm = ours.max_norm = limit
-        assert ours.epoch() == plain.epoch()
-        reports.append(ours.accelerator.elixir.module.last_report)
-    assert same(plain.weights(), ours.weights())
-    assert reports[0].early.kept == reports[0].early.made > 0
-    assert reports[1].early.kept == 0
-    assert reports[3].early.kept == reports[3].early.made > 0
 
 
 def test_adapters_over_streamed_weights_in_4_bits(tmp_path: Path) -> None:

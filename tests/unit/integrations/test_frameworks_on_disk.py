@@ -94,14 +94,3 @@ def test_a_trainer_trains_and_saves_with_states_on_a_disk(drive: Path) -> None:
     assert_same(plain, ours)
     assert same(folder / "plain" / "final", folder / "ours" / "final")
     check(ours.trainer.elixir.module, drive)
-
-
-@pytest.mark.slow
-def test_a_trainer_plans_for_a_disk_where_nothing_else_fits(drive: Path) -> None:
-    given = {"device_memory": "90KiB", "host_budget": "100KiB", "disk_memory": "1GiB", "disk_folder": str(drive)}
-    plain = trainers.train(trainers.PLAIN, drive.parent / "plain", **SHORT)
-    elixir = json.dumps(given | {"replan": False})
-    ours = trainers.train(ElixirTrainer, drive.parent / "ours", **SHORT, elixir=elixir)
-    assert ours.trainer.elixir.module.plan.uses_disk
-    assert_same(plain, ours)
-    check(ours.trainer.elixir.module, drive)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
-from torch.utils.data import DataLoader
 
 import elixir.integrations.lightning as ours
 from elixir.errors import InputError, TraceError
 from elixir.integrations.lightning import ElixirStrategy
 from tests.common.lit import ByHand, Checkpointed, Late, Module, data, fitted, same, states, trainer
-from tests.common.quantised import loaded
-from tests.common.trainers import collate, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement_policy": "cpu"}
 
@@ -74,48 +69,12 @@ class Muons(Two):
         return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)
 
 
-class Tuned(lightning.LightningModule):
-    """A language model that a user has loaded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.strict_loading = model, False  # bitsandbytes refuses its own names
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.model(**batch).loss
-        self.log("loss", loss, on_step=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 class Level(Module):
     """Logs something that never becomes better."""
 
     def validation_step(self, batch: Any, index: int) -> None:
         super().validation_step(batch, index)
         self.log("level", torch.tensor(1.0))
-
-
-@dataclass
-class Pair:
-    """A batch in which nobody finds tensors who does not know it."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-    def to(self, device: Any) -> Pair:
-        return self
-
-
-class OfPairs(Module):
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        return super().training_step((batch.x, batch.y), index)
-
-
-def pairs(rows: list[Any]) -> Pair:
-    return Pair(torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]))
 
 
 def by_hand(module: Any, batch: Any) -> None:
@@ -172,30 +131,6 @@ def test_a_list_of_micro_batches_passes_each_layer_together(tmp_path: Path) -> N
 
 def states_of(done: Any) -> dict[str, torch.Tensor]:
     return done.strategy.lightning_module_state_dict()
-
-
-def test_adapters_over_streamed_weights_in_4_bits(tmp_path: Path) -> None:
-    def tuned(name: str, strategy: Any, resume: Path | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-        keep = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1, save_top_k=-1)
-        done = trainer(strategy, tmp_path, max_epochs=1, val_check_interval=None, callbacks=[keep])
-        module = Tuned(loaded("nf4", tmp_path, lora=True))
-        done.fit(module, DataLoader(rows(12, 0), batch_size=2, collate_fn=collate), ckpt_path=resume)
-        return done, states(tmp_path / name / "step=3.ckpt")
-
-    before = loaded("nf4", tmp_path, lora=True).state_dict()
-    plain, weights = tuned("plain", "ddp")
-    ours, found = tuned("ours", ElixirStrategy(**ON_HOST))
-    module = ours.strategy.elixir.module
-    assert any(chunk.dtype == "uint8" and not chunk.resident for chunk in module.plan.chunks)
-    assert module.last_report.demand_loads == 0
-    assert ours.logger.plain() == plain.logger.plain()
-    assert same(weights, found)
-    moved = {name for name, value in found.items() if not torch.equal(value, before[name.removeprefix("model.")])}
-    assert moved == {name for name in found if "lora_" in name}
-    _, resumed = tuned("again", "ddp", tmp_path / "plain" / "step=1.ckpt")
-    for name in ("plain", "ours"):
-        _, again = tuned(f"from-{name}", ElixirStrategy(**ON_HOST), tmp_path / name / "step=1.ckpt")
-        assert same(resumed, again)
 
 
 @pytest.mark.slow
@@ -263,17 +198,6 @@ def test_stops_early_and_tests_the_best_weights(tmp_path: Path) -> None:
         outcomes.append((done.global_step, done.logger.plain(), Path(keep.best_model_path).name, tested))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] < 9  # of 27 steps
-
-
-@pytest.mark.slow
-def test_a_batch_of_a_class_of_the_users(tmp_path: Path) -> None:
-    logs = []
-    for strategy in ("ddp", ElixirStrategy(**ON_HOST)):
-        torch.manual_seed(5)
-        made = trainer(strategy, tmp_path)
-        made.fit(OfPairs(), DataLoader(data().dataset, batch_size=4, collate_fn=pairs), data(8))
-        logs.append(made.logger.plain())
-    assert logs[0] == logs[1]
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from elixir.errors import InputError
 from elixir.integrations.transformers import with_elixir
-from tests.common.quantised import loaded
 from tests.common.trainers import llama, logged, rows
 
 trl = pytest.importorskip("trl")
@@ -73,44 +72,6 @@ def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> Non
         assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
         state = json.loads((tmp_path / "ours" / step / "trainer_state.json").read_text(encoding="utf-8"))
         assert [entry["step"] for entry in state["log_history"]] == list(range(1, int(step[-1]) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["nf4", "torchao"])
-def test_sft_over_quantised_weights_logs_what_it_does_alone(library: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def trained(kind: Any, folder: str, **more: Any) -> Any:
-        trainer = kind(
-            model=loaded(library, tmp_path / "start"),
-            args=arguments(trl.SFTConfig, tmp_path / folder, gradient_checkpointing=True),
-            train_dataset=datasets.Dataset.from_list(rows(20, 0)),
-            processing_class=tokenizer(),
-            peft_config=peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-            **more,
-        )
-        for each in trainer.model.parameters():
-            if each.requires_grad:
-                each.data = each.data.float()  # TRL trains adapters over 4 bits in bfloat16, without masters
-        trainer.train()
-        return trainer
-
-    plain = trained(trl.SFTTrainer, "plain")
-    ours = trained(with_elixir(trl.SFTTrainer), "ours", elixir=ON_HOST)
-    steps = len(logged(plain)) - (library != "nf4")  # the last entry counts torchao's scales as weights
-    assert logged(ours)[:steps] == logged(plain)[:steps]
-    assert same_weights(tmp_path / "plain" / "checkpoint-4", tmp_path / "ours" / "checkpoint-4")
-    report = ours.elixir.module.last_report
-    assert (report.demand_loads, report.deviations) == (0, 0)
-    assert report.observed["loads"] == report.predicted["loads"] > 0
-
-
-@pytest.mark.slow
-def test_sft_is_resumed_with_the_same_losses(tmp_path: Path) -> None:
-    kind = with_elixir(trl.SFTTrainer)
-    whole = logged(fine_tuned(kind, tmp_path, elixir=ROOMY))
-    again = logged(fine_tuned(kind, tmp_path, elixir=ROOMY, resume=str(tmp_path / "checkpoint-2")))
-    assert [entry["loss"] for entry in again[:-1]] == [entry["loss"] for entry in whole[:-1]]
 
 
 def test_a_plan_leaves_the_metrics_of_the_trainer_empty(tmp_path: Path) -> None:

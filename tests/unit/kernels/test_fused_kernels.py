@@ -402,15 +402,6 @@ def test_predicted_peak_is_the_real_one(
     assert str(fused) in trace.assumptions
 
 
-def test_tracing_leaves_the_model_and_the_plain_trace_as_they_were() -> None:
-    model = tiny("llama", device="meta")  # its own twin
-    inp = default_input(model, batch=1, seq=16)
-    before = cpu_trace(model, inp, default_step)
-    cpu_trace(model, inp, default_step, use_fused_kernels=True)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert cpu_trace(model, inp, default_step) == before
-
-
 def test_a_gpu_is_traced_with_what_would_run_there() -> None:
     model = tiny("llama", device="meta", dtype=torch.bfloat16, vocabulary=4096)
     inp = default_input(model, batch=2, seq=64)
@@ -460,26 +451,3 @@ def test_a_parameter_in_between_keeps_its_value(whose: str, dtype: torch.dtype |
     assert not any(
         torch.equal(before[slot.name], after[slot.name]) for slot in chunk.parameters if slot.name != BETWEEN
     )
-
-
-def test_two_optimizers_over_one_chunk_step_as_two_of_torch() -> None:
-    it = case("opt", layers=1)
-    plain = copy.deepcopy(it.model)
-    module = ElixirModule(
-        it.model, make_plan(it, "streamed"), device="cpu", debug=Debug(poison=True), use_fused_kernels=True
-    )
-    made = []
-    for model in (plain, module.module):
-        parameters = dict(model.named_parameters())
-        between = parameters.pop(BETWEEN)
-        made.append([adam(parameters.values()), torch.optim.AdamW([between], lr=1e-3)])
-    ours, theirs = [ElixirOptimizer(module, one) for one in made[1]], made[0]
-    for _ in range(STEPS):
-        it.loss(plain, it.inp).backward()
-        ours[0].backward(it.loss(module, it.inp))
-        for optimizer in (*ours, *theirs):
-            optimizer.step()
-        module.zero_grad()
-        plain.zero_grad()
-    expected = plain.get_parameter(BETWEEN)
-    torch.testing.assert_close(module.state_dict()[BETWEEN], expected.detach(), rtol=1e-4, atol=1e-6)

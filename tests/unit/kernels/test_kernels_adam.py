@@ -3,7 +3,6 @@ way."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -11,10 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +136,6 @@ def test_states_take_the_bytes_that_are_promised(kind: str, numel: int) -> None:
         before = [tensor.shape for tensor in moments.tensors()]
         adam_step(torch.ones(numel), torch.ones(numel), None, moments, AdamOptions(), 1)
         assert [tensor.shape for tensor in moments.tensors()] == before
-
-
-def test_bytes_per_element() -> None:
-    numel = 256 * 100
-    assert [moments_size(kind).nbytes(numel) / numel for kind in KINDS] == [8, 4, 2 + 8 / 256]
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("bfloat16", 0.01), ("8bit", 0.1)])
@@ -341,26 +332,6 @@ def test_a_child_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
     assert "no luck" in caplog.text
 
 
-def test_a_broken_compiler_is_named_and_eager_steps_go_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken-compiler"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    for variable, value in {
-        "CXX": str(broken),
-        "ELIXIR_COMPILE": "wait",
-    }.items():
-        monkeypatch.setenv(variable, value)
-    numel = when_compiled.SMALL_NUMEL["float32"]
-    master = torch.ones(numel)
-    with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
-        adam_step(torch.ones(numel), master, None, make_moments(numel), AdamOptions(lr=0.5), 1)
-    assert len(caplog.records) == 1
-    assert "broken-compiler" in caplog.text
-    torch.testing.assert_close(master, torch.full((numel,), 0.5))
-
-
 def test_the_variable_has_four_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in {"0": "never", "1": "background", "": "background", "WAIT": "wait", "now": "now"}.items():
         monkeypatch.setenv("ELIXIR_COMPILE", value)
@@ -525,39 +496,3 @@ def test_each_combination_has_a_code_object_of_its_own(monkeypatch: pytest.Monke
     example = (*values[:2], None, *values[2:], adam_scalars(AdamOptions(), 1))
     compiled: list[Any] = [compiling.compile_step(adam_, example)[0] for _ in range(2)]
     assert len({id(each.__code__) for each in (*compiled, adam_)}) == 3
-
-
-@pytest.mark.slow
-def test_a_compiled_step_does_not_keep_other_threads_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs while the training thread submits compute, which must not wait for the interpreter's lock."""
-    if compiling.missing_compiler("cpu"):
-        pytest.skip("no C++ compiler")
-    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
-    numel = 1 << 24
-    master, gradient, moments = torch.ones(numel), torch.ones(numel, dtype=torch.bfloat16), make_moments(numel)
-    turns: list[float] = []
-    over = threading.Event()
-
-    def other() -> None:
-        while not over.is_set():
-            turns.append(time.perf_counter())
-
-    step = functools.partial(adam_step, gradient, master, None, moments, AdamOptions())
-    step(1)
-    thread = threading.Thread(target=other)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # turns at Python code are short compared with a step
-    thread.start()
-    share, number = 1.0, 1
-    while share >= 0.5 and number < 100:  # the machine may have no core for the other thread during a step
-        number += 1
-        turns.clear()
-        began = time.perf_counter()
-        step(number)
-        ended = time.perf_counter()
-        inside = [began, *(moment for moment in list(turns) if began < moment < ended), ended]
-        share = max(later - earlier for earlier, later in pairwise(inside)) / (ended - began)
-    over.set()
-    thread.join()
-    sys.setswitchinterval(before)
-    assert share < 0.5, "no other thread ran during any step"

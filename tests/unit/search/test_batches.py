@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.models.activation_checkpointing import checkpointable_layers
 from elixir.models.loading import build
@@ -19,7 +18,6 @@ from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
-from elixir.plan.plan import Plan
 from elixir.search import batches, optimal_search, plan_from_trace, search_batches
 from elixir.search.advise.answer import Answer
 from elixir.search.problem.memory_model import MemoryModel
@@ -27,10 +25,9 @@ from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.question import StepQuestion
-from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
-from elixir.units import GIB, MIB
+from elixir.units import MIB
 from tests.common.searching import HARDWARE, SMALL, shortage
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
@@ -66,30 +63,6 @@ def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> N
     assert [option.batch for option in odd.options] == [6, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation: int) -> None:
-    plan = plan_from_trace(
-        trace_of(2), HARDWARE, world_size, device_memory=900 * MIB, host_budget=PLENTY, accumulation=accumulation
-    ).plan
-    assert plan.accumulation == accumulation
-    assert Plan.from_json(plan.to_json()) == plan
-    step = simulate_step(plan, trace_of(2), HARDWARE)
-    assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
-    for phase, seconds in step.phases_s.items():
-        assert plan.predicted.seconds[phase] == pytest.approx(seconds, rel=1e-9, abs=1e-12)
-    assert plan.predicted.seconds["host_to_device"] == pytest.approx(step.busy_s["host_to_device"])
-
-
-@pytest.mark.slow
-def test_more_batches_than_are_simulated_count_as_the_last_of_them() -> None:
-    trace = trace_of(2)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_budget=PLENTY, accumulation=8).plan
-    assert plan.predicted.seconds["total"] == pytest.approx(simulate_step(plan, trace, HARDWARE).step_s, rel=0.01)
-    assert "per optimizer step of 8 micro-batches" in str(plan)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) -> None:
     """Gradients on the device add to the activations of forward; one that is added on the host, to its sum."""
@@ -117,31 +90,6 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
     assert hosts == [3 * 2 * numel, 5 * 2 * numel]
     only_one = Placement((Home.RESIDENT, Home.RESIDENT, Home.HOST))
     assert four.need(only_one, 1).host_parts["gradients"] == 2 * 2 * numel  # with nothing to copy meanwhile
-
-
-@pytest.mark.slow
-def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
-    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_budget": PLENTY, "search": "minimum_waste"}
-    choice = search_batches(trace_of, HARDWARE, 1, samples=4, checkpoints=["none", "non-reentrant"], **options)
-    assert [(option.batch, option.accumulation) for option in choice.options] == [
-        (batch, 4 // batch) for batch in (4, 2, 1) for _ in range(2)
-    ]
-    assert choice.option in choice.options
-    assert choice.plan.accumulation == choice.option.accumulation
-    assert choice.plan.predicted.device_peak_bytes <= 1000 * MIB
-    for option in choice.options:
-        assert (option.step_s is None) == bool(option.reason)
-        plan = None
-        try:
-            plan = plan_from_trace(
-                trace_of(option.batch, option.checkpoint), HARDWARE, 1, accumulation=option.accumulation, **options
-            ).plan
-        except PlanError:
-            assert option.reason
-        if plan is not None:
-            # What was left out because of its compute alone is no faster either.
-            assert choice.option.step_s is not None
-            assert plan.predicted.seconds["total"] >= choice.option.step_s * (1 - 1e-9)
 
 
 def exact_moves(exactly: list[float | None], seen: list[Answer]) -> Callable[..., Answer]:
@@ -242,17 +190,6 @@ def test_accumulation_is_a_whole_number() -> None:
         replace(plan, accumulation=0)
 
 
-@pytest.mark.slow
-def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["plan", "opt-125m", "--hardware", "h200", "--host-budget", "64GiB", "--batch", "2", "--seq", "64"]
-    assert main([*call, "--search-batch", "--device-memory", str(2 * GIB)]) == 0
-    shown = capsys.readouterr().out
-    assert "non-reentrant" in shown
-    assert shown.index("*") < shown.index("plan ")
-    assert main(["plan", "opt-125m", "--search-batch", "--inp", "some.module:function"]) == 2
-    assert "--search-batch" in capsys.readouterr().err
-
-
 LAYERS = 6
 SHALLOW = describe("opt-125m").changed(layers=LAYERS, hidden=256, heads=4, ffn=1024, vocabulary=512)
 
@@ -307,15 +244,3 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     assert choice.option.checkpoint == min(times, key=lambda way: times[way])
     if share in (0.3, 0.6):
         assert choice.option.checkpoint not in ("none", "non-reentrant")
-
-
-@pytest.mark.slow
-def test_the_chosen_way_knows_what_would_help() -> None:
-    """Levers of the way that was chosen: its trace, and as many batches."""
-    quick = {"search": "minimum_waste", "assume": "nominal"}
-    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_budget=PLENTY, **quick)
-    by_action = {lever.action: lever.plan for lever in choice.answer.levers()}
-    more = by_action[f"accumulate {4 * choice.option.accumulation} batches a step"]
-    assert more is not None
-    assert more.accumulation == 4 * choice.plan.accumulation
-    assert more.model_fingerprint == choice.plan.model_fingerprint

@@ -14,7 +14,7 @@ from elixir.errors import InputError, PlanError
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
-from elixir.search import Answer, plan_from_trace
+from elixir.search import plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting, Spill
@@ -81,16 +81,6 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     check_consistent(short, stack)
 
 
-@pytest.mark.slow
-def test_a_lever_of_a_plan_on_the_disk_may_use_the_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
-    device, host = limits
-    short = {"device_memory": device, "host_budget": int(0.8 * host), "disk_memory": "1GiB"}
-    answer = plan_from_trace(stack, FAST, 1, **short)
-    (more,) = (lever for lever in answer.levers() if lever.change.kinds == ("accumulation",))
-    assert more.plan == plan_from_trace(stack, FAST, 1, accumulation=4, **short).plan
-    assert more.plan.uses_disk
-
-
 def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
     """A disk and as much host memory as the lever leaves give a plan; a byte less gives none."""
     device, host = limits
@@ -122,31 +112,6 @@ def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> N
     assert plan.predicted.host_peak_bytes <= host
     on_disk = [c.numel // 2 * 12 for c in plan.chunks if c.state_home == "disk"]
     assert plan.predicted.disk_peak_bytes == 2 * sum(-(-nbytes // 4096) * 4096 for nbytes in on_disk)
-
-
-def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
-    device, host = limits
-    plan = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
-    space = SearchSpace(stack, FAST, Setting(1, 1, StateSize(8), True))
-    bound = lower_bound(space, Budgets(device, int(0.8 * host), GIB))
-    assert bound is not None
-    assert 0 < bound.step_s <= plan.predicted.seconds["total"]
-    slow = replace(FAST, disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
-    slowly = lower_bound(
-        SearchSpace(stack, slow, Setting(1, 1, StateSize(8), True)), Budgets(device, int(0.8 * host), GIB)
-    )
-    assert slowly is not None
-    assert slowly.step_s > bound.step_s
-    assert any("disk" in name for name in slowly.rows)
-
-
-@pytest.mark.slow
-def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> None:
-    device, host = limits
-    slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)
-    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_budget=int(0.8 * host), disk_memory="1GiB").plan
-    (lever,) = (lever for lever in Answer.of(plan, stack, slow).machine_levers() if "the disk" in lever.action)
-    assert lever.change_s < 0
 
 
 @pytest.mark.parametrize("disk_memory", ["lots", -1, 1.5])
@@ -202,20 +167,6 @@ def test_several_small_ones_return_but_none_that_is_needed() -> None:
     found = spilled(model, placed(8), host_bytes=whole - 81 * unit)
     assert found.state_on_disk == {0, 1, 2, 3, 4, 7}
     assert sum(model.host_parts(found).values()) == whole - (288 - 2 * 80) * unit
-
-
-@pytest.mark.slow
-def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
-    """No chunk could leave the disk and the plan still fit, but for three that only the window would keep there."""
-    device, host = limits
-    for share in (0.5, 0.7, 0.9):
-        plan = planned(stack, device, int(share * host), disk_memory="1GiB")
-        spare = plan.host_budget_bytes - plan.predicted.host_step_bytes
-        on_disk = [chunk for chunk in plan.chunks if chunk.state_home == "disk"]
-        back = [
-            chunk.numel * (12 if chunk.dtype != "float32" or chunk.weight_home == "device" else 8) for chunk in on_disk
-        ]
-        assert len(on_disk) <= 3 or min(back) > spare
 
 
 def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

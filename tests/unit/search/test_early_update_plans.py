@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.search import Answer, plan_from_trace
-from elixir.search.planner import setting_for, simple_plan
+from elixir.search.planner import setting_for
 from elixir.search.problem.from_plan import setting_of
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, weigh
@@ -116,19 +115,6 @@ def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
         before_s = plan.predicted.seconds["total"]
 
 
-@pytest.mark.slow
-def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(stack: StepTrace) -> None:
-    steady_host = replace(SLOW, host_adam_numel_per_s=1e9)  # as fast as backward
-    most = planned(stack, placement="cuda").predicted.device_peak_bytes
-    before_s = math.inf
-    for share in (0.5, 0.9, 1.5):
-        plan = planned(stack, machine=steady_host, placement="auto", device_memory=int(share * most)).predicted
-        assert plan.fastest_s is not None
-        assert plan.fastest_s <= before_s * 1.001
-        assert plan.step_s <= plan.fastest_s * (1 + TIE)
-        before_s = plan.fastest_s
-
-
 def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrace) -> None:
     steady_host = replace(SLOW, host_adam_numel_per_s=1e9, device_adam_numel_per_s=2e9)
     never, plan = (
@@ -173,17 +159,6 @@ def test_without_a_wish_the_cores_of_a_cpu_are_left_alone(stack: StepTrace) -> N
     assert not planned(stack, machine=cpu).has_early_updates
 
 
-def test_the_range_is_of_the_step_with_early_updates(stack: StepTrace) -> None:
-    plan = planned(stack)
-    assert plan.has_early_updates
-    fastest_s, slowest_s = plan.predicted.range_s or (0.0, 0.0)
-    assert fastest_s <= plan.predicted.step_s <= slowest_s
-    never = planned(stack, early_updates=False).predicted.range_s or (0.0, 0.0)
-    assert slowest_s < never[1]
-    assert plan.predicted.fastest_s is not None
-    assert plan.predicted.fastest_s <= plan.predicted.step_s
-
-
 def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     plan = planned(stack, early_updates=True)
     chunks = tuple(replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks)
@@ -197,13 +172,6 @@ def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     assert set(made) == set(chosen(plan))
     backward = min(span.start_s for span in spans if span.name == "backward")
     assert all(span.end_s > backward for span in made.values())
-
-
-def test_from_the_second_step_on_all_take_as_long(stack: StepTrace) -> None:
-    plan = planned(stack)
-    first, second, third, tenth = (simulate_step(plan, stack, SLOW, steps=steps).step_s for steps in (1, 2, 3, 10))
-    assert first < second
-    assert [third, tenth] == pytest.approx([second, second], rel=1e-12)
 
 
 def test_a_plan_that_is_made_again_has_all_early_updates_that_pay(stack: StepTrace) -> None:
@@ -250,13 +218,6 @@ def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: 
     assert plan_from_trace(*Answer.of(looped, stack, SLOW).question).chunks == looped.chunks
     narrow = planned(stack, optimizer_type=looped.optimizer, moments="bfloat16")
     assert not setting_of(narrow, 1, "cuda").copied  # stepped by this project, whatever the class
-
-
-def test_a_plan_by_hand_has_early_updates_too(stack: StepTrace) -> None:
-    request = SearchRequest(world_size=1, early_updates=True)
-    plan = simple_plan(stack, SLOW, request, split_number=8, shard_device="cpu")
-    assert plan.has_early_updates
-    assert plan.predicted.host_peak_bytes == plan.host_budget_bytes
 
 
 def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_faster() -> None:
@@ -335,17 +296,3 @@ def test_a_placement_takes_as_long_whatever_was_estimated_before(
     assert found == alone
     assert found[0] == found[4]
     assert len({seconds["total"] for seconds in found}) > 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_second_set_is_a_column_of_the_memory_model(stack: StepTrace, world_size: int) -> None:
-    """Masters, two moments and the rounded weights of each chunk that is updated early, on all ranks of a machine."""
-    space = SearchSpace(stack, SLOW, setting_for(stack, SLOW, SearchRequest.of(world_size)))
-    model = space.model(space.smallest_size)
-    plain = Placement((Home.HOST,) * len(model.work.chunks))
-    some = plain.updated_early((0, 3))
-    numel = sum(model.work.chunks[chunk].numel for chunk in (0, 3))
-    assert model.host_parts(some) == {**model.host_parts(plain), "new_states": numel * (4 + 8 + 2)}
-    assert some.updated_early(()) == plain
-    with pytest.raises(InputError, match="'update'"):
-        Placement((Home.RESIDENT,) * 2).updated_early((1,))

@@ -157,24 +157,6 @@ def test_every_other_place_that_a_search_gives_is_weighed_once(plan: Plan, found
         )
 
 
-def test_states_and_weights_take_their_bytes_with_them(plan: Plan, found: Explanation) -> None:
-    """Adam in bf16: 12 bytes of states per element, on one rank; the device's peak follows within gradients and
-    blocks."""
-    by_home = {(chunk.spot, chunk.chunk): chunk for chunk in found.chunks}
-    moved = 0
-    for (spot, index), chunk in by_home.items():
-        states = 12 * plan.chunks[index].numel
-        for other in chunk.elsewhere:
-            if spot.weights == other.spot.weights and spot.states != other.spot.states:
-                sign = 1 if other.spot.states == "host" else -1
-                gradient = other.change.host_change_bytes - sign * states  # waits next to the states
-                assert gradient in (0, sign * chunk.weight_bytes) or spot.weights == "resident"
-                assert sign * other.change.host_change_bytes >= states
-                assert sign * other.change.device_change_bytes < 0
-                moved += 1
-    assert moved
-
-
 def test_fits_means_within_the_plans_budgets(plan: Plan, found: Explanation) -> None:
     device, host = plan.predicted.device_peak_bytes, plan.predicted.host_step_bytes
     changes = [other.change for chunk in found.chunks for other in chunk.elsewhere]
@@ -206,20 +188,6 @@ def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> N
         assert streamed[0].moved_change_bytes > 0
 
 
-@pytest.mark.slow
-def test_frozen_chunks_have_two_places(trace: StepTrace) -> None:
-    frozen = tuple(
-        dataclasses.replace(param, trainable=False, grad_access=None) if "layers.1." in param.name else param
-        for param in trace.parameters
-    )
-    trace = dataclasses.replace(trace, parameters=frozen)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_budget="4GiB").plan
-    found = explain(plan, trace, HARDWARE, levers=False)
-    chunks = [chunk for chunk in found.chunks if chunk.spot.states == "none"]
-    assert chunks
-    assert all(len(chunk.elsewhere) == 1 for chunk in chunks if chunk.weight_bytes <= plan.block_bytes)
-
-
 def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
     """The order of use is the same, so only memory tells them apart."""
     with pytest.raises(InputError, match="same batch, sequence length"):
@@ -227,14 +195,6 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- levers
-
-
-@pytest.mark.slow
-def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
-    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_budget="4GiB", accumulation=4).plan
-    levers = {x.action: x for x in Answer.of(several, trace, HARDWARE).machine_levers()}
-    # One batch would take a quarter; nothing is to be gained where nothing changes.
-    assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
 
 
 def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: StepTrace) -> None:

@@ -42,7 +42,7 @@ def small(stack: StepTrace) -> dict[str, object]:
 
 
 def planned(trace: StepTrace, world_size: int = 1, hardware: object = FAST, **options: object) -> Plan:
-    budgets = {"device_memory": "1GiB", "host_budget": "1GiB", "placement": "cpu"}
+    budgets = {"device_memory": "1GiB", "host_budget": "1GiB", "placement": "cpu", "assume": "nominal"}
     return plan_from_trace(trace, hardware, world_size, **budgets | options).plan  # type: ignore[arg-type]
 
 

@@ -128,20 +128,6 @@ def test_a_run_tells_nothing_of_what_it_has_not_used(
     assert scenarios(learn(again, [RUN]), clips=False) == (Scenario(),)
 
 
-@pytest.mark.slow
-def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace) -> None:
-    judged = plan.predicted.judgements
-    assert tuple(each.scenario for each in judged) == scenarios(MACHINE, clips=True)
-    for each in judged:
-        assert each.step_s == pytest.approx(seconds(plan, stack, each.scenario), rel=1e-6)
-        assert each.regret >= 0
-    assert judged[0].step_s == pytest.approx(plan.predicted.step_s)
-    assert judged[0].best_s == pytest.approx(plan.predicted.fastest_s)
-    assert Plan.from_json(plan.to_json()) == plan
-    most = max(each.regret for each in judged)
-    assert all(0 <= left <= most + 0.01 for left in plan.predicted.regret_if_known.values())
-
-
 def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     data["predicted"]["judgements"][0]["best_s"] = 0
@@ -301,12 +287,6 @@ def test_nothing_is_advised_that_is_known_already(stack: StepTrace, short_bytes:
 def test_a_cpu_is_not_judged_by_rates_of_host_and_device_apart() -> None:
     assert scenarios(preset("cpu"), clips=False) == (Scenario(),)
     assert scenarios(preset("cpu"), clips=True) == (Scenario(), Scenario(clipped=True))
-
-
-def test_the_range_holds_the_seconds_of_every_scenario(plan: Plan) -> None:
-    assert plan.predicted.range_s is not None
-    low, high = plan.predicted.range_s
-    assert all(low <= judged.step_s <= high for judged in plan.predicted.judgements)
 
 
 def test_a_plan_in_python_is_short(plan: Plan, stack: StepTrace) -> None:

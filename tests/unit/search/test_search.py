@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmark.certificate.lower_bound import lower_bound
-from benchmark.original_rule import OriginalRule, rcache_first
+from benchmark.original_rule import OriginalRule
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
 from elixir.plan.chunk_plan import Home
-from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -82,22 +79,6 @@ def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it(
         assert gc.collect() < len(trace.parameters)
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-@given(traces(dtypes=("bfloat16", "float64")), st.sampled_from([1, 3]), st.integers(0, 100))
-@settings(max_examples=8, deadline=None)
-def test_wide_weights_have_wide_states(trace: StepTrace, world_size: int, percent: int) -> None:
-    least = least_needed(trace, world_size)
-    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
-    device = least + max(most - least, 0) * percent // 100
-    made = plan(trace, world_size, device=device)
-    check_consistent(made, trace)
-    ranks = HARDWARE.ranks_per_host(world_size)
-    setting = Setting(world_size, ranks, made.state_size, True)
-    bound = lower_bound(SearchSpace(trace, HARDWARE, setting), Budgets(device, PLENTY))
-    assert bound is not None
-    assert bound.step_s <= made.predicted.seconds["total"] + NANOSECOND_S
 
 
 @pytest.mark.slow
@@ -188,21 +169,6 @@ def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world
             assert made.predicted.seconds["total"] <= theirs + NANOSECOND_S
 
 
-@pytest.mark.slow
-def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_device() -> None:
-    trace = stack_trace("opt-30b")
-    setting = Setting(1, 1, StateSize(8), True)
-    device = 80 * GIB
-    original = OriginalRule(trace, setting).choose(device)
-    assert original is not None
-    slow = replace(HARDWARE, host_adam_numel_per_s=1e8)
-    made = plan_from_trace(trace, slow, 1, device_memory=device, host_budget=PLENTY).plan
-    theirs = originals_step_s(trace, setting, device, slow)
-    assert theirs is not None
-    assert link_bytes(made) > original.link_bytes
-    assert made.predicted.seconds["total"] < theirs
-
-
 def originals_step_s(
     trace: StepTrace, setting: Setting, device_bytes: int, hardware: HardwareProfile = HARDWARE
 ) -> float | None:
@@ -212,11 +178,6 @@ def originals_step_s(
         return None
     space = SearchSpace(trace, hardware, setting)
     return choice.candidate(space, PREFETCH_DEPTH if setting.overlap else 0).seconds["total"]
-
-
-def test_the_originals_constants_serve_the_cache_first_on_one_gpu_only() -> None:
-    cases = [(2, 8), (2, 4), (4, 8), (4, 4)]
-    assert [[rcache_first(gpus, *case) for gpus in (1, 2, 4, 8)] for case in cases] == [[True, False, False, False]] * 4
 
 
 def test_a_model_on_the_device_is_plain_pytorch() -> None:
@@ -278,14 +239,6 @@ def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
     assert early.predicted.checkpoint_bytes == most
 
 
-def test_host_memory_is_that_of_the_ranks_of_one_machine() -> None:
-    trace = stack_trace(SMALL)
-    made = plan(trace, 16, placement="cpu")
-    check_consistent(made, trace)
-    whole = sum(chunk.weight_bytes for chunk in made.chunks)
-    assert made.predicted.host_parts["weights"] == whole * HARDWARE.devices_per_host // 16
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) -> None:
     for live in ((0, 0), (64 * MIB, 0), (0, 64 * MIB)):
@@ -307,63 +260,6 @@ def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) ->
 
 
 @pytest.mark.slow
-def test_two_outsized_gradients_at_a_time_are_counted() -> None:
-    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
-    trace = stack_trace(shape, batch=1, seq=128)
-    for world_size in (1, 2):
-        for overlap in (True, False):
-            made = plan(trace, world_size, device=least_needed(trace, world_size, overlap=overlap), overlap=overlap)
-            check_consistent(made, trace)
-
-
-@pytest.mark.slow
-def test_the_least_memory_is_slowest_and_the_most_is_fastest() -> None:
-    trace = stack_trace("opt-1.3b")
-    seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
-    assert seconds[-1] == min(seconds)
-    assert seconds[0] == max(seconds)
-
-
-def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
-    build = TraceBuilder()
-    numel = 2**24
-    weights = [build.parameter(f"w{i}", numel) for i in range(4)]
-    for index in weights:
-        build.use("forward", index, flops=10**12, moved=10**6)
-    for index in reversed(weights):
-        build.use("backward", index, flops=10**6, moved=10**11)
-    trace = build.build("timed")
-    hardware = replace(
-        HARDWARE,
-        flops_per_s={"bfloat16": 1e15},
-        matmul_efficiency=0.5,
-        device_memory_bytes_per_s=1e12,
-        host_memory_bytes_per_s=2e10,
-        host_to_device_bytes_per_s=2e10,
-        device_to_host_bytes_per_s=5e9,
-        device_to_device_bytes_per_s=1e11,
-        host_adam_numel_per_s=1e9,
-    )
-    world_size = 4
-    budgets = {"device_memory": PLENTY, "host_budget": PLENTY}
-    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", early_updates=False).plan
-    moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
-    # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.
-    copied = sum(2 * chunk.weight_bytes for chunk in made.chunks)
-    assert seconds["compute"] == pytest.approx(4 * 10**12 / 0.5e15 + (4 * 10**11 + copied) / 1e12)
-    # Four devices share a host memory of 20 GB/s, so each link gets no more than 5 of them.
-    assert seconds["host_to_device"] == pytest.approx(moved["host_to_device"] / 5e9)
-    assert seconds["device_to_host"] == pytest.approx(moved["device_to_host"] / 5e9)
-    assert seconds["network"] == pytest.approx(moved["network"] / 1e11, rel=0.3)  # latencies come on top
-    # The host's Adam updates the shards of all four ranks. It fills memory with 30 bytes an element, and while it runs
-    # weights of 2 bytes are fetched from there.
-    assert seconds["host_adam"] == pytest.approx(4 * numel / 1e9 * 32 / 30)
-    assert seconds["total"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["optimizer"])
-    for phase, resources in (("forward", ("host_adam",)), ("backward", ("compute", "device_to_host"))):
-        assert seconds[phase] >= max(seconds[name] for name in resources) * 0.9
-
-
-@pytest.mark.slow
 def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
     shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
     trace = stack_trace(shape, batch=1, seq=128)
@@ -373,26 +269,6 @@ def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
     assert embedding.state_home == "host"
     assert made.block_bytes < embedding.weight_bytes
     check_consistent(made, trace)
-
-
-def test_frozen_unused_and_mixed_parameters_have_homes() -> None:
-    trace = stack_trace(SMALL, frozen_layers=6)
-    made = plan(trace, device=least_needed(trace, 1) + 64 * MIB)
-    assert {chunk.trainable for chunk in made.chunks} == {True, False}
-    check_consistent(made, trace)
-    build = TraceBuilder()
-    used, idle = build.parameter("used", 4 * MIB), build.parameter("idle", 4 * MIB)
-    full = build.parameter("full", 4 * MIB, dtype="float32")
-    assert idle
-    for phase in ("forward", "backward"):
-        build.use(phase, used)
-        build.use(phase, full)
-    odd = build.build("odd")
-    placed = plan(odd, placement="cpu")
-    check_consistent(placed, odd)
-    assert placed.predicted.moved_bytes["device_to_host"] == sum(
-        chunk.weight_bytes for chunk in placed.chunks if any(s.name in ("used", "full") for s in chunk.parameters)
-    )
 
 
 def test_pins_keep_several_chunks_at_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
+from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.search import minimum_waste_search, optimal_search, simple_search
@@ -85,22 +85,6 @@ def test_placement_is_obeyed_by_all_three() -> None:
             assert {(c.weight_home, c.state_home, c.resident) for c in on_host.chunks} == {("host", "host", False)}
             check_consistent(on_device, trace)
             check_consistent(on_host, trace)
-
-
-@pytest.mark.slow
-def test_levers_are_sorted_and_true() -> None:
-    trace = stack_trace("opt-1.3b", checkpoint=False)
-    with pytest.raises(PlanError) as caught:
-        plan(trace, device=8 * GIB)
-    enough = [lever.step_s for lever in caught.value.levers if lever.step_s is not None]
-    assert enough == sorted(enough)
-    assert [lever.step_s for lever in caught.value.levers[: len(enough)]] == enough
-    levers = [lever for lever in caught.value.levers if lever.step_s is None and lever.enough]
-    assert [lever.saves_bytes for lever in levers] == sorted((lever.saves_bytes for lever in levers), reverse=True)
-    batch = next(lever for lever in levers if "batch" in lever.action)
-    half = stack_trace("opt-1.3b", checkpoint=False, batch=4)
-    assert caught.value.needed_bytes - least_needed(half, 1) == pytest.approx(batch.saves_bytes, rel=0.01)
-    assert any("checkpointing" in lever.action for lever in levers)
 
 
 def test_a_parameter_larger_than_every_chunk_that_fits_is_named() -> None:
@@ -178,32 +162,6 @@ def test_minimum_waste_search_reports_its_own_need() -> None:
     check_consistent(made, trace)
 
 
-def test_a_module_is_traced_and_planned() -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
-
-    def step(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        module(batch["x"]).square().mean().backward()
-
-    made = optimal_search(
-        model,
-        2,
-        unified_dtype=torch.bfloat16,
-        inp={"x": torch.zeros(4, 64)},
-        step_fn=step,
-        hardware="h200",
-        host_budget="1GiB",
-    ).plan
-    assert made.dtype == "bfloat16"
-    assert sorted(slot.name for chunk in made.chunks for slot in chunk.parameters) == sorted(
-        name for name, _ in model.named_parameters()
-    )
-    made.check(made.model_fingerprint, 2)
-    with pytest.raises(ArtifactError, match="model_fingerprint"):
-        made.check("0" * 16, 2)
-    with pytest.raises(ArtifactError, match="world_size"):
-        made.check(made.model_fingerprint, 4)
-
-
 def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:
     elsewhere: HardwareProfile = replace(HARDWARE, device_name="No such device")
     budgets = resolve_budgets(elsewhere, SearchRequest(world_size=1))
@@ -277,7 +235,7 @@ def test_a_plan_may_take_what_is_kept_back_for_the_allocator_before_it_is_refuse
     trace = stack_trace(SMALL)
     whole = int(least_needed(trace, 1) / 0.78)  # a quarter is kept back, a fifth without the allocator's part
     tight = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + whole)
-    request = SearchRequest(world_size=1, host_budget=PLENTY)
+    request = SearchRequest(world_size=1, host_budget=PLENTY, assume="nominal")
     made = plan_or_shortage(trace, tight, request)
     assert "expandable_segments:True" in caplog.text
     assert planned(Question(trace, tight, request)) == made

@@ -3,8 +3,6 @@ part."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,26 +14,13 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware.rate_fit import RateFit
-from elixir.optimizer_states import StateSize
-from elixir.plan.chunk_plan import Home
-from elixir.search import plan_from_trace, simple_search
-from elixir.search.problem.placement import Placement, Setting
-from elixir.search.propose.candidate import weigh
-from elixir.search.propose.judge import Outcome
-from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.propose.written_plan import to_plan
-from elixir.search.request import SearchRequest
-from elixir.search.simulator.replay import RESOURCES
-from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search import simple_search
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
-from elixir.units import GIB, MIB
+from elixir.units import MIB
 from tests.common.chains import Speeds, chain, chain_plan, simulated, updating_early
 from tests.common.parity import Pair, case, make_plan
-from tests.common.samples import make_hardware
 from tests.common.submitted import simulated_events, watching
-from tests.common.synthetic_trace import StackShape, stack_trace
 
 
 def test_without_prefetch_every_fetch_stands_in_the_way() -> None:
@@ -251,70 +236,6 @@ def test_events_come_in_the_order_of_the_runtime(family: str, mode: str, blocks:
 
 
 # --- properties ----------------------------------------------------------------------------------------------------
-
-SMALL = StackShape(hidden=256, layers=4, ffn=1024, vocab=2048, positions=256)
-HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e14, "float32": 4e14}, host_memory_bytes=512 * GIB)
-
-
-@pytest.fixture(scope="module")
-def stack() -> StepTrace:
-    """A checkpointed stack, small enough to plan in no time."""
-    return stack_trace(SMALL, batch=2, seq=256)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 3.0])
-def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_size: int, share: float) -> None:
-    """Loads are those of the schedule, bytes those of the plan; every second of a step is accounted for."""
-    least = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu").predicted
-    budget = int(least.device_peak_bytes * (0.8 + share))
-    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=budget).plan
-    result = simulate_step(plan, stack, HARDWARE)
-    assert result.loads == plan.predicted.loads == plan.schedule().simulate(plan.block_count).loads
-    assert result.moved_bytes == plan.predicted.moved_bytes
-    assert result.extra_grad_blocks == 0
-    assert sum(result.phases_s.values()) == pytest.approx(result.step_s)
-    assert result.busy_s["compute"] + sum(result.waited_s.values()) == pytest.approx(result.step_s)
-    assert sum(result.critical_s.values()) == pytest.approx(result.step_s)
-    assert result.bound_by in RESOURCES
-    for name in RESOURCES:
-        spans = [span for span in result.timeline if span.resource == name]
-        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(spans))
-        assert math.fsum(span.end_s - span.start_s for span in spans) == pytest.approx(result.busy_s[name])
-    assert all(0 <= span.start_s < span.end_s <= result.step_s for span in result.timeline)
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(
-        stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", early_updates=False
-    ).plan
-    first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
-    assert second == third == tenth
-    assert first.step_s < second.step_s
-    accumulated = (simulate_step(plan, stack, HARDWARE, accumulation=2, steps=steps) for steps in (2, 3))
-    assert next(accumulated) == next(accumulated)
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: int) -> None:
-    """Both agree to the last bit, so that a plan's prediction is that of its candidate."""
-    setting = Setting(world_size, world_size, StateSize(8), True)
-    cost = SimulatedCost(stack, HARDWARE, setting)
-    space = SearchSpace(stack, HARDWARE, setting)
-    model = space.model(space.table.largest_bytes)
-    count = len(model.work.chunks)
-    for on_device in (0, 1, count // 2):
-        flags = tuple(index < on_device for index in range(count))
-        there = Home.RESIDENT if world_size == 1 else Home.DEVICE
-        placement = Placement(tuple(there if flag else Home.HOST for flag in flags))
-        for extra in (0, 2):
-            fewest = model.work.schedule(placement.residents, 1).min_blocks
-            candidate = weigh(model, placement, fewest + extra, 1, cost)
-            plan = to_plan(space, Outcome(candidate), Budgets(1 << 50, 1 << 50), SearchRequest(world_size=world_size))
-            result = simulate_step(plan, stack, HARDWARE)
-            assert result.step_s == candidate.seconds["total"]
 
 
 RATES = (

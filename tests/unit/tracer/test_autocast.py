@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -115,30 +114,6 @@ def test_autocast_for_a_target_without_its_device_is_on_and_warns_of_nothing(low
         warnings.simplefilter("error")
         trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
     assert list(seen) == [low]
-
-
-def test_another_thread_has_the_functions_of_torch_as_they_are() -> None:
-    """Meanwhile and afterwards, also of a function that it has taken from the module meanwhile."""
-    calls: list[str] = []
-    before = torch.is_autocast_enabled
-    taken: list[Any] = []
-
-    def answer(_: Any) -> Any:
-        return lambda *_: calls.append(threading.current_thread().name)
-
-    def ask() -> None:
-        taken.append(torch.is_autocast_enabled)
-        assert torch.is_autocast_enabled("cpu") is False
-
-    thread = threading.Thread(target=ask)
-    with replaced_functions({("torch", "is_autocast_enabled"): answer}):
-        thread.start()
-        thread.join()
-        assert torch.is_autocast_enabled("cpu") is None
-    assert torch.is_autocast_enabled is before
-    assert taken[0] is not before
-    assert taken[0]("cpu") is False
-    assert calls == [threading.current_thread().name]
 
 
 def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,24 +140,6 @@ def test_the_peak_is_that_of_a_real_compiled_step(checkpoint: str) -> None:
     assert passes(row), row
 
 
-class Varied(Layer):
-    """Attention, dropout, writes to parts, and what else asks a device for its driver or its properties."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.norms = nn.ModuleList([nn.RMSNorm(16), nn.LayerNorm(16)])
-        self.places = nn.Embedding(4, 16)
-
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        heads = self.norms[0](x).view(-1, 8, 2, 8).transpose(1, 2)
-        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        x = x + nn.functional.dropout(attended.transpose(1, 2).reshape(x.shape), 0.5)
-        x = x + self.places(torch.arange(x.shape[0], device=x.device) % 4)
-        halves = torch.zeros_like(x)
-        halves[:, ::2] = x[:, ::2] * 2
-        return super().forward(self.norms[1](nn.functional.mish(x + halves)))
-
-
 def driver() -> Any:
     from torch._dynamo.device_interface import CudaInterface
 
@@ -251,22 +233,6 @@ class RunsAgain(Layer):
 def test_for_a_gpu_layers_may_be_checkpoints() -> None:
     found = traced(made_of(RunsAgain), hardware="h100")
     assert "generates" in found.assumptions[-1], found.assumptions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_for_a_gpu_layers_of_many_operators_have_code(checkpointed: bool) -> None:
-    model = made_of(Varied)
-    if checkpointed:
-        for layer in model.layers:
-            layer.run, layer.forward = checkpoint, partial(_checkpointed, layer, layer.forward)  # type: ignore[assignment]
-    found = traced(model, hardware="a100", rows=64)
-    assert "generates" in found.assumptions[-1], found.assumptions
-    assert found.backward_peak_bytes <= traced(model, hardware="a100", rows=64, compile=False).backward_peak_bytes
-
-
-def _checkpointed(layer: Any, forward: Any, *args: Any) -> Any:
-    return layer.run(forward, *args, use_reentrant=False)
 
 
 HOST = torch.ones(16)

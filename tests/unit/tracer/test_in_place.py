@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import Interception
 from elixir.errors import InputError, TraceError
@@ -109,7 +108,6 @@ def test_a_step_that_raises_leaves_the_weights_where_they_are(error: BaseExcepti
 
 
 def test_interrupts_while_weights_are_exchanged_lose_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elixir.tracer import meta
 
     model, swap = Tail(), meta.swap_tensors
     before, ahead = memory(model), list[str]()
@@ -207,28 +205,6 @@ def test_tensors_in_the_memory_of_weights_are_there_afterwards() -> None:
         cpu_trace(model, INP, sum_step)
 
 
-def test_what_forward_keeps_is_not_on_meta_afterwards() -> None:
-    class Positions(nn.Module):
-        """Makes its table when it is first called, and keeps it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.cached = nn.Linear(8, 8), {}
-            self.register_buffer("mask", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.mask is None:
-                self.mask = torch.ones(8, device=x.device)
-                self.cached["table"] = torch.arange(8, device=x.device)
-                self.table = self.cached["table"]
-            return checkpoint(self.layer, x * self.mask + self.table, use_reentrant=False)
-
-    model = Positions()
-    cpu_trace(model, INP, sum_step)
-    assert (model.mask, model.cached, hasattr(model, "table")) == (None, {}, False)
-    sum_step(model, INP)
-
-
 def test_a_model_on_meta_is_its_own_unless_it_has_gradients_to_keep() -> None:
     model, seen = nn.Linear(4, 4, device="meta"), Seen()
     inp = {"x": torch.ones(2, 4)}
@@ -305,26 +281,6 @@ def test_no_weight_is_lost_to_a_profiler_in_the_step() -> None:
     assert_back(model, before)
 
 
-@pytest.mark.parametrize("raised", [SystemExit, TimeoutError])
-def test_weights_are_back_if_a_signal_raises_meanwhile(raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler may end the process, or raise at a time limit."""
-    model, calls = Tail(), 0
-    before = kept(model)
-    real = meta.swap_tensors
-
-    def swap(*tensors: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:  # there are five tensors, so this is on the way back
-            raise raised
-        real(*tensors)
-
-    monkeypatch.setattr(meta, "swap_tensors", swap)
-    with pytest.raises(raised):
-        cpu_trace(model, INP, sum_step)
-    assert_back(model, before)
-
-
 def test_an_interrupt_leaves_no_class_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tail()
     before = kept(model)
@@ -344,19 +300,6 @@ def test_a_model_from_a_torchscript_file_is_trained(tmp_path: Path) -> None:
     model = torch.jit.load(str(tmp_path / "model.pt"))
     found = cpu_trace(model, INP, lambda model, inp: model(inp["x"]).sum().backward())
     assert all(parameter.trainable for parameter in found.parameters)
-
-
-LOSSES: list[torch.Tensor] = []
-
-
-def test_a_list_that_the_step_names_is_as_before() -> None:
-    def step(model: Any, inp: Any) -> None:
-        loss = model(**inp).sum()
-        LOSSES.append(loss.detach())
-        loss.backward()
-
-    cpu_trace(Tail(), INP, step)
-    assert LOSSES == []
 
 
 @pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])

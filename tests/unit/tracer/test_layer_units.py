@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.errors import InputError
 from elixir.models.layer_units import layer_units
 from elixir.search.problem.joined_trace import joined_trace
-from elixir.step_trace import Result, StepTrace, Unit, UnitActivations, UnitRun
+from elixir.step_trace import Result, StepTrace, Unit, UnitActivations
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper import test_units_as_one
 
@@ -134,11 +134,6 @@ def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
     assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit(
         "begin", "checkpointed", "Linear", "either"
     )
-
-
-def test_runs_end_where_another_phase_begins() -> None:
-    trace = cpu_trace(Stack(8, 8), INP, sum_step)
-    assert trace.unit_runs[1:3] == (UnitRun(1, "forward", 3, 4), UnitRun(1, "backward", 7, 8))
 
 
 @pytest.mark.parametrize("options", [{"keep": ()}, {"keep": None, "swap": (Result("aten.mm.default", 0),)}])

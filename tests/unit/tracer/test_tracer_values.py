@@ -412,12 +412,6 @@ def test_skewed_routing_changes_the_peak_and_says_so() -> None:
     assert len(set(flops)) == 1
 
 
-def test_default_routing_is_balanced() -> None:
-    model, inp = experts()
-    default = trace_step(model, inp, default_step, hardware=H200)
-    assert default == trace_step(model, inp, default_step, hardware=H200, routing=BalancedRouting())
-
-
 def test_an_unknown_number_has_no_special_methods_of_others() -> None:
     """`copy`, `numpy` and torch ask an object for such before they treat it as one of theirs."""
     number = UnknownNumber(int, "n")

@@ -207,26 +207,6 @@ def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: Eli
             pass
 
 
-def test_a_step_of_other_than_planned_batches_is_compared_with_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
-    """Two batches and an evaluation move other bytes than a plan of one batch says, and that is no defect of the
-    plan."""
-    plain = small()
-    plan = planned(plain, allocate_factor=0.5)
-    module = ElixirModule(plain, plan, device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
-    with torch.no_grad():
-        loss(module)
-    for _ in range(2):
-        optimizer.backward(loss(module))
-    with caplog.at_level(logging.WARNING):
-        optimizer.step()
-    assert module.last_report is not None
-    assert module.last_report.micro_batches == 2
-    assert module.last_report.predicted["device_to_host"] == 2 * plan.predicted.moved_bytes["device_to_host"]
-    assert module.last_report.observed["device_to_host"] == module.last_report.predicted["device_to_host"]
-    assert "differs from its plan" not in caplog.text
-
-
 def test_float16_gradients_that_were_not_scaled() -> None:
     """The step would divide them by the scale nevertheless, and train as if by a learning rate near zero."""
     plain = small()

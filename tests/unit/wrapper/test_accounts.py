@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +11,12 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.errors import PlanError
-from elixir.hardware.profile import preset
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import step_clock
 from elixir.wrapper.account.step_report import StepReport
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, assert_alike, case, hf_loss, make_plan, report_of, square_loss, take_step
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, report_of, square_loss, take_step
 from tests.common.tiny_models import FAMILIES
 
 
@@ -83,64 +79,6 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         assert inside.peak_bytes(pair.module, "host") <= plan.predicted.host_step_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not surprises(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["AdamW", "SGD"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share: float, family: str) -> None:
-    """The plan counts more by the padding of chunks and the slack of a budget, on either side, never less."""
-    it = case("opt", layers=4)
-    it.model.to(dtype)
-    # No preset says how fast float64 is, and times do not matter here.
-    machine = dataclasses.replace(preset("cpu"), flops_per_s={str(dtype).removeprefix("torch."): 1e11})
-
-    def search(**options: Any) -> Any:
-        return optimal_search(
-            it.model,
-            1,
-            inp=it.inp,
-            step_fn=step_of(it),
-            hardware=machine,
-            optimizer_type=family,
-            host_budget="64GiB",
-            **options,
-        ).plan
-
-    low, high = (
-        search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
-    )
-    plan = search(device_memory=int(low + share * (high - low)))
-    module = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
-    kind = torch.optim.AdamW if family == "AdamW" else partial(torch.optim.SGD, momentum=0.9)
-    optimizer = ElixirOptimizer(module, kind(module.parameters(), lr=1e-3))
-    for _ in range(2):
-        take_step(optimizer, it.loss(module, it.inp))
-    host, states = plan.predicted.host_step_bytes, plan.predicted.device_parts["optimizer_states"]
-    assert 0.95 * host <= inside.peak_bytes(module, "host") <= host
-    kept = inside.bytes_by_kind(module, "device").get("optimizer_states", 0)
-    assert 0.95 * states <= kept <= states
-    report = report_of(module)
-    assert report.predicted["host_peak"] == host
-    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
-
-
-def test_the_device_peak_of_a_report_is_that_of_the_plan() -> None:
-    it = case("opt")
-    plan = make_plan(it, "streamed")
-    if gpu.DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with Pair(it, plan) as pair:
-        pair.train(1)
-        report = report_of(pair.module)
-        peak = report.predicted["device_peak"]
-        assert peak == plan.predicted.device_peak_bytes > report.predicted["device_buffers"]
-        if gpu.DEVICE == "cuda":
-            assert report.observed["device_peak"] >= report.observed["device_buffers"]
-        else:
-            assert "device_peak" not in report.observed
-            assert "not measured" in str(report)
 
 
 def test_a_step_far_beyond_its_range_is_remarked_upon_once(
@@ -281,34 +219,6 @@ def test_a_forward_that_fails_begins_no_step(monkeypatch: pytest.MonkeyPatch) ->
         assert pair.module.last_report.step_s == 0.0
 
 
-def test_the_device_times_steps_that_it_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
-            assert enable_timing
-
-        def record(self, stream: str) -> None:
-            told.append(f"record on {stream}")
-
-        def synchronize(self) -> None:
-            told.append("synchronize")
-
-        def elapsed_time(self, other: Event) -> float:
-            return 2500.0  # ms
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    timed = step_clock.StepClock(torch.device("cuda", 1))
-    timed.start()
-    span = timed.stop()
-    assert span is not None
-    assert told == ["record on stream of cuda:1"] * 2  # nobody waits until the time is asked for
-    assert span.seconds() == 2.5
-    assert told[2:] == ["synchronize"]
-    assert timed.stop() is None
-
-
 def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
     it = case("opt")
     with Pair(it, make_plan(it, "streamed")) as pair:
@@ -324,58 +234,3 @@ def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixt
             assert report.demand_loads == 0
             assert not surprises(report)
     assert gpu.DEVICE != "cpu" or "differs from its plan" not in caplog.text
-
-
-class HugeTable(nn.Module):
-    """A table larger than everything else together, tied; and a layer that the step never uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4000, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.unused = nn.Linear(7, 7)
-        self.head = nn.Linear(32, 4000, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("spare_kib", [0, 40, 400])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_prediction(
-    overlap: bool, spare_kib: int
-) -> None:
-    torch.manual_seed(0)
-    model, ids = HugeTable(), torch.randint(0, 4000, (2, 8))
-    plain = gpu.there(copy.deepcopy(model))
-
-    def search(device_memory: int) -> Any:
-        return optimal_search(
-            model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
-            device_memory=device_memory, host_budget="1GiB", assume="nominal",
-        ).plan  # fmt: skip
-
-    with pytest.raises(PlanError) as caught:
-        search(0)
-    plan = search(caught.value.needed_bytes + spare_kib * 1024)
-    table = next(chunk for chunk in plan.chunks if chunk.parameters[0].name == "table.weight")
-    assert table.resident
-    assert table.state_home == "host"
-    assert table.weight_bytes > plan.block_bytes
-    module = ElixirModule(model, plan, device=gpu.DEVICE, debug=Debug(poison=True))
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
-    plain_optimizer = torch.optim.AdamW(plain.parameters())
-    for _ in range(2):
-        for one, stepping in ((module, optimizer), (plain, plain_optimizer)):
-            one(ids=gpu.there(ids)).backward()
-            stepping.step()
-            stepping.zero_grad()
-    report = report_of(module)
-    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
-    assert inside.gradients(module).extra_blocks == 0
-    assert_alike(module, plain)

@@ -9,10 +9,8 @@ import io
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -220,25 +218,6 @@ def test_it_is_for_outside_of_everything() -> None:
         pair.train(1)
 
 
-def test_closed_after_an_exception() -> None:
-    it = case("cnn")
-    with Pair(it, make_plan(it, "mixed")) as pair:
-        pair.train(1)
-        handle = pair.module.module[3].register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pair.module(**pair.case.inp)
-        handle.remove()
-        loss = pair.case.loss(pair.module, pair.case.inp)
-        loss.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        model = pair.module.release()
-        assert_plain(model)
-        assert all(
-            torch.equal(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), pair.plain.parameters(), strict=True)
-        )
-
-
 # --- modules that several models share -----------------------------------------------------------------------------
 
 gelu = nn.GELU()
@@ -331,23 +310,6 @@ def test_a_module_with_weights_is_in_one_model() -> None:
             ElixirModule(models[1], plans[1], device=gpu.DEVICE)
         module.close()
         ElixirModule(models[1], plans[1], device=gpu.DEVICE).close()
-
-
-def test_a_method_that_somebody_put_on_a_module_comes_back() -> None:
-    it = case("cnn")
-    seen: list[str] = []
-    own: Callable[..., Any] = it.model[0].state_dict
-
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
-        seen.append("asked")
-        return own(*args, **kwargs)
-
-    it.model[0].state_dict = state_dict
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    module.state_dict()
-    module.close()
-    assert seen
-    assert it.model[0].state_dict is state_dict
 
 
 def test_weights_that_an_interrupted_close_has_not_given_back_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

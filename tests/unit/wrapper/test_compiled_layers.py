@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,20 +18,15 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common import gpu
 from tests.common.parity import (
     COUNTED,
     MODES,
     Case,
     Pair,
-    adamw,
-    assert_alike,
     assert_as_planned,
     case,
-    distance,
     mixed,
     square_loss,
-    take_step,
 )
 
 LISTS = {
@@ -187,41 +181,6 @@ def test_layers_are_those_of_the_outermost_lists() -> None:
         assert all("." not in n.removeprefix(f"{where}.") for n in names if n.startswith(f"{where}."))
 
 
-@pytest.mark.slow
-def test_wrap_compiles_the_layers_and_trains_with_their_bits() -> None:
-    it = case("llama", "non-reentrant")
-    plain, inp = compiled(gpu.there(copy.deepcopy(it.model))), gpu.there(it.inp)
-    rounded = 0.0 if gpu.has_cpu_kernels() else 1e-4  # the host steps weights that the GPU steps for the other
-    optimizer = adamw(plain)
-    wanted = []
-    for _ in range(3):
-        loss = it.loss(plain, inp)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
-    torch._dynamo.reset()
-    model, wrapped = elixir.wrap(
-        it.model, torch.optim.AdamW(it.model.parameters(), lr=1e-3), inp=it.inp, compile={"backend": "aot_eager"},
-        device_memory=gpu.with_cublas("1.3MiB", biased=False), host_budget="1GiB", replan=False, assume="nominal",
-    )  # fmt: skip
-    assert model.plan.step.compiled == ("model.layers.0", "model.layers.1")
-    assert not all(chunk.resident for chunk in model.plan.chunks)
-    found = []
-    for _ in range(3):
-        loss = it.loss(model, it.inp)
-        take_step(wrapped, loss)
-        found.append(loss.item())
-    assert found == pytest.approx(wanted, rel=rounded)
-    with torch.no_grad():
-        model.eval()
-        plain.eval()
-        assert distance([model(**it.inp).logits], [plain(**inp).logits]) <= rounded
-        assert_alike(model, plain)
-        model.close()
-        assert distance([it.model(**it.inp).logits], [plain.to("cpu")(**it.inp).logits]) <= rounded
-
-
 def test_a_wrap_that_fails_compiles_nothing() -> None:
     it = case("llama")
     with pytest.raises(elixir.PlanError):
@@ -269,16 +228,6 @@ def test_a_layer_whose_code_breaks_and_raises_leaves_the_model_usable() -> None:
         assert all(isinstance(p, nn.Parameter) for p in pair.module.module.parameters())
         model.layers[1].fails = False
         pair.train(2)
-
-
-def test_gradients_of_a_unit_are_counted_together() -> None:
-    it = case("llama", "non-reentrant")
-    before = plan_of(it, "streamed", split_number=4)
-    after = plan_of(replace(it, model=compiled(it.model)), "streamed", split_number=4)
-    layer = sum(p.nbytes for p in it.model.model.layers[0].parameters())
-    largest = max(p.nbytes for p in it.model.parameters())
-    assert layer > largest
-    assert after.predicted.device_peak_bytes >= before.predicted.device_peak_bytes
 
 
 def test_the_plan_must_have_been_made_for_the_same_compiled_layers() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +22,8 @@ from elixir.plan.plan import Plan
 from elixir.search.replan import Correction
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, assert_as_planned, case, mixed, rehomed, take_step
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, adamw, assert_as_planned, case, mixed
 from tests.common.twins import step_alike
 from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
@@ -159,66 +159,6 @@ def test_a_replaced_module_with_hooks_is_refused() -> None:
     assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
 
 
-def chunks_of(pair: Pair, parameters: Iterable[nn.Parameter]) -> set[int]:
-    """The chunks with these parameters."""
-    return {inside.chunk_of(pair.module, each).index for each in parameters}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
-def test_the_chunks_of_a_unit_are_asked_for_once(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("llama", checkpoint)
-    plain = compiled(copy.deepcopy(it.model))
-    compiled(it.model)
-    with Pair(it, plan_of(it, "streamed"), plain=plain) as pair:
-        pair.train(1)
-        cache = inside.cache(pair.module)
-        units = [chunks_of(pair, layer.parameters()) for layer in it.model.model.layers]
-        asked: list[set[int]] = []
-        acquire = cache.acquire
-
-        def acquires(chunks: Any) -> None:
-            asked.append(set(chunks))
-            acquire(chunks)
-
-        monkeypatch.setattr(cache, "acquire", acquires)
-        pair.train(1)
-        held = {parameter for layer in it.model.model.layers for parameter in layer.parameters()}
-        others = chunks_of(pair, (each for each in it.model.parameters() if each not in held))
-        asked = [chunks for chunks in asked if chunks in units or not chunks <= others]
-        assert asked == [*units, *reversed(units)]
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_unit_inside_of_a_checkpoint_runs_again(reentrant: bool) -> None:
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).sin()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer(8, 8) for _ in range(3))
-            self.head = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    model = Model()
-    it = Case(model, {"x": torch.randn(4, 8, requires_grad=True)}, lambda m, inp: m(**inp).square().mean())
-    plain = compiled(copy.deepcopy(model))
-    with Pair(it, plan_of(replace(it, model=compiled(model)), "streamed", split_number=4), plain=plain) as pair:
-        assert pair.module.plan.step.compiled == ("layers.0", "layers.1", "layers.2")
-        pair.train(3)
-        pair.assert_same_weights()
-        assert_as_planned(pair.module)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
 def test_replaced_modules_of_torch_are_compiled_as_they_were() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
@@ -235,22 +175,6 @@ def test_replaced_modules_of_torch_are_compiled_as_they_were() -> None:
     module = ElixirModule(model, plan, device="cpu", debug=POISON)
     assert train(it, module, ElixirOptimizer(module, adamw(module))) == expected
     assert counted() == graphs
-
-
-@pytest.mark.slow
-def test_homes_change_under_compiled_layers() -> None:
-    it = case("llama", "non-reentrant")
-    plain = compiled(copy.deepcopy(it.model))
-    compiled(it.model)
-    plans = {mode: plan_of(it, mode) for mode in MODES}
-    plans["resident"] = rehomed(plans["streamed"], "resident")
-    with Pair(it, plans["streamed"], plain=plain, debug=POISON) as pair:
-        for mode in ("mixed", "resident", "streamed", "mixed"):
-            pair.train(2)
-            pair.module.rehome(plans[mode])
-        pair.train(2)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow
@@ -280,33 +204,6 @@ def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.plan.step.compiled == LAYERS == tuple(compiled_units(it.model).values())
     state = model.state_dict()
     assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_a_run_is_resumed_with_the_same_bits(mode: str, tmp_path: Path) -> None:
-    it = case("llama", "reentrant")
-    compiled(it.model)
-    plan = plan_of(it, mode)
-    with Pair(it, plan, plain=compiled(copy.deepcopy(it.model)), debug=POISON) as pair:
-        pair.train(3)
-        saving = save_checkpoint(tmp_path, {"model": pair.module, "optimizer": pair.optimizer})
-        losses = pair.train(3)
-        saving.wait()
-        whole = pair.module.state_dict()
-    fresh()
-    again = case("llama", "reentrant")
-    model, optimizer = elixir.wrap(
-        again.model, adamw(again.model), plan=plan, compile={"backend": "aot_eager"}, device=gpu.DEVICE
-    )
-    load_checkpoint(tmp_path, {"model": model, "optimizer": optimizer})
-    found = []
-    for _ in range(3):
-        loss = again.loss(model, again.inp)
-        take_step(optimizer, loss)
-        found.append(loss.item())
-    assert found == losses
-    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
 def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:

@@ -11,8 +11,8 @@ from elixir.errors import StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
 from tests.common import gpu, inside
-from tests.common.early import HOMES, chain, early_fails, updating_early
-from tests.common.parity import Case, make_plan
+from tests.common.early import HOMES, chain, updating_early
+from tests.common.parity import Case
 
 LAYERS = 4
 ALL = EarlyCounts(LAYERS, LAYERS, LAYERS)
@@ -86,18 +86,6 @@ def test_a_step_left_out_after_an_overflow_keeps_none() -> None:
     assert run.so_far == DISCARDED
 
 
-def test_states_that_could_not_be_made_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    run.step()
-    run.module.settle()
-    early_fails(monkeypatch, MemoryError(), at=1, times=2)
-    run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
-    for ticket in inside.updates(run.module):
-        ticket.synchronize()
-    run.optimizers[0].step()
-    assert run.counts == EarlyCounts(LAYERS, LAYERS, LAYERS - 2)
-
-
 def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.step()
@@ -113,14 +101,3 @@ def test_several_optimizers_plan_and_make_none() -> None:
     """Several optimizers share the memory of chunks, so nothing is updated early."""
     run = Run(optimizers=2)
     assert run.step() == run.step(ALWAYS) == run.so_far == EarlyCounts()
-
-
-def test_a_plan_without_early_updates_counts_none() -> None:
-    it = chain(LAYERS)
-    module = ElixirModule(it.model, make_plan(it, "streamed", split_number=LAYERS), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), max_norm=ALWAYS)
-    optimizer.backward(it.loss(module, it.inp))
-    optimizer.step()
-    assert module.last_report is not None
-    assert module.last_report.early == EarlyCounts()
-    assert "early updates" not in str(module.last_report)

@@ -61,33 +61,6 @@ def test_to_what_it_is_already_changes_nothing(inner: bool, placement: str) -> N
     wrapper.close()
 
 
-def test_zero_grad_of_the_model_inside_forgets_gradients() -> None:
-    wrapper, optimizer = wrapped()
-    step(wrapper, batch())
-    wrapper.module.zero_grad()
-    before = wrapper.state_dict()
-    optimizer.step()
-    state = wrapper.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in before.items())
-    wrapper.close()
-    assert "zero_grad" not in vars(wrapper.module)
-
-
-def test_a_step_that_is_left_out_says_so_and_backward_takes_arguments() -> None:
-    wrapper, optimizer = wrapped(dtype="float16", initial_scale=2.0**4)
-    assert not optimizer.step_was_skipped
-    loss = wrapper(batch()["x"]).float().square().mean()
-    optimizer.backward(loss, retain_graph=True)
-    optimizer.backward(loss)
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-    optimizer.zero_grad()
-    optimizer.backward(wrapper(batch()["x"]).float().square().mean() * 1e30)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    wrapper.close()
-
-
 def test_a_plan_that_is_given_is_run_without_a_trace(tmp_path: Path) -> None:
     first, optimizer = wrapped()
     path = first.plan.save(tmp_path / "plan.json")
@@ -150,24 +123,3 @@ def test_a_state_dict_of_a_part_gathers_no_more(monkeypatch: pytest.MonkeyPatch)
     assert set(gathered) == of_part
     assert len(of_part) < len(chunks)
     wrapper.close()
-
-
-def test_weights_that_lack_a_head_leave_it_to_its_module() -> None:
-    wrapper, _ = wrapped()
-    plan = wrapper.plan
-    state = wrapper.release().state_dict()
-    backbone = {name: value for name, value in state.items() if not name.startswith("2.")} | {"other": torch.ones(1)}
-    with torch.device("meta"):
-        model = make_model()
-    with pytest.raises(InputError, match="strict=False"):
-        ElixirModule(model, plan, weights=backbone, device="cpu")
-    filled = ElixirModule(model, plan, weights=backbone, strict=False, device="cpu")
-    values = filled.state_dict()
-    assert torch.equal(values["0.weight"], state["0.weight"])
-    assert values["2.weight"].std() > 0
-    assert not torch.equal(values["2.weight"], state["2.weight"])
-    filled.close()
-    with torch.device("meta"):
-        model = make_model()
-    with pytest.raises(InputError, match="not those of"):
-        ElixirModule(model, plan, weights={"other": torch.ones(1)}, strict=False, device="cpu")

@@ -27,7 +27,7 @@ from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.problem import swapped_trace
 from elixir.search.replan import Correction, Observation
-from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
 from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
@@ -91,18 +91,6 @@ def test_hidden_states_that_enter_layers_add_to_the_loss(how: str) -> None:
     if how == "leaf":
         ours, plain = leaves[:2], leaves[2:]
         assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_evicting_after_every_use_changes_no_bit() -> None:
-    make, steps = family("llama"), batches("llama", 3)
-    assert in_passes(make, steps, debug=Debug(evict_always=True, poison=True)).same_as(plainly(make, steps))
-
-
-@pytest.mark.slow
-def test_random_numbers_are_those_of_given_seeds() -> None:
-    make, steps = family("gpt2", dropout=0.1), batches("gpt2", 4, seeds=True)
-    assert in_passes(make, steps).same_as(plainly(make, steps))
 
 
 @pytest.mark.slow
@@ -237,23 +225,6 @@ def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
     assert in_passes(make, steps, plan).same_as(plainly(make, steps))
     with pytest.raises(InputError, match="must divide accumulation"):
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_inputs_of_layers_wait_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
-    make, steps = family(name), batches(name, 3)
-    plans = [plan_for(make(), steps[0][0], accumulation=3, on_host=on_host) for on_host in (False, True)]
-    stays, moves = (in_passes(make, steps, plan, max_norm=0.5) for plan in plans)
-    assert moves.same_as(stays)
-    assert moves.same_as(plainly(make, steps, max_norm=0.5))
-    moved, (before, after) = plans[1].step.swap_bytes, (run.reports[-1] for run in (stays, moves))
-    assert moved == plans[1].predicted.host_parts["swapped_activations"] > 0
-    for way in ("host_to_device", "device_to_host", "host_peak"):
-        assert after.observed[way] - before.observed[way] == after.predicted[way] - before.predicted[way] == moved
-    assert after.observed["loads"] == after.predicted["loads"] == before.observed["loads"]
-    assert plans[1].predicted.device_parts["activations"] < plans[0].predicted.device_parts["activations"]
 
 
 @pytest.mark.sampled

@@ -18,7 +18,6 @@ from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import flat
 from elixir.tracer.trace import trace_step
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
-from tests.common import inside
 from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan
 from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
@@ -144,27 +143,6 @@ def test_close_gives_packed_weights_back() -> None:
         pair.train(2)
     assert {name: type(parameter) for name, parameter in it.model.named_parameters()} == kinds
     assert torch.equal(it.model(**it.inp).loss, twin(**it.inp).loss)
-
-
-def test_trainer_logs_what_it_does_alone(tmp_path: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    integrations = pytest.importorskip("elixir.integrations.transformers")
-
-    def logged(kind: Any, **more: Any) -> list[tuple[float, float]]:
-        it = quantised_case("nf4 double")
-        rows = [{name: value[0] for name, value in it.inp.items()} for _ in range(4)]
-        args = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, max_grad_norm=0.1,
-            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, optim="adamw_torch",
-        )  # fmt: skip
-        trainer = kind(model=it.model, args=args, train_dataset=rows, **more)
-        trainer.train()
-        return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-
-    planned = integrations.with_elixir(transformers.Trainer)
-    alone = logged(transformers.Trainer)
-    assert len(alone) == 3
-    assert logged(planned, elixir={"device_memory": "8MiB", "hardware": "cpu"}) == alone
 
 
 def test_what_cannot_be_right_is_refused() -> None:
@@ -302,24 +280,3 @@ def test_optimizers_of_bitsandbytes_in_8_bits_are_refused_with_a_way_out(name: s
     optimizer = kind([each for each in it.model.parameters() if each.requires_grad])
     with pytest.raises(InputError, match=rf"{name} .*AdamW with moments='8bit', which rounds to other bits"):
         elixir.wrap(it.model, optimizer, inp=it.inp, hardware="cpu")
-
-
-@pytest.mark.parametrize("form", [pytest.param("nf4 double", marks=pytest.mark.slow), TORCHAO[1]])
-def test_generation_under_a_plan_for_training_has_the_same_tokens(form: str) -> None:
-    it = quantised_case(form)
-    ids = it.inp["input_ids"][:, :8]
-
-    def generated(model: nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            tokens: torch.Tensor = model.generate(  # type: ignore[operator]
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, min_new_tokens=48,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        return tokens
-
-    expected = generated(copy.deepcopy(it.model).eval())
-    module = elixir.ElixirModule(it.model, make_plan(it, "streamed"))
-    assert torch.equal(generated(module.eval()), expected)
-    counts = inside.cache(module).counts
-    assert counts.loads > counts.calls == 48
-    assert (counts.demand_loads, counts.deviations) == (0, 0)

@@ -24,8 +24,7 @@ from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
 from elixir.wrapper.step.early_update import Inputs
-from elixir.wrapper.step.elementwise import options_of, same_options
-from elixir.wrapper.step.user_optimizer import shard_options
+from elixir.wrapper.step.elementwise import same_options
 from tests.common import inside
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
@@ -80,17 +79,6 @@ def test_options_are_the_same_if_all_their_values_are() -> None:
         ({"lr": 0.5}, {"lr": 0.5, "eps": 0.1}, False),
     ):
         assert same_options(one, other) is same
-
-
-def test_copied_options_share_no_memory() -> None:
-    """A scheduler may write into a tensor, also into those of a pair."""
-    lr, betas = torch.tensor(0.5), (torch.tensor(0.25), torch.tensor(0.75))
-    copied = options_of({"lr": lr, "betas": betas, "eps": 0.125, "span": (1, 2.0), "params": [lr]})
-    for each in (lr, *betas):
-        each.zero_()
-    first, second = copied["betas"]
-    assert (copied["lr"].item(), first.item(), second.item()) == (0.5, 0.25, 0.75)
-    assert (copied["eps"], copied["span"], "params" in copied) == (0.125, (1, 2.0), False)
 
 
 def test_no_update_is_kept_whose_factor_nobody_has_read() -> None:
@@ -235,14 +223,6 @@ def test_a_plan_of_one_process_says_what_differs_and_no_more(monkeypatch: pytest
     assert "processes were started" not in str(refused.value)
 
 
-def test_options_on_a_device_are_numbers_for_shards() -> None:
-    lr = torch.tensor(0.5)
-    assert shard_options({"lr": lr, "capturable": True, "params": [1]}) == {"lr": 0.5, "capturable": False}
-    found = shard_options({"lr": lr})["lr"]
-    assert torch.equal(found, lr)
-    assert found is not lr
-
-
 def test_a_loaded_learning_rate_reaches_the_tensor_that_a_scheduler_holds() -> None:
     it, lr = linear(), torch.tensor(0.5)
     module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
@@ -376,42 +356,6 @@ def test_buffers_of_other_layouts_are_taken_or_refused_by_name(how: Callable[[to
         module(**inp)
         assert model.table is table
         module.close()
-
-
-class WithEmpty(nn.Module):
-    """Has a weight without elements, as a list of no experts has, among others whose gradients are its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [3, 0, *[3] * 10]
-        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        summands = [(weight * row[: weight.numel()]).sum() for weight, row in zip(self.weights, input, strict=True)]
-        return torch.stack(summands).sum()
-
-
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_a_weight_without_elements_counts_for_the_bits_of_a_norm(mode: str) -> None:
-    inputs = [torch.randn(12, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
-    model = WithEmpty()
-    plain = copy.deepcopy(model)
-    module = ElixirModule(
-        model, make_plan(Case(model, {"input": inputs[0]}, lambda m, inp: m(**inp)), mode), device="cpu"
-    )
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), max_norm=1e9)
-    without = 0
-    for each in inputs:
-        plain.zero_grad()
-        plain(each).backward()
-        optimizer.backward(module(each))
-        expected = nn.utils.get_total_norm([weight.grad for weight in plain.weights])
-        assert torch.equal(module.clip_grad_norm_(1e9), expected)
-        without += expected != nn.utils.get_total_norm([weight.grad for weight in plain.weights if weight.numel()])
-        module.zero_grad()
-    module.close()
-    if not without:
-        pytest.skip("with the kernels of this processor no norm here depends on it")
 
 
 class Noted(Layer):

@@ -20,7 +20,6 @@ from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
-from elixir.wrapper.account.step_clock import Span, StepClock
 from elixir.wrapper.calls import Arguments, Calls
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.loss_scale import LossScale
@@ -41,21 +40,6 @@ def test_full_state_dicts_are_of_float32_or_wider_but_codes_of_one_byte() -> Non
     assert state_dict_bytes(model, only=lambda each: each.dtype == torch.float64) == 5 * 8
     layer = nn.Linear(2, 3)
     assert state_dict_bytes(layer, [torch.optim.AdamW(layer.parameters())]) == 9 * 4 * 3
-
-
-def test_the_clock_runs_from_its_start_to_its_end() -> None:
-    clock = StepClock(torch.device("cpu"))
-    assert not clock.running
-    assert clock.stop() is None
-    clock.start()
-    assert clock.running
-    span = clock.stop()
-    assert span is not None
-    assert span.over
-    assert 0 <= span.seconds() < 60
-    assert not clock.running
-    assert clock.stop() is None
-    assert Span(2.0, 5.0).seconds() == 3.0
 
 
 def test_a_loss_scale_doubles_after_good_steps_and_halves_once_per_backward() -> None:

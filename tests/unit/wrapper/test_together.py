@@ -159,15 +159,6 @@ def test_a_model_generates_within_its_plan_and_leaves_the_next_step_as_planned()
     assert "called more often" in model.last_report.not_compared
 
 
-@pytest.mark.slow
-def test_the_plan_is_corrected_between_two_steps() -> None:
-    plain = models()
-    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=8)
-    model, optimizer = wrapped(preference, "mixed")
-    assert trained(model, optimizer, preference, accumulation=1, steps=8) == expected
-    assert not inside.may_replan(model)
-
-
 def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     """Bytes that torch's profiler sees on the CPU, where device and host are one memory."""
     alone = models()

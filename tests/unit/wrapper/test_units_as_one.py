@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.interception import TrackedParameter
 from elixir.access.own_checkpoint import checkpoint_function
 from elixir.errors import InputError
-from elixir.hardware.profile import preset
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.search import optimal_search, plan_from_trace, replan, simple_search
-from elixir.search.planner import plan_in
-from elixir.search.problem.from_plan import packed_step_of
-from elixir.search.problem.joined_trace import joined_trace
-from elixir.step_trace import StepTrace
+from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.weight_uses import WeightUses
 from tests.common import inside
-from tests.common.observed import steady
 from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, mixed, square_loss
-from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, train
 
 FAMILIES = ("opt", "gpt2", "llama", "bert", "t5", "vit", "mixtral")
@@ -234,47 +227,6 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
     assert torch._C.ScriptMethod.__call__ is before
 
 
-def test_the_joined_step_has_the_same_costs() -> None:
-    trace: StepTrace = cpu_trace(Stack(), INP, sum_step)
-    joined = joined_trace(trace, ["layers.0", "layers.2"])
-    assert joined.flops == trace.flops
-    assert joined.step.joined == ("layers.0", "layers.2")
-    run = next(run for run in trace.unit_runs if (run.unit, run.phase) == (0, "forward"))
-    access = joined.accesses[run.first]
-    assert {joined.parameters[index].name for index in access.parameters} == {
-        f"layers.0.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")
-    }
-    assert access.pin_until == run.last
-    assert joined.accesses[run.last].parameters == ()
-    assert joined.unit_runs == trace.unit_runs
-    assert joined_trace(joined, ["layers.0"]) == joined
-
-
-def test_a_plan_moves_no_more_and_needs_no_more_for_it() -> None:
-    it = case("llama")
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        it.loss(model, inp).backward()
-
-    found = 0
-    for device in ("950KiB", "1200KiB", "2MiB"):
-        both = [
-            optimal_search(
-                it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", device_memory=device, host_budget="64MiB",
-                placement="cpu", fetch=fetch, assume="nominal",
-            )
-            for fetch in ("parameters", "units")
-        ]  # fmt: skip
-        apart, joined = (answer.plan for answer in both)
-        assert joined.predicted.device_peak_bytes <= apart.predicted.device_peak_bytes
-        for link, amount in joined.predicted.moved_bytes.items():
-            assert amount <= apart.predicted.moved_bytes[link]
-        assert packed_step_of(joined, both[1].question.trace).order == joined.order
-        assert Plan.from_json(joined.to_json()) == joined
-        found += bool(joined.step.joined)
-    assert found
-
-
 @pytest.mark.parametrize("form", CHECKPOINTS[1:])
 def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
     it = case("llama")
@@ -289,24 +241,3 @@ def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
     assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
     model.close()
     assert [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)] == given
-
-
-@pytest.mark.parametrize("fetch", ["units", "parameters"])
-def test_a_second_plan_fetches_as_the_first(
-    fetch: Literal["units", "parameters"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = case("llama", "none")
-    trace = cpu_trace(it.model, it.inp, lambda model, inp: it.loss(model, inp).backward())
-    given = {"placement": "cpu", "host_budget": "1GiB", "device_memory": "80MiB", "assume": "nominal"}
-    plan = plan_from_trace(trace, preset("cpu"), 1, fetch=fetch, **given).plan
-    answers: list[Plan] = []
-
-    def answered(*question: Any) -> Plan:
-        answers.append(plan_in(*question))
-        return answers[-1]
-
-    monkeypatch.setattr(replan, "plan_in", answered)
-    replan.correct(trace, preset("cpu"), plan, [steady(plan)], plan.optimizer)
-    (second,) = answers
-    assert second.step.joined == plan.step.joined
-    assert bool(plan.step.joined) == (fetch == "units")

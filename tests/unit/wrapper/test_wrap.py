@@ -263,15 +263,6 @@ def planned() -> tuple[Any, Any, Plan]:
     )
 
 
-@pytest.mark.slow
-def test_a_plan_that_was_right_stays(planned: tuple[Any, Any, Plan]) -> None:
-    trace, machine, plan = planned
-    found = correct(trace, machine, plan, [steady(plan)], "Adam")
-    if found.plan is not None:  # fixed packing may show a better one, but then by more than is worth a move
-        assert found.plan.predicted.seconds["total"] < 0.95 * plan.predicted.seconds["total"]
-    assert "was predicted" in found.reason
-
-
 def test_several_batches_a_step_are_planned_for_as_such(planned: tuple[Any, Any, Plan]) -> None:
     trace, machine, plan = planned
     took = simulate_step(plan, trace, machine, accumulation=4)
@@ -434,22 +425,6 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
         with pytest.raises(InputError, match="is no folder"):
             call(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path / "absent")
     assert api.dry_run(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path) == found
-
-
-@pytest.mark.slow
-def test_the_plan_is_that_of_the_search() -> None:
-    it = case("opt")
-    model, _ = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, hardware="cpu", device_memory="1MiB", host_budget="1GiB"
-    )
-    other = case("opt")
-    from elixir.search import optimal_search
-
-    memory = {"device_memory": "1MiB", "host_budget": "1GiB"}
-    options = {"optimizer_type": "AdamW (for-loop)", "hardware": "cpu", "clipping": False}  # no max_norm was given
-    plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory).plan
-    assert model.plan == plan
-    assert make_plan(other, "streamed") != plan
 
 
 @pytest.mark.slow

@@ -79,16 +79,6 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(states[0]["transformer.wte.weight"], states[3]["transformer.wte.weight"])
 
 
-def test_two_models_on_meta_are_not_the_same() -> None:
-    plan = make_plan(case("opt"), "streamed")
-    states = []
-    for _ in range(2):
-        module = wrapped(tiny("opt", device="meta"), plan)
-        states.append(module.state_dict())
-        module.close()
-    assert not torch.equal(*(state["lm_head.weight"] for state in states))
-
-
 def test_wrapping_a_model_that_has_its_weights_draws_nothing() -> None:
     """Later random numbers, dropout above all, are as they would have been without."""
     it = case("opt")
@@ -182,13 +172,6 @@ def test_takes_given_weights(family: str, how: str, tmp_path: Path) -> None:
     with Pair(Case(meta, real.inp, hf_loss), make_plan(real, "mixed"), plain=plain.model, weights=weights) as pair:
         pair.assert_same_weights()
         pair.train(3)
-
-
-def test_given_weights_replace_those_of_a_real_model() -> None:
-    real = case("cnn")
-    wanted = {name: value + 1 for name, value in real.model.state_dict().items()}
-    module = wrapped(real.model, make_plan(real, "streamed"), weights=wanted)
-    assert all(torch.equal(value, wanted[name]) for name, value in module.state_dict().items())
 
 
 def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
@@ -297,33 +280,6 @@ def test_buffers_of_a_model_that_is_cast_as_a_whole_are_cast_and_come_back() -> 
     assert model.seen == 1
 
 
-def test_a_model_with_nothing_to_train_is_evaluated_under_a_plan() -> None:
-    torch.manual_seed(0)
-    model, inp = Projects().requires_grad_(False), {"x": torch.randn(8, 16)}
-    expected = copy.deepcopy(model)(inp["x"])
-    plan = simple_search(
-        model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
-        step_fn=lambda m, i: m(i["x"]), hardware="cpu",
-    ).plan  # fmt: skip
-    module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
-    for _ in range(2):
-        assert torch.equal(module(inp["x"]), expected)
-
-
-def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -> None:
-    """Frequencies of rotary positions included, which `model.bfloat16()` rounds too."""
-    it = case("llama")
-    plain = copy.deepcopy(it.model).bfloat16()
-    plan = make_plan(it, "streamed", unified_dtype=torch.bfloat16)
-    module = ElixirModule(it.model, plan, device="cpu")
-    buffers = dict(module.module.named_buffers())
-    assert any("inv_freq" in name for name in buffers)
-    for name, buffer in plain.named_buffers():
-        assert buffers[name].dtype is buffer.dtype
-        assert torch.equal(buffers[name], buffer), name
-    assert torch.equal(it.loss(module, it.inp), it.loss(plain, it.inp))
-
-
 def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -374,24 +330,6 @@ def test_whole_modules_that_peft_trains_begin_as_the_frozen_ones(given: bool) ->
         assert torch.equal(value, source.parameter(frozen)), name
         own = frozen.removeprefix("base_model.model.").replace(".original_module", "")
         assert torch.equal(value, values[own]) == given
-
-
-def test_a_dict_that_makes_its_tensors_when_asked_for_them_is_asked() -> None:
-    """It is of a user's class, whose items are not what it gives."""
-
-    class Late(dict[str, Any]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            made: torch.Tensor = super().__getitem__(name)()
-            return made
-
-        def get(self, name: str, default: Any = None) -> Any:
-            return self[name] if name in self else default  # noqa: SIM401 - it would ask itself
-
-    real, meta = meta_case("gpt2")
-    weights = {name: value + 1 for name, value in real.model.state_dict().items()}
-    late = Late({name: lambda value=value: value for name, value in weights.items()})
-    module = wrapped(meta, make_plan(real, "streamed"), weights=late)
-    assert all(torch.equal(found, weights[name]) for name, found in module.state_dict().items())
 
 
 # --- made elsewhere -------------------------------------------------------------------------------------------------

@@ -124,27 +124,6 @@ def test_states_of_another_run_come_by_their_dimensions() -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_gradient_in_another_layout_is_stepped_by_its_dimensions() -> None:
-    it = case("laid out")
-    with Pair(it, make_plan(it, "resident"), max_norm=0.5) as pair:
-        for _ in range(2):
-            pair.backward()
-            for model in (pair.module.module, pair.plain):
-                for parameter in model.parameters():
-                    parameter.grad = parameter.grad.contiguous()
-            pair.step()
-
-
-def test_weights_move_to_other_homes_with_their_states() -> None:
-    it = case("laid out")
-    plans = {mode: make_plan(it, mode, allocate_factor=0.5) for mode in MODES}
-    with Pair(it, plans["resident"]) as pair:
-        for mode in ("streamed", "resident", "mixed"):
-            pair.train(2)
-            pair.module.rehome(plans[mode])
-        pair.train(2)
-
-
 def test_a_model_on_meta_keeps_the_layout_it_was_given() -> None:
     it = case("laid out")
     model = copy.deepcopy(it.model).to("meta")

@@ -13,7 +13,7 @@ import elixir
 from elixir.errors import InputError
 from elixir.search import simple_search
 from elixir.tracer.trace import trace_step
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule
 from tests.common.tracing import CPU
 
 X = {"x": torch.ones(4, 16)}
@@ -182,25 +182,6 @@ def test_compiled_code_put_into_a_wrapped_model(compiled: Callable[[Any], None])
     ):
         step(later, X)
     later.close()
-
-
-@pytest.mark.parametrize("compiled", [compiled_layer, replaced_layer], ids=lambda each: each.__name__)
-def test_compiled_layers_whose_weights_are_streamed_have_the_same_bits(compiled: Callable[[Any], None]) -> None:
-    plain, model = Blocks(), Blocks()
-    compiled(model)
-    plan = planned(model, "cpu")
-    assert plan.step.compiled == ("blocks.1",)
-    module = ElixirModule(model, plan, device="cpu")
-    wanted, found = (each(X["x"]) for each in (plain, module))
-    assert torch.equal(wanted, found)
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    optimizer.backward(found.square().mean())
-    wanted.square().mean().backward()
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    state = module.state_dict()
-    for (name, value), mine in zip(plain.state_dict().items(), state.values(), strict=True):
-        assert torch.equal(value, mine), name
 
 
 @pytest.mark.parametrize("before", [True, False])

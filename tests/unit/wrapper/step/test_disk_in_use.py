@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import elixir
-from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError
 from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES, Files
@@ -25,10 +24,10 @@ from elixir.hardware.profile import preset
 from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
 from tests.common.early import all_early
-from tests.common.on_disk import BrokenDisk, in_memory, on_disk
+from tests.common.on_disk import BrokenDisk, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan, report_of
 from tests.common.tiny_models import FAMILIES
-from tests.unit.wrapper.step.test_states_on_disk import OPTIMIZERS, assert_same, run
+from tests.unit.wrapper.step.test_states_on_disk import OPTIMIZERS, run
 
 
 def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_path: Path) -> None:
@@ -184,27 +183,3 @@ def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_pat
             for _ in range(2 if way == "accumulated" else 1):
                 pair.backward()
             pair.step()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_every_family_in_bfloat16_has_the_bits_of_states_in_memory(name: str, moments: Any, tmp_path: Path) -> None:
-    plan = make_plan(case(name), "streamed", unified_dtype="bfloat16", moments=moments)
-    ends = []
-    for homes, options in ((in_memory(plan), {}), (on_disk(plan), {"disk_folder": tmp_path})):
-        module, optimizer = run(case(name), homes, steps=3, **options)
-        ends.append((module.state_dict(), optimizer.state_dict()))
-        module.close()
-    assert_same(*ends)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
-def test_delays_on_all_lanes_change_no_bit(seed: int, tmp_path: Path) -> None:
-    it = case(FAMILIES[seed % 3], layers=1)
-    name = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
-    plan = on_disk(make_plan(it, "streamed"), 1 + seed % 2)
-    delays = Emulation(delay_s=0.002, seed=seed)
-    with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, emulation=delays) as pair:
-        pair.train(3)

@@ -25,13 +25,11 @@ from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import (
     HOMES,
-    all_early,
     attempts,
     backward_watched,
     chain,
     early_fails,
     needs_kernel,
-    rehomed,
     updating_early,
 )
 from tests.common.parity import Case, Pair, assert_as_planned, case
@@ -368,20 +366,6 @@ def test_accumulation(batches: int, homes: str) -> None:
             for _ in range(other):
                 pair.backward(scale=1 / other)
             pair.step()
-
-
-def test_moving_to_and_from_such_a_plan() -> None:
-    it = chain()
-    plan = chain_plan(it)
-    with Pair(it, plan, max_norm=1e9) as pair:
-        for homes in ("states", "mixed", "streamed"):
-            for early in (False, True):
-                pair.train(1)
-                there = rehomed(make_ordinary(plan), homes)
-                pair.module.rehome(all_early(there) if early else there)
-                pair.backward()
-                assert bool(attempts(pair.module)) == early
-                pair.step()
 
 
 def make_ordinary(plan: Any) -> Any:

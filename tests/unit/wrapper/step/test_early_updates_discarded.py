@@ -147,22 +147,6 @@ def test_a_limit_that_is_given_between_backward_and_step(before: float | None, g
 
 
 @pytest.mark.parametrize("homes", HOMES)
-def test_counts_of_steps_are_undone_with_the_states(homes: str) -> None:
-    it = chain()
-    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
-        pair.train(2)
-        pair.max_norm = pair.optimizer.max_norm = 1e-3
-        pair.backward()
-        assert attempts(pair.module)
-        settled(pair)
-        check_states(pair)  # new states, and counts, are made and not shown
-        pair.step()
-        assert not spec(pair).kept
-        check_states(pair)
-        assert {float(state["step"]) for state in pair.optimizer.state_dict()["state"].values()} == {3.0}
-
-
-@pytest.mark.parametrize("homes", HOMES)
 def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None:
     """A checkpoint may bring another scale: gradients are divided by the one they were multiplied by."""
     plan = chain_plan(chain(), homes, unified_dtype="float16")

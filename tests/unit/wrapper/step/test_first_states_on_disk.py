@@ -20,7 +20,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.shard import Shard
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss, take_step
+from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
@@ -243,22 +243,6 @@ def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) ->
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(module, plain)
-
-
-def test_an_extent_has_each_tensor_once_and_of_living_optimizers_only(tmp_path: Path) -> None:
-    it = case("gpt2", layers=1)
-    module = ElixirModule(it.model, of_one_chunk(make_plan(it, "streamed", split_number=1)), disk_folder=tmp_path)
-    stored = [chunk.stored for chunk in inside.chunks(module) if chunk.stored is not None]
-    before = [list(map(id, each.tensors)) for each in stored]
-    optimizer = ElixirOptimizer(module, AtOnce(it.model.parameters(), lr=1e-3))
-    for _ in range(3):
-        take_step(optimizer, it.loss(module, it.inp))
-    optimizer.load_state_dict(optimizer.state_dict())
-    for each, first in zip(stored, before, strict=True):
-        found = list(map(id, each.tensors))
-        assert len(set(found)) == len(found) > len(first)
-    inside.stepper(optimizer).drop_states()
-    assert [list(map(id, each.tensors)) for each in stored] == before != []
 
 
 def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,27 +14,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import elixir
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware.profile import HardwareProfile, preset
-from elixir.hardware.rate_fit import RateFit
+from elixir.hardware.profile import preset
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.models.step import default_step
-from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size
+from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, moments_size
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import LOOP_TENSORS
-from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
-from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
+from elixir.search.simulator.rates import Rates
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, case, distance, make_plan, rehomed, report_of, take_step
-from tests.common.samples import make_hardware
+from tests.common.parity import MODES, Case, case, distance, make_plan, rehomed, take_step
 
 LOW = ("bfloat16", "8bit")
 KINDS = ("float32", *LOW)
@@ -67,39 +63,9 @@ class Run:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.module.state_dict().items()}
 
-    def accounted_bytes(self) -> tuple[int, int]:
-        """Optimizer states on the device and on the host, masters included."""
-        self.module.settle()
-        device, host = (
-            inside.bytes_by_kind(self.module, home).get("optimizer_states", 0) for home in ("device", "host")
-        )
-        return device, host
-
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LOW)
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: float) -> None:
-    it = case("opt")
-
-    def search(**options: Any) -> Plan:
-        common: dict[str, Any] = {"inp": it.inp, "hardware": "cpu", "host_budget": "64GiB", "moments": kind}
-        return optimal_search(it.model, 1, dtype, **common, **options).plan
-
-    low, high = (search(placement=p, device_memory="64GiB").predicted.device_peak_bytes for p in ("cpu", "cuda"))
-    plan = search(device_memory=int(low + share * (high - low)))
-    run = Run(it, plan)
-    run.train(2)
-    parts = plan.predicted.device_parts["optimizer_states"], plan.predicted.host_parts["optimizer_states"]
-    assert run.accounted_bytes() == parts
-    report = report_of(run.module)
-    assert report.observed["device_buffers"] <= report.predicted["device_peak"]
-    assert inside.peak_bytes(run.module, "host") <= plan.predicted.host_step_bytes
 
 
 @functools.cache
@@ -144,20 +110,6 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
             assert same(ends[0], end)
         else:  # its kernels round otherwise than those of the host: up to 1e-5 on the pretended device
             assert distance([end[name] for name in ends[0]], list(ends[0].values())) < 1e-3
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", LOW)
-def test_fused_kernels_are_not_needed_and_change_nothing_here(kind: str) -> None:
-    ends = []
-    unchanged = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy", "layer_norm"), "plain")
-    for fused in (False, unchanged):
-        it = case("opt")
-        run = Run(it, make_plan(it, "mixed", moments=kind), use_fused_kernels=fused)
-        run.train(3)
-        ends.append(run.weights())
-        run.module.close()
-    assert same(*ends)
 
 
 @pytest.mark.parametrize("kind", LOW)
@@ -260,26 +212,6 @@ def test_rehome_asks_the_optimizer_first() -> None:
     run.train(1)  # nothing was taken from it
 
 
-@pytest.mark.slow
-def test_wrap_reads_the_moments_of_a_hybrid_adam() -> None:
-    for moments, make, expected in (
-        (None, lambda m: HybridAdam(m.parameters(), lr=LR, moments="8bit"), "8bit"),
-        ("bfloat16", lambda m: torch.optim.AdamW(m.parameters(), lr=LR), "bfloat16"),
-        (None, lambda m: torch.optim.AdamW(m.parameters(), lr=LR), "float32"),
-    ):
-        it = case("opt")
-        memory = {"device_memory": "1600KiB", "host_budget": "1GiB"}
-        module, optimizer = elixir.wrap(it.model, make(it.model), inp=it.inp, hardware="cpu", moments=moments, **memory)
-        for _ in range(7):  # a second plan is made after the fifth
-            take_step(optimizer, it.loss(module, it.inp))
-        assert module.plan.moments == expected
-        assert f"moments in {expected}" in str(module.plan) or expected == "float32"
-        module.close()
-    it = case("opt", layers=1)
-    with pytest.raises(InputError, match="leave the argument out"):
-        elixir.wrap(it.model, HybridAdam(it.model.parameters()), inp=it.inp, hardware="cpu", moments="8bit")
-
-
 def test_searches_refuse_what_makes_no_sense() -> None:
     it = case("opt", layers=1)
     for options, error, words in (
@@ -292,34 +224,6 @@ def test_searches_refuse_what_makes_no_sense() -> None:
     wide = Case(torch.nn.Linear(4, 4).double(), {"input": torch.randn(2, 4).double()}, lambda m, i: m(**i).sum())
     with pytest.raises(InputError, match="float64"):
         make_plan(wide, "streamed", moments="8bit")
-
-
-def test_plans_go_to_json_and_back_and_older_ones_are_of_float32() -> None:
-    it = case("opt", layers=1)
-    for kind in KINDS:
-        plan = make_plan(it, "streamed", moments=kind)
-        assert Plan.from_json(plan.to_json()) == plan
-        assert plan.moments == kind
-        shards = sum(plan.state_size.nbytes(chunk.numel) for chunk in plan.chunks)
-        assert shards == sum(moments_size(kind).nbytes(chunk.numel) for chunk in plan.chunks)
-        assert plan.predicted.host_parts["optimizer_states"] == shards  # fp32 weights next to their states
-    plan = make_plan(it, "streamed")
-    with pytest.raises(InputError, match="state_size"):
-        replace(plan, moments="8bit")
-    with pytest.raises(InputError, match="SGD"):
-        replace(plan, moments="8bit", optimizer="SGD", state_size=moments_size("8bit"))
-
-
-def test_sizes_are_those_that_are_allocated() -> None:
-    for kind in KINDS:
-        for numel in (0, 1, 255, 256, 257, 10_000):
-            assert (
-                make_moments(numel, kind).nbytes == moments_size(kind).nbytes(numel) == moments_size(kind).nbytes(numel)
-            )
-        assert moments_size(kind).least_per_numel() * 10_000 <= moments_size(kind).nbytes(10_000)
-    for bad in ({"block_bytes": -1}, {"block_numel": 0}):
-        with pytest.raises(InputError, match=next(iter(bad))):
-            StateSize(**({"block_bytes": 8} | bad))
 
 
 def test_reading_a_part_is_reading_the_whole() -> None:
@@ -447,37 +351,6 @@ def test_on_the_host_no_number_of_threads_makes_such_a_step_take_more(
     with Living() as living:
         adam_step(master, master, None, moments, AdamOptions(), 1)
     assert living.peak_bytes <= STEP_TEMPORARY_BYTES[kind] * LARGEST_HOST_PIECE_NUMEL + 2**16
-
-
-@pytest.mark.parametrize("kind", LOW)
-def test_time_follows_what_was_measured_and_else_the_bytes(kind: Any) -> None:
-    machine = make_hardware()
-
-    def rates(hardware: HardwareProfile, moments: Any, ranks: int = 1) -> tuple[float, float]:
-        made = Rates(hardware, "bfloat16", ranks, ranks, moments=moments)
-        return made.host_adam.per_s, made.device_adam.per_s
-
-    plain = replace(machine, fits={})
-    share = 30 / 22
-    assert rates(plain, kind) == pytest.approx([share * rate for rate in rates(plain, "float32")])
-    fast = {f"host_adam.{count}": RateFit(0.0, 1e12, 0.0) for count in (1, 8)}
-    limited = replace(machine, fits=fast)
-    threads = 8 - 2  # which the runtime leaves to those who submit
-    per_thread = ARITHMETIC_NUMEL_PER_S[kind]
-    assert rates(limited, kind)[0] == pytest.approx(threads * per_thread)
-    assert rates(limited, "float32")[0] == 1e12
-    measured = replace(
-        machine,
-        fits={
-            "host_adam.1": RateFit(0.0, 1e9, 0.0),
-            "host_adam.1.bfloat16": RateFit(0.0, 0.5e9, 0.0),
-            "device_adam.bfloat16": RateFit(0.0, 3e9, 0.0),
-        },
-    )
-    if kind == "bfloat16":
-        assert rates(measured, kind) == pytest.approx((0.5e9 * 14 / 22, 3e9 * 14 / 22))
-    else:
-        assert rates(measured, kind)[0] == pytest.approx(min(1e9 * share, per_thread))
 
 
 def test_a_step_that_was_watched_is_corrected_in_the_plans_own_moments() -> None:

@@ -39,41 +39,6 @@ def saved_adam(states: States, value: float = 0.5, dtype: torch.dtype = torch.fl
     return Saved(values, **{name: SmallStates(step=step) for name in values})
 
 
-@pytest.mark.parametrize("made", ["before", "not", "on a disk"])
-def test_loading_fills_some_segments_and_resets_the_others(made: str) -> None:
-    extent: Any = Extent() if made == "on a disk" else None
-    states = class_states(extent=extent)
-    saved = saved_adam(states)
-    if extent is not None:
-        extent._saved = saved
-        saved.coming.append((torch.zeros(3), torch.ones(3)))  # of another shard
-    if made == "before":
-        states.make()
-    else:
-        put(states, {}, {}, {"step": torch.ones(()), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)})
-    before = [{kind: id(value) for kind, value in states.state_of(each).items()} for each in states.segments]
-    assert states.load(saved) == set()
-    assert saved.coming == []
-    first, second, third = (states.state_of(segment) for segment in states.segments)
-    for each in (first, second):
-        assert {kind: float(value.max()) for kind, value in each.items()} == {
-            "step": 3.0, "exp_avg": 0.5, "exp_avg_sq": 1.5
-        }  # fmt: skip
-        assert float(each["exp_avg_sq"].min()) == 1.5
-    if made == "before":
-        after = [{kind: id(value) for kind, value in state.items()} for state in (first, second, third)]
-        assert after == before
-        assert {float(value.abs().sum()) for value in third.values()} == {0.0}
-        states.state_of(states.segments[2])["exp_avg"].fill_(7)
-        states.load(saved_adam(states))
-        assert float(third["exp_avg"].sum()) == 0
-    else:
-        assert third == {}
-    if extent is not None:
-        assert first["exp_avg"].untyped_storage().data_ptr() == extent.regions["exp_avg float32"].data_ptr()
-        assert extent.regions["exp_avg float32"].tolist() == [0.5] * 23 + [0.0] * 2
-
-
 def test_loaded_states_keep_their_dtype_or_are_rounded_with_a_note() -> None:
     states = class_states()
     note = "moments saved in bfloat16 are kept in float32 here, to the nearest value"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import elixir
 from elixir.api import dry_run
 from elixir.check import refusals
 from elixir.chunk.arena import Arena
-from elixir.errors import InputError, PlanError
-from elixir.hardware.profile import preset
+from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.optimizer_states import matrix_flops, matrix_room_bytes, optimizer_name, state_size
 from elixir.plan.plan import Plan
@@ -111,36 +108,6 @@ def test_backwards_are_counted_anew_when_all_optimizers_have_cleared_gradients()
     assert gradients.backward_count == 0
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_and_bytes_are_those_of_the_plan(mode: str, dtype: str) -> None:
-    given = case("llama", dtype=getattr(torch, dtype))
-    plan = make_plan(given, mode, optimizer_type="Muon")
-    module = ElixirModule(given.model, plan)
-    mine = [ElixirOptimizer(module, each) for each in optimizers(given.model, plan.matrices)]
-    for _ in range(4):
-        mine[0].backward(given.loss(module, given.inp))
-        for each in mine:
-            each.step()
-            each.zero_grad()
-    module.settle()
-    report = report_of(module)
-    seen, said = report.observed, report.predicted
-    assert (seen["host_to_device"], seen["device_to_host"]) == (said["host_to_device"], said["device_to_host"])
-    if mode != "mixed":  # whose prediction is that of another plan
-        unpadded = {"device": 0, "host": 0}  # a class makes states without the padding of chunks, which plans count
-        for chunk in plan.chunks:
-            states = plan.states_of(chunk)
-            unpadded[chunk.update_home] += states.nbytes(chunk.numel) - states.nbytes(chunk.used_numel)
-        assert seen["device_buffers"] == said["device_buffers"] - unpadded["device"]
-        assert seen["host_peak"] == said["host_peak"] - unpadded["host"]
-        assert said["device_buffers"] <= plan.predicted.device_peak_bytes
-    turned = sum(map(plan.turned_bytes, plan.chunks))
-    assert turned == sum(2 * c.used_numel for c in plan.chunks if c.matrices and c.state_home == "host")
-    assert bool(turned) == (mode != "resident")
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path: Path) -> None:
@@ -170,19 +137,6 @@ def test_states_on_a_disk_have_the_bits_of_states_in_memory(dtype: str, tmp_path
     (first, momenta), (second, others) = found
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert all(map(torch.equal, momenta, others))
-
-
-@pytest.mark.slow
-def test_a_search_puts_states_of_matrices_on_a_disk() -> None:
-    given = case("llama")
-    hardware = replace(preset("a100"), disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=2e9)
-    options: dict[str, Any] = {"inp": given.inp, "optimizer_type": "Muon", "hardware": hardware}
-    options |= {"device_memory": "17.4MiB", "host_budget": "1.5MiB"}
-    with pytest.raises(PlanError):
-        elixir.optimal_search(given.model, 1, **options)
-    plan = elixir.optimal_search(given.model, 1, disk_memory="1GiB", **options).plan
-    assert any(chunk.matrices and chunk.state_home == "disk" for chunk in plan.chunks)
-    assert Plan.from_json(plan.to_json()) == plan
 
 
 class _Kept(torch.utils._python_dispatch.TorchDispatchMode):
@@ -251,31 +205,6 @@ def test_moments_are_those_of_the_optimizer_next_to_it() -> None:
     plan = dry_run(given.model, [torch.optim.Muon(whole), other], inp=given.inp, host_budget="1GiB")
     assert (plan.optimizer, plan.moments) == ("Muon + AdamW", "8bit")
     assert not refusals(given.model, [torch.optim.Muon(whole), other], given.inp)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device_memory", ["2MiB", "64MiB"])
-def test_wrap_takes_muon_and_adamw_in_a_list(device_memory: str) -> None:
-    given = case("llama")
-    plain, streamed = gpu.there(copy.deepcopy(given.model)), copy.deepcopy(given.model)
-    names = [n for n, p in plain.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    theirs = optimizers(plain, names)
-    module, mine = elixir.wrap(
-        streamed,
-        optimizers(streamed, names),
-        inp=given.inp,
-        device_memory=gpu.with_cublas(device_memory),
-        host_budget="1GiB",
-    )
-    assert module.plan.optimizer.startswith("Muon + AdamW")
-    assert sorted(module.plan.matrices) == sorted(names)
-    for _ in range(8):  # over the correction of the plan
-        given.loss(plain, gpu.there(given.inp)).backward()
-        mine[0].backward(given.loss(module, given.inp))
-        for each in (*theirs, *mine):
-            each.step()
-            each.zero_grad()
-    assert_alike(module, plain)
 
 
 def test_states_are_those_of_torch_and_go_on_in_another_home() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, rehomed, square_loss
@@ -213,30 +213,6 @@ def test_every_scheduler_of_torch_takes_it(module: ElixirModule) -> None:
         scheduler.step()
     schedulers[3].step(1.0)  # type: ignore[call-arg]
     assert all(scheduler.optimizer is optimizer for scheduler in schedulers)
-
-
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_two_optimizers_share_a_model(mode: str) -> None:
-    """Each steps its own parameters, also where they lie in one chunk."""
-    it = case("gpt2")
-    plain, inp = copy.deepcopy(it.model).to(gpu.DEVICE), gpu.there(it.inp)
-    module = ElixirModule(it.model, make_plan(it, mode), device=gpu.DEVICE, debug=Debug(poison=True))
-
-    def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
-        parameters = list(model.parameters())
-        return [torch.optim.AdamW(parameters[::2], lr=1e-3), torch.optim.SGD(parameters[1::2], lr=1e-2)]
-
-    mine = [ElixirOptimizer(module, half) for half in halves(it.model)]
-    theirs = [step_alike(half, module, dict(plain.named_parameters())) for half in halves(plain)]
-    for _ in range(4):
-        for model, optimizers in ((module, mine), (plain, theirs)):
-            hf_loss(model, inp).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            optimizers[0].zero_grad()
-            optimizers[1].zero_grad()
-    state = module.state_dict()
-    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
 
 
 def test_sums_of_gradients_of_several_loss_scales_are_not_stepped_with(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.part_norms import norms_of
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.wrapper.step import gradient_norm
 from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.elementwise import Rehearsal, options_of, set_options
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, KnownNorms, clip_factor, each_norm, norm_of_norms
@@ -186,47 +184,6 @@ def norm_over(model: nn.Module, *shards: Any, max_norm: float = 0.0) -> Gradient
         model=model, loss_scale=SimpleNamespace(used=False), group=SimpleNamespace(size=1), device=torch.device("cpu")
     )
     return GradientNorm(engine, shards, max_norm, 1)  # type: ignore[arg-type]
-
-
-def test_a_norm_is_summed_once_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read, summed = nn.Linear(3, 2), [], []
-
-    def reading(gradients: Any) -> list[torch.Tensor]:
-        read.append(len(gradients))
-        return norms_of(gradients)
-
-    def summing(norms: Any) -> torch.Tensor:
-        summed.append([float(norm) for norm in norms])
-        return norm_of_norms(norms)
-
-    monkeypatch.setattr(gradient_norm, "norms_of", reading)
-    monkeypatch.setattr(gradient_norm, "norm_of_norms", summing)
-    model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 3.0)
-    known: list[torch.Tensor | None] = [None, None]
-    parts = [
-        (SimpleNamespace(source=source), gradient.flatten())
-        for source, gradient in ((model.bias, model.bias.grad), (model.weight, model.weight.grad))
-    ]
-    gradients = SimpleNamespace(
-        are_at_home=False,
-        of=lambda segments, used: parts,
-        with_norms=lambda arrived: list(zip(arrived, known, strict=True)),
-        empty_with_gradient=lambda used: [],
-    )
-    norm = norm_over(model, SimpleNamespace(gradients=gradients, segments=[]))
-    total = float(norm.sum(set()))
-    assert total == pytest.approx(math.sqrt(6 * 4 + 2 * 9))
-    assert float(norm.sum(set())) == total
-    assert read == [2]
-    norm.forget()
-    norm.sum(set())
-    assert read == [2, 2]
-    norm.forget()
-    known[0] = torch.tensor(7.0)  # from a lane that has summed it
-    norm.sum(set())
-    assert read == [2, 2, 1]
-    weight, bias = math.sqrt(24), math.sqrt(18)
-    assert summed == [pytest.approx([weight, each]) for each in (bias, bias, bias, 7.0)]
 
 
 def test_a_factor_is_a_number_only_if_some_shard_needs_one() -> None:

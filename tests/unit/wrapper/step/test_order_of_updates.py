@@ -6,28 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.errors import StateError
-from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step import stepper
-from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.shard import Shard, ShardState
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
-from tests.common.early import chain, needs_kernel, updating_early
-from tests.common.parity import NEVER, Pair, case, make_plan, mixed, rehomed
-from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, steps
+from tests.common.early import chain, updating_early
+from tests.common.parity import Pair, case, make_plan, mixed, rehomed
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
     """torch's own Adam that steps any number of tensors by one kernel."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
-def _hybrid(model: nn.Module) -> torch.optim.Optimizer:
-    return HybridAdam(model.parameters(), lr=1e-3)
 
 
 def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
@@ -46,18 +38,6 @@ def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
     monkeypatch.setattr(stepper, "update", one)
     monkeypatch.setattr(stepper, "update_together", several)
     return seen
-
-
-@needs_kernel
-def test_rounded_weights_of_an_early_update_are_those_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
-    plan = chain_plan(chain(1), unified_dtype="bfloat16")
-    (mine, theirs), kept = zip(
-        *[steps(chain(1), each, [NEVER] * 3, {}, _hybrid) for each in (plan, make_ordinary(plan))], strict=True
-    )
-    assert any(kept[0])
-    assert not any(kept[1])
-    assert not [name for name, value in mine[0].items() if not torch.equal(value, theirs[0][name])]
 
 
 def test_the_host_gets_its_updates_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,61 +113,3 @@ def test_states_that_have_left_do_not_come_back() -> None:
         with pytest.raises(StateError, match="cannot go from 'left' to 'steady'"):
             shard.to(ShardState.STEADY)
     inside.stepper(module).take_states()
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "steps_parameters", "fuses"),
-    [
-        ("resident", {}, True, False),
-        ("resident", {"use_fused_kernels": True}, True, False),
-        ("resident", {"moments": "8bit"}, False, True),
-        ("resident", {"unified_dtype": "bfloat16"}, False, False),
-        ("streamed", {}, False, False),
-        ("streamed", {"use_fused_kernels": True}, False, True),
-        ("streamed", {"moments": "8bit"}, False, True),
-        ("streamed", {"unified_dtype": "bfloat16"}, False, False),
-    ],
-)
-def test_parameters_are_stepped_themselves_if_their_weights_and_states_are_resident(
-    mode: str, options: dict[str, Any], steps_parameters: bool, fuses: bool
-) -> None:
-    it, planning = chain(2), {name: value for name, value in options.items() if name != "use_fused_kernels"}
-    module = ElixirModule(
-        it.model,
-        make_plan(it, mode, split_number=2, **planning),
-        device="cpu",
-        use_fused_kernels="use_fused_kernels" in options,
-    )
-    first, second = (
-        ElixirOptimizer(module, torch.optim.AdamW(layer.parameters(), lr=1e-3)) for layer in it.model.layers
-    )
-    for optimizer in (first, second):
-        for shard in inside.shards(optimizer):
-            assert shard.is_concerned == bool(shard.segments)
-            assert all((segment.weights is segment.source) == steps_parameters for segment in shard.segments)
-            assert shard.copied == ([] if steps_parameters else [segment.slot for segment in shard.segments])
-            assert isinstance(shard.states, FusedStates) == fuses
-            rounded = mode == "streamed" and "unified_dtype" in options
-            assert shard.states.weights is (shard.chunk.shard if rounded else None)
-            assert shard.accepts_tensor_factor == (mode == "resident" and not fuses)
-
-
-class OfAUser(torch.optim.SGD):
-    """May do anything in a step without gradients."""
-
-
-@pytest.mark.parametrize(("kind", "predictable"), [(torch.optim.SGD, True), (OfAUser, False)])
-def test_only_steps_of_known_classes_without_gradients_are_left_out(kind: Any, predictable: bool) -> None:
-    it = chain(2)
-    module = ElixirModule(it.model, make_plan(it, "streamed", split_number=2), device="cpu")
-    optimizer = ElixirOptimizer(module, kind(it.model.layers[0].parameters(), lr=0.1, momentum=0.9))
-    mine, other = sorted(inside.shards(optimizer), key=lambda shard: not shard.segments)
-    assert (mine.skips_without_gradients, other.skips_without_gradients) == (predictable, True)
-    assert (mine.has_stepped, mine.has_all_states) == (False, False)
-    optimizer.backward(it.loss(module, it.inp))
-    optimizer.step()
-    module.settle()
-    assert (mine.has_stepped, mine.has_all_states) == (True, predictable)
-    assert inside.stepper(optimizer).has_states
-    module.close()
-    assert not inside.stepper(optimizer).has_states

@@ -13,7 +13,6 @@ from torch import nn
 from elixir.kernels import HybridAdam
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step import class_states
 from tests.common import gpu
 from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan, take_step
@@ -229,49 +228,6 @@ class Halves(nn.Module):
         return self.upper(self.lower(input))
 
 
-def _train_halves(*, overflows: bool, growth_interval: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
-    """Loss scales after each step of both optimizers, the first of which has a learning rate of 0; final weights."""
-    it = Case(Halves(), {"input": torch.ones(1, 8)}, lambda model, inp: model(**inp).sum())
-    module = ElixirModule(
-        it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE, debug=Debug(poison=True)
-    )
-    lower, upper = (
-        ElixirOptimizer(
-            module, torch.optim.SGD(half.parameters(), lr), initial_scale=64.0, growth_interval=growth_interval
-        )
-        for half, lr in ((it.model.lower, 0.0), (it.model.upper, 0.25))
-    )
-    scales = []
-    for step in range(3):
-        hook = it.model.lower.weight.register_hook(
-            lambda grad, step=step: grad / 0 if step == 0 and overflows else grad
-        )
-        lower.backward(it.loss(module, it.inp))
-        for optimizer in (lower, upper):
-            optimizer.step()
-            scales.append(optimizer.loss_scale)
-        module.zero_grad()
-        hook.remove()
-    assert lower.loss_scale == upper.loss_scale
-    weights = module.state_dict()
-    module.close()
-    return scales, weights["lower.weight"], weights["upper.weight"]
-
-
-def test_a_change_of_scale_between_two_optimizers_steps_changes_no_step() -> None:
-    """Each divides by the scale that its gradients were made with, whatever the other's step has made of it since."""
-    scales, lower, upper = _train_halves(overflows=False, growth_interval=100)
-    assert scales == [64.0] * 6
-    for overflows, growth_interval, expected in (
-        (True, 100, [32.0] * 6),
-        (False, 1, [128.0, 128.0, 256.0, 256.0, 512.0, 512.0]),
-    ):
-        scales, *weights = _train_halves(overflows=overflows, growth_interval=growth_interval)
-        assert scales == expected
-        assert torch.equal(weights[0], lower)
-        assert torch.equal(weights[1], upper)
-
-
 def test_two_optimizers_are_judged_as_under_one_grad_scaler() -> None:
     """Each skips its own overflows; the scale is halved if any of them has one, and doubled by steps, not optimizers."""
     it = Case(Halves(), {"input": torch.ones(1, 8)}, lambda model, inp: model(**inp).sum())
@@ -306,20 +262,6 @@ def test_two_optimizers_are_judged_as_under_one_grad_scaler() -> None:
             hook.remove()
         scales.append(scaler.get_scale())
     assert scales == [64.0, 128.0, 128.0, 64.0, 64.0, 32.0, 32.0, 64.0, 32.0, 32.0, 64.0]
-
-
-def test_an_overflow_that_two_optimizers_find_counts_once() -> None:
-    scale = LossScale(True, 64.0, 2)
-    for _ in range(2):
-        scale.overflowed(grad_scale=64.0)
-    assert scale.value == 32.0
-    scale.overflowed(grad_scale=1.0)
-    assert scale.value == 1.0
-    for expected in (1.0, 2.0):
-        scale.begins_backward()
-        for _ in range(2):
-            scale.stepped(grad_scale=1.0)
-        assert scale.value == expected
 
 
 class Counting(nn.Module):

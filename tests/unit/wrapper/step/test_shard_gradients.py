@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
-from elixir.wrapper.step.shard import ShardGradients, WrittenWeights
+from elixir.wrapper.step.shard import ShardGradients
 from elixir.wrapper.step.update import can_share
 from tests.common.one_shard import class_states, fused_states, shard_of, transposed, weights_of, zeros
 
@@ -78,37 +78,6 @@ def test_gradients_that_are_brought_home_are_read_once_they_have_arrived(home: s
     assert (waited, len(ticket.waits)) == ([1], 2 if home == "host" else 1)
     gradients.forget_norms()
     assert brought.norms is None
-
-
-def test_writes_to_weights_reach_masters_once() -> None:
-    """Other weights of the chunk that got a gradient count as written if other ranks may have stepped a part."""
-    mine, theirs, idle, other = weights_of((3,), (2,), (1,), (1,))
-    segments = shard_of(mine, theirs, idle)[1]
-    seen: list[str] = []
-    slots = [*(each.slot for each in segments), SimpleNamespace(parameter=other, name="other")]
-    chunk: Any = SimpleNamespace(
-        slots=slots, weights=torch.ones(1), data_writes=0,
-        synchronize_weights=lambda: seen.append("synchronize"), follow_writes=lambda: seen.append("follow"),
-    )  # fmt: skip
-    writes = WrittenWeights(chunk, [segments[0], segments[2]], {theirs, idle})  # another rank has the second
-    before = [each._version for each in (mine, theirs, idle, other)]
-    writes.record_step([(segments[0], torch.ones(3))], {"w0", "w1", "other"})
-    assert [each._version - old for each, old in zip((mine, theirs, idle, other), before, strict=True)] == [1, 1, 0, 0]
-    assert not writes.exist
-    writes.copy_to_masters()
-    assert seen == []
-    with torch.no_grad():
-        mine.add_(1)
-    assert writes.exist
-    writes.copy_to_masters()
-    assert seen == ["synchronize", "follow"]
-    assert not writes.exist
-    chunk.data_writes += 1
-    assert writes.exist
-    writes.copy_to_masters()
-    assert not writes.exist
-    chunk.data_writes, chunk.weights = 5, None
-    assert not writes.exist
 
 
 def inputs(factor: Any, *gradients: torch.Tensor, in_place: bool = True, **options: Any) -> Inputs:

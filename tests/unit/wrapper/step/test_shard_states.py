@@ -11,53 +11,22 @@ from torch import nn
 
 from elixir.chunk.chunk import Held, Slot
 from elixir.errors import InputError
-from elixir.kernels import HybridAdam
 from elixir.plan.chunk_plan import ParamSlot
-from elixir.wrapper.step.class_states import ClassStates
-from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.fused_states import FusedStates
 from elixir.wrapper.step.segments import Segment, cut_segments, own_ranges
-from elixir.wrapper.step.states import MovedStates, SmallStates, StateForm, StateTensor, small_states
+from elixir.wrapper.step.states import MovedStates, SmallStates, StateTensor, small_states
 from tests.common.one_shard import (
-    SHAPES,
     Extent,
-    User,
     class_states,
     fused_states,
     put,
     sgd,
     shard_of,
-    transposed,
-    user_of,
     weights_of,
     zeros,
 )
 
 # --- made ahead ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_moments_made_ahead_are_aligned_parts_of_one_buffer_or_region(on_disk: bool) -> None:
-    master, segments = shard_of(*weights_of(*SHAPES), groups=(0, 1, 0))
-    extent: Any = Extent() if on_disk else None
-    user = User(torch.optim.AdamW, {}, {"amsgrad": True})
-    states = ClassStates(user, master, segments, extent=extent)
-    assert states.without_states() == segments
-    assert states.make()
-    assert states.without_states() == []
-    assert not any(states.has_stepped(segment) for segment in segments)
-    made = [states.state_of(segment) for segment in segments]
-    kinds = ["step", "exp_avg", "exp_avg_sq"]
-    assert [list(state) for state in made] == [kinds, [*kinds, "max_exp_avg_sq"], kinds]
-    for kind in kinds[1:]:
-        memory = made[0][kind].untyped_storage()
-        assert [state[kind].storage_offset() for state in made] == ([0, 3, 23] if on_disk else [0, 16, 48])
-        assert {state[kind].untyped_storage().data_ptr() for state in made} == {memory.data_ptr()}
-        assert memory.nbytes() == 4 * (25 if on_disk else 64)
-        assert not on_disk or memory.data_ptr() == extent.regions[f"{kind} float32"].data_ptr()
-    assert [(region, start) for region, _, start in states.memory()][:3] == [
-        ("exp_avg float32", 0), ("exp_avg_sq float32", 0), ("exp_avg float32", 3)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -75,71 +44,6 @@ def test_counts_of_steps_have_the_dtype_of_torch(wide: bool, fused: bool, dtype:
     assert {state["step"].dtype for state in states.optimizer.state.values()} == {dtype}
 
 
-def test_only_known_classes_make_states_ahead() -> None:
-    for make, ahead in ((torch.optim.Adam, True), (HybridAdam, True), (sgd, False)):
-        states = class_states(make)
-        assert states.make() == ahead
-        assert bool(states.nbytes) == ahead
-        assert class_states(make, ()).make()
-        states = class_states(make)
-        assert states.make(allocate=False) == ahead
-        assert states.nbytes == 0
-    assert not class_states(HybridAdam, extent=Extent()).make()
-    for shapes, allocate in ((SHAPES, True), (SHAPES, False), ((), True)):
-        states = fused_states(shapes)
-        assert states.make(allocate=allocate)
-        assert states.nbytes == (200 if shapes and allocate else 0)
-
-
-def test_states_go_on_in_memory_of_their_kind_only() -> None:
-    kinds = [
-        class_states().memory_kind,
-        class_states(on_host=True).memory_kind,
-        fused_states().memory_kind,
-        fused_states(((4,),)).memory_kind,
-        fused_states(moments="8bit").memory_kind,
-    ]
-    assert None not in kinds
-    assert len(set(kinds)) == len(kinds)
-    assert class_states().memory_kind == kinds[0]
-    for states in (class_states(), fused_states()):
-        states.make()
-        second = states.empty_like(states.master.clone(), states.segments, zeros)
-        assert second.memory_kind is None
-    assert class_states(extent=Extent()).memory_kind is None
-    assert fused_states(extent=Extent()).memory_kind is None
-
-
-# --- what there is -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("state", "stepped", "can_copy"),
-    [
-        ({}, False, False),
-        ({"step": torch.zeros(())}, False, True),
-        ({"step": torch.ones(())}, True, True),
-        ({"sum": torch.ones(3)}, True, True),
-        ({"sum": None, "on": True, "number": 2.0, "count": 3}, True, True),
-        ({"step": 1, "pair": (0.5, 2.0)}, True, False),
-    ],
-)
-def test_segments_have_stepped_and_can_be_copied(state: dict[str, Any], stepped: bool, can_copy: bool) -> None:
-    states = class_states(sgd)
-    put(states, state, {"step": 1}, {"step": 1})
-    first = states.segments[0]
-    assert (states.has_stepped(first), states.can_copy) == (stepped, can_copy)
-    assert states.without_states() == ([] if state else [first])
-    if not can_copy:
-        return
-    other = states.empty_like(torch.zeros(25), class_states().segments, zeros)
-    other.copy_from(states)
-    assert torch.equal(other.master, states.master)
-    copied = other.state_of(other.segments[0])
-    assert same_options(copied, state)
-    assert all(copied[kind] is not value for kind, value in state.items() if isinstance(value, torch.Tensor))
-
-
 def test_a_copy_has_no_states_that_are_gone() -> None:
     states, other = class_states(sgd, ((3,),)), class_states(sgd, ((3,),))
     mean, count = torch.zeros(3), torch.zeros(())
@@ -151,6 +55,9 @@ def test_a_copy_has_no_states_that_are_gone() -> None:
     assert found["mean"] is mean
     assert found["count"] is count
     assert (mean.tolist(), count.item(), found["rows"].tolist()) == ([1, 1, 1], 1, [1, 1])
+
+
+# --- what there is -------------------------------------------------------------------------------------------------
 
 
 def test_elementwise_states_are_shown_apart_from_the_others() -> None:
@@ -193,37 +100,6 @@ def test_states_with_gaps_are_copied_to_move_and_cannot_be_saved() -> None:
     assert [each.tensor.data_ptr() for each in states.tensors(moving=True)] == [mean.data_ptr()]
 
 
-def test_states_on_a_disk_are_read_where_they_lie() -> None:
-    extent: Any = Extent()
-    states = class_states(extent=extent)
-    states.make()
-    for segment in states.segments:
-        states.state_of(segment)["step"].fill_(1)
-    extent.regions["exp_avg float32"].copy_(torch.arange(25))
-    first, second, third = (each for each in states.tensors() if each.kind == "exp_avg")
-    assert [each.values(0, 2).tolist() for each in (first, second, third)] == [[0, 1], [3, 4], [23, 24]]
-    assert second.values(2, 4).tolist() == [5, 6]
-    assert {each.extent for each in states.tensors()} == {extent}
-
-
-@pytest.mark.parametrize("ordinary", [False, True])
-def test_states_have_the_order_that_their_class_has_chosen(ordinary: bool) -> None:
-    weight = transposed(2, 3)
-    master, segments = shard_of(weight, ordinary=ordinary)
-    states = ClassStates(User(sgd), master, segments)
-    weights = segments[0].weights
-    assert (weights is weight) == ordinary
-    like, other = torch.zeros_like(weights), torch.arange(6.0).view(weights.shape)
-    put(states, {"like": like.copy_(weights.detach()), "other": other})
-    found = {each.kind: each for each in states.tensors()}
-    assert [found[kind].order for kind in ("like", "other")] == ([(1, 0), None] if ordinary else [(1, 0), (1, 0)])
-    assert found["like"].tensor.tolist() == [0, 1, 2, 3, 4, 5]
-    assert found["other"].tensor.tolist() == [0, 1, 2, 3, 4, 5]
-    in_chunk = [0, 3, 1, 4, 2, 5] if ordinary else [0, 1, 2, 3, 4, 5]
-    assert found["other"].in_chunk(found["other"].tensor).tolist() == in_chunk
-    assert found["like"].in_chunk(found["like"].tensor) is found["like"].tensor
-
-
 def test_scales_have_a_place_for_each_block() -> None:
     states = fused_states(((512,), (300,)), moments="8bit")  # as in a plan, each parameter begins a block
     segments = states.segments
@@ -246,25 +122,6 @@ def test_scales_have_a_place_for_each_block() -> None:
     states.moments.exp_avg.fill_(127)
     assert states.widened(codes).shape == (300,)
     assert sorted(set(states.widened(codes).tolist())) == pytest.approx([3.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has_codes", "here", "found"),
-    [
-        (torch.bfloat16, False, torch.float32, torch.float32),
-        (torch.float32, False, torch.float32, torch.float32),
-        (torch.float64, False, torch.float32, torch.float64),
-        (torch.float16, False, torch.bfloat16, torch.float16),
-        (torch.int8, False, torch.float32, torch.int8),
-        (torch.int8, True, torch.float32, torch.float32),
-    ],
-)
-def test_loaded_states_are_at_least_as_wide_as_weights(
-    dtype: torch.dtype, has_codes: bool, here: torch.dtype, found: torch.dtype
-) -> None:
-    segment: Any = SimpleNamespace(weights=torch.zeros(1, dtype=here))
-    assert StateForm(dtype, None, has_codes).dtype_in(segment) is found
-    assert StateForm(dtype, None, has_codes, held=lambda: torch.zeros(1)).dtype_in(segment) is dtype
 
 
 def test_only_trained_parameters_of_the_optimizer_have_segments() -> None:
@@ -357,37 +214,3 @@ def test_a_gap_belongs_to_the_parameter_before_it_and_a_frozen_one_to_its_optimi
         assert own_ranges(chunk, dict.fromkeys(own, 0)) == expected
     chunk.held = {}  # padding alone, as the last rank may have it
     assert own_ranges(chunk, {first: 0}) == []
-
-
-@pytest.mark.parametrize("update_home", ["device", "host"])
-@pytest.mark.parametrize(
-    ("make", "shares"),
-    [
-        (lambda groups: torch.optim.AdamW(groups, fused=True), True),
-        (torch.optim.AdamW, False),
-        (lambda groups: torch.optim.AdamW([{**groups[0], "fused": True}, groups[1]]), False),
-        (lambda groups: torch.optim.SGD(groups, lr=0.5, fused=True), False),
-    ],
-)
-def test_adams_with_one_kernel_for_any_number_of_tensors_share_a_call_on_the_device(
-    make: Any, shares: bool, update_home: str
-) -> None:
-    weights = weights_of((3,), (2,))
-    user = user_of(make([{"params": weights[:1]}, {"params": weights[1:]}]))
-    chunk: Any = SimpleNamespace(plan=SimpleNamespace(state_home=update_home, update_home=update_home), stored=None)
-    made: list[Any] = []
-    for _ in range(2):
-        master, segments = shard_of(*weights, groups=(0, 1))
-        made.append(user.states_over(chunk, master, segments, weights=None, fuses=False, empty=False))
-    assert (made[0].optimizer is made[1].optimizer) == made[0].shares_call == (shares and update_home == "device")
-    assert made[0].memory_kind == (ClassStates, torch.float32, torch.device("cpu"), update_home == "host")
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_states_of_a_constructor_are_dropped_if_others_follow(empty: bool) -> None:
-    weights = weights_of((3,), (2,))
-    user = user_of(torch.optim.Adagrad(weights))
-    chunk: Any = SimpleNamespace(plan=SimpleNamespace(state_home="host", update_home="host"), stored=None)
-    master, segments = shard_of(*weights)
-    states = user.states_over(chunk, master, segments, weights=None, fuses=False, empty=empty)
-    assert states.without_states() == (segments if empty else [])

@@ -22,12 +22,10 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import WorkSpan
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.chains import NUMEL, Speeds
 from tests.common.parity import Case, case, hf_loss, make_plan, report_of, take_step
-from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import TraceBuilder
 from tests.unit.wrapper.step.test_overlap import held, over, states_on_host
 from tests.unit.wrapper.step.test_precision import Reference
@@ -68,20 +66,6 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
             for slot in chunk.slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 assert torch.equal(chunk.shard_weights[part].cpu(), chunk.masters[part].to(BF16)), slot.name
-
-
-def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
-    """The parameter's place in the buffer holds what another chunk left there."""
-    it = case("opt", layers=1)
-    reference = Reference(copy.deepcopy(it.model), BF16, 1.0, 0.0)
-    module, optimizer = make_run(it, returning_plan(it))
-    reference.step_like(module)
-    for owner in (reference.model, module.module):
-        for name, parameter in owner.named_parameters():
-            if name.endswith("fc1.bias"):
-                parameter.requires_grad_(False)
-    for _ in range(3):
-        assert torch.equal(step(module, optimizer, it), reference.step(it.inp))
 
 
 def test_the_host_keeps_what_the_plan_says() -> None:
@@ -150,20 +134,3 @@ def test_simulated_updates_wait_for_a_buffer_where_weights_are_rounded() -> None
     assert starts[2:] == pytest.approx(returned[:-2])
     ends = [span.end_s for span in whole["host_adam"]]
     assert [span.start_s for span in whole["host_adam"]][1:] == pytest.approx(ends[:-1])
-
-
-def test_plans_count_the_buffers_of_the_largest_chunk_that_needs_one() -> None:
-    it = case("opt")
-
-    def run(model: torch.nn.Module, inp: dict[str, Any]) -> None:
-        hf_loss(model, inp).backward()
-
-    trace = trace_step(it.model, it.inp, run, dtype=BF16, hardware=make_hardware(), optimizer=None)
-    space = SearchSpace(trace, make_hardware(), Setting(1, 1, state_size("Adam"), True))
-    memory = space.model(space.table.largest_bytes)
-    chunks = len(memory.work.chunks)
-    for returning in (0, 1, 3):
-        homes = (Home.DEVICE_HOST,) * returning + (Home.HOST,) * (chunks - returning)
-        parts = memory.host_parts(Placement(homes))
-        sizes = [memory.work.chunks[chunk].bytes for chunk in range(returning)]
-        assert parts.get("staging", 0) == min(returning, 2) * max(sizes, default=0)

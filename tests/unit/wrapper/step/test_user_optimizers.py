@@ -17,7 +17,7 @@ from elixir.errors import InputError, StepError
 from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
-from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
+from elixir.wrapper.step.user_optimizer import check_optimizer
 from tests.common import gpu, inside
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
@@ -369,23 +369,3 @@ def test_weights_that_an_evaluation_mode_has_rewritten_in_part_are_refused() -> 
         for use in (pair.optimizer.eval, pair.optimizer.step, pair.module.state_dict, pair.backward):
             with pytest.raises(InputError, match="eval\\(\\) of an optimizer has failed"):
                 use()
-
-
-@pytest.mark.parametrize(
-    ("make", "fused_kernels", "moments", "copies"),
-    [
-        (torch.optim.AdamW, False, "float32", True),
-        (functools.partial(torch.optim.AdamW, fused=True), False, "float32", False),  # a kernel has the same bits
-        (torch.optim.AdamW, True, "float32", False),
-        (functools.partial(torch.optim.AdamW, amsgrad=True), True, "float32", True),
-        (torch.optim.Adagrad, False, "float32", True),
-        (torch.optim.Adagrad, True, "bfloat16", True),
-        (torch.optim.Adam, False, "8bit", False),
-        (own.Counting, True, "float32", True),
-    ],
-)
-def test_an_early_update_copies_states_that_no_kernel_steps(
-    make: Make, fused_kernels: bool, moments: str, copies: bool
-) -> None:
-    given = make([torch.nn.Parameter(torch.ones(3))])
-    assert copies_states(given, fused_kernels=fused_kernels, moments=moments) == copies

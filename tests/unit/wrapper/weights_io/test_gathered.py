@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, make_plan, square_loss, take_step
@@ -220,64 +217,3 @@ def test_a_plain_weight_of_another_shape_is_refused() -> None:
             pair.module.gathered(write=True),
         ):
             mine.data = torch.zeros(3)
-
-
-def test_what_is_written_to_memory_that_a_plain_weight_was_given_stays() -> None:
-    with make_pair("resident") as pair:
-        mine, plain = (weight(model, "layers.1.weight") for model in (pair.module.module, pair.plain))
-        for each in (mine, plain):
-            each.data = each.data * 2
-        with pair.module.gathered():
-            assert torch.equal(mine, plain)
-        pair.assert_same_weights()
-        for each in (mine, plain):
-            each.data = each.data * 2
-        with pair.module.gathered([mine], write=True), torch.no_grad():
-            mine.add_(1)
-        with torch.no_grad():
-            plain.add_(1)
-        pair.assert_same_weights()
-        pair.train(1)
-
-
-def test_a_forward_of_the_weights_before_leaves_none_of_them_to_the_next() -> None:
-    """It fetches the other chunk and prefetches that of the weight that is written afterwards."""
-    with make_pair("streamed") as pair:
-        mine, plain = (weight(model, "layers.4.weight") for model in (pair.module.module, pair.plain))
-        with pair.module.gathered([mine], write=True), torch.no_grad():
-            pair.module(**pair.case.inp)
-            assert inside.cache(pair.module).held
-            mine.mul_(0.5)
-            plain.mul_(0.5)
-        pair.train(1)
-
-
-def test_a_checkpoint_copies_weights_before_anything_changes_them() -> None:
-    with make_pair("resident", alike=False) as pair:
-        pair.train(1)
-        found: dict[int, list[Any]] = {}
-
-        def values(chunk: Chunk) -> list[Any]:
-            return [(slot.parameter._version, slot.parameter.tolist()) for slot in chunk.slots]
-
-        def right() -> bool:
-            is_right, expected = found == before, {chunk.index: values(chunk) for chunk in inside.chunks(pair.module)}
-            found.clear()
-            before.update(expected)
-            return is_right
-
-        before = {chunk.index: values(chunk) for chunk in inside.chunks(pair.module)}
-        for chunk in inside.chunks(pair.module):
-            chunk.before_write = partial(lambda chunk: found.setdefault(chunk.index, values(chunk)), chunk)
-        pair.backward()
-        pair.optimizer.step()
-        assert right()
-        pair.module.load_state_dict({name: value + 1 for name, value in pair.module.state_dict().items()})
-        assert right()
-        with pair.module.gathered():
-            pass
-        assert not found
-        with pair.module.gathered(write=True), torch.no_grad():
-            for parameter in pair.module.parameters():
-                parameter.add_(1)
-        assert right()
