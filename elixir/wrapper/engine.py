@@ -31,7 +31,8 @@ from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
 from elixir.chunk.host_mover import HostMover
-from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
+from elixir.chunk.lanes import Lanes, make_lanes
+from elixir.chunk.memory import Ticket, failure
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import ElixirError, InputError, InputTypeError
@@ -441,7 +442,7 @@ class Engine:
         self.errors.report(Call.STEP)
         self.forget_failed_backward()
         self.errors.report(Call.GRADIENTS)
-        if any(chunk.home_uses.has_failed for chunk in self.chunks):
+        if any(ticket.done() and failure(ticket) for chunk in self.chunks for ticket in chunk.updates):
             raise self._failures()[0]
         if self.uses.gathered:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")

@@ -13,6 +13,7 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import BufferKind
+from elixir.chunk.memory import written
 from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
@@ -49,8 +50,8 @@ class ChunkStates:
 
     def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
         self.chunk, self.shards = chunk, tuple(shards)
-        self._updated = chunk.home_uses.to_read()
-        self._written = [] if chunk.stored is None else chunk.stored.extent_uses.to_read()
+        self._updated = chunk.updates
+        self._written = [] if chunk.stored is None else written(chunk.stored.on_disk)
         self._weights_of_then = self.target
         self._states_of_then = [shard.states for shard in self.shards]
 
@@ -297,7 +298,7 @@ class TrainingStates:
         buffers = self._engine.host_buffers
         give_back_freed()  # of the last step
         buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, nbytes, count=1, at_once=False))
-        return buffers.take(_COPIES, nbytes).memory
+        return buffers.take(_COPIES, nbytes).tensor
 
     def drop_pool(self) -> None:
         """Frees the memory of `make_pool`, once nothing reads it."""

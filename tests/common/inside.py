@@ -30,7 +30,8 @@ from elixir.chunk.gradients import chunk_gradient
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lane, Lanes, Ticket
+from elixir.chunk.lanes import Lane, Lanes
+from elixir.chunk.memory import Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
 from elixir.hardware.host_share import HostShare
@@ -179,7 +180,8 @@ def lanes(module: ElixirModule) -> Lanes:
 
 def updates(module: ElixirModule) -> list[Ticket]:
     """Work that writes to weights or states of chunks at home, such as updates."""
-    return [ticket for chunk in chunks(module) for ticket in chunk.home_uses.to_write()]
+    memories = [memory for chunk in chunks(module) for memory in (chunk.states, chunk.second, chunk.at_home)]
+    return [ticket for memory in memories for ticket in memory.users]
 
 
 def phase(module: ElixirModule) -> Phase:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
+from elixir.chunk.memory import Ticket
 from elixir.errors import InputError
 from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
