@@ -8,12 +8,14 @@ that takes one comes after the last work that uses it.
     lane.submit(copy, writes=[buffer])
     other_lane.submit(write, reads=[buffer])
 
-So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time.
+So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time, but
+for `HostBuffers.lend_inside`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,6 +94,8 @@ class _Lent:
         self.most_bytes = 0
         """The most bytes that all parts took when some were next to the buffer."""
         self.has_grown = False
+        self.lock = threading.Lock()
+        """Of this kind alone: who holds it may wait for lanes, which wait for threads that borrow parts of others."""
 
     @property
     def nothing(self) -> bool:
@@ -112,7 +116,7 @@ class _Lent:
 
         Backward returns parts in about the opposite order of forward, so that there are few gaps.
         """
-        alignment = min(nbytes & -nbytes, LARGEST_ALIGNMENT_BYTES)
+        alignment = min(nbytes & -nbytes, LARGEST_ALIGNMENT_BYTES) or 1
         top = max((end for _, end in self._inside.values()), default=0)
         found = -(-top // alignment) * alignment
         if found + nbytes <= buffer_bytes:
@@ -202,6 +206,18 @@ class HostBuffers:
         As long as no more is lent at once than the kind is for, whatever the sizes, there is no other memory. What was
         next to the buffer is in it as soon as nothing is lent.
         """
+        part = self.lend_inside(name, nbytes)
+        if part is None:
+            part = self._made(self._kinds[name], nbytes)
+            self._lent[name].add(part, None)
+        return part
+
+    def lend_inside(self, name: str, nbytes: int) -> Memory | None:
+        """Lends a part of the one buffer of a kind, until `give_back`, to any thread; None if that has no room."""
+        with self._lent[name].lock:
+            return self._lend_inside(name, nbytes)
+
+    def _lend_inside(self, name: str, nbytes: int) -> Memory | None:
         kind, whole, lent = self._kinds[name], self._turns[name][0], self._lent[name]
         for extra in lent.taken_back():
             extra.failures()  # a lane may still use the memory; its error is reported elsewhere
@@ -219,7 +235,9 @@ class HostBuffers:
                 )
             self._make_room(kind, whole, most)
         begin = lent.room(nbytes, whole.tensor.nbytes)
-        part = self._made(kind, nbytes) if begin is None else whole.part(begin, nbytes)
+        if begin is None:
+            return None
+        part = whole.part(begin, nbytes)
         lent.add(part, begin)
         return part
 
