@@ -82,8 +82,6 @@ def failure(ticket: Ticket | None) -> Exception | None:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 Count = Callable[[int, MemoryHome, str], None]
 """Counts so many more bytes in use, or fewer, as `elixir.chunk.arena.Arena.count`."""
 
@@ -126,7 +124,7 @@ class Memory:
         self.tensor = _NOTHING
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `numel` elements, of another dtype than bytes."""
+        """The first `numel` elements of memory that was made as bytes."""
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
     def part(self, first: int, nbytes: int) -> Memory:
@@ -156,14 +154,14 @@ class Memory:
     def wait(self, *, taking: bool = False) -> None:
         """Lets compute that reads it wait for its writer; or, `taking` it, for all users: compute, or what comes after
         compute, is the next. Raises what they raised."""
-        self._follow(
-            lambda ticket: ticket.wait(), taking=taking
-        )  # compute reads what it writes, or writes what it uses
+        # Compute reads what the work writes, or writes what it uses.
+        self._follow(lambda ticket: ticket.wait(), taking=taking)
 
     def synchronize(self, *, taking: bool = False) -> None:
         """Blocks this thread until it may read; or, `taking` the memory, until nothing uses it. Raises what was
         raised."""
-        self._follow(lambda ticket: ticket.synchronize(), taking=taking)  # this thread does the same
+        # This thread does the same as compute above.
+        self._follow(lambda ticket: ticket.synchronize(), taking=taking)
 
     def _follow(self, follow: Callable[[Ticket], None], *, taking: bool) -> None:
         # Those that read have waited for the one that writes.

@@ -183,11 +183,11 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
     engine.lanes.host_adam.submit(fill, writes=[chunk.second, chunk.rounded])
 
 
-def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
-    """Gathers the new weights of a resident chunk on all ranks; returns the work that readers wait for, if any."""
+def publish(engine: Engine, chunk: Chunk) -> None:
+    """Gathers the new weights of a resident chunk on all ranks; the next use of them waits for that."""
     whole, group = chunk.weights, engine.group
     if whole is None:
-        return None
+        return
     if group.size > 1:
         mine = whole[chunk.mine]
         what = f"new weights of chunk {chunk.index}"  # ranks compare this text, and so the order of their updates
@@ -198,4 +198,3 @@ def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
         engine.lanes.network.submit(gather, reads=[chunk.at_home], writes=[chunk.whole])
     if chunk.whole.writer is not None:
         chunk.hold_placeholders()  # the next use of the weights waits until they are written, whether announced or not
-    return chunk.whole.writer
