@@ -128,7 +128,7 @@ class Memory:
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
     def part(self, first: int, nbytes: int) -> Memory:
-        """A part of it, with a writer and readers of its own: work that writes there also waits for the users of other
+        """A part of it, with a separate writer and readers: work that writes there also waits for the users of other
         parts, which may have had the same bytes before."""
         found = Memory(self.tensor[first : first + nbytes])
         found._whole = self

@@ -61,7 +61,7 @@ class ShardGradients:
         self._chunk, self._brought = chunk, brought
         self._empty = [slot for slot in slots if not slot.numel]
         self.memory = Memory() if brought is None else brought.memory
-        """Their memory at their home; no lane uses that of autograd."""
+        """Memory of the gradients at their home; no lane uses that of autograd."""
 
     @property
     def are_at_home(self) -> bool:

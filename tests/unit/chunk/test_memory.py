@@ -69,7 +69,7 @@ def test_what_reads_fails_with_the_writer_and_what_writes_does_not(
 
 
 def test_work_that_fails_with_other_work_ends_after_all_that_it_follows(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    """Whoever uses the same memory next waits for this work alone."""
+    """The next user of the same memory waits for this work alone."""
     broken, used, gate = Memory(), Memory(), threading.Event()
     third = ThreadLane("third")
     lanes[0].submit(fail, writes=[broken])
