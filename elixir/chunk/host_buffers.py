@@ -95,7 +95,7 @@ class _Lent:
         """The most bytes that all parts took when some were next to the buffer."""
         self.has_grown = False
         self.lock = threading.Lock()
-        """Protects this kind alone: who holds it may wait for lanes, and they for threads that borrow parts of others."""
+        """Protects this kind alone: who holds it may wait for lanes, and they for threads that borrow others' parts."""
 
     @property
     def nothing(self) -> bool:
