@@ -19,8 +19,7 @@ import torch
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.shared_folder import SharedFolder
-from elixir.checkpoint.snapshot import LiveTensor, Snapshot
-from elixir.checkpoint.snapshot_pool import ALIGNMENT_BYTES, SnapshotPool
+from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
@@ -286,9 +285,7 @@ class Saves:
         limit = states.pool_bytes if options.pool_bytes is None else options.pool_bytes
         limit -= limit % ALIGNMENT_BYTES
         if self._pool is None or self._pool.limit_bytes != limit:
-            if self._pool is not None and self._pool.is_made:
-                states.drop_pool()
-            self._pool = SnapshotPool(limit, states.make_pool)
+            self._pool = SnapshotPool(states.host_buffers, limit)
         self.current = Saving(user, options, answers[0][-1], captured, self._pool, self._values)
         return self.current
 

@@ -20,13 +20,55 @@ from typing import Protocol
 
 import torch
 
-from elixir.checkpoint.snapshot_pool import Area, SnapshotPool, aligned
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of, span_count
+from elixir.chunk.host_buffers import BufferKind, HostBuffers
+from elixir.chunk.memory import Memory
 from elixir.chunk.pages import pinned_zeros
 from elixir.errors import CheckpointError, StateError
+from elixir.hardware.process_memory import give_back_freed
+from elixir.plan.prediction import CHECKPOINT_PART
 
 WriteSpan = Callable[[str, int, memoryview], None]
 """Takes (key, number of the span, bytes)."""
+
+
+COPIES = "copies for a checkpoint"
+"""Kind of host buffers: states that are about to change are copied there, if they are not written yet."""
+ALIGNMENT_BYTES = 64
+"""Alignment of every area and of every tensor in one: a cache line, and a multiple of every element."""
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that something takes in an area."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class SnapshotPool:
+    """Areas of one host buffer, which is made when the first is taken.
+
+    Args:
+        buffers: get the kind `COPIES`, instead of one that they have.
+        limit_bytes: size of the buffer; 0 is a pool that has no room, so that updates wait for the disk.
+    """
+
+    def __init__(self, buffers: HostBuffers, limit_bytes: int) -> None:
+        self._buffers, self.limit_bytes = buffers, limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.piece: torch.Tensor | None = None
+        """Pinned memory through which the writer of a save reads a device. The next save uses it again, because pinning
+        and freeing make the driver wait for the device."""
+        buffers.replace(BufferKind(COPIES, CHECKPOINT_PART, self.limit_bytes, count=1, at_once=False))
+
+    def take(self, nbytes: int) -> Memory | None:
+        """Takes an area of `nbytes`; None if it does not fit now."""
+        if nbytes > self.limit_bytes or not self.limit_bytes:
+            return None
+        if not self._buffers.of(COPIES)[0].tensor.nbytes:
+            give_back_freed()  # of the last step
+        return self._buffers.lend_inside(COPIES, aligned(nbytes))
+
+    def give_back(self, area: Memory) -> None:
+        """Frees an area."""
+        self._buffers.give_back(COPIES, area)
 
 
 class LiveTensor(Protocol):
@@ -105,7 +147,7 @@ class _Part:
         self.state = PartState.LIVE
         self.rest: list[_Rest] | None = None
         """The tensors that are left; None until it was read for the first time."""
-        self.area: Area | None = None
+        self.area: Memory | None = None
         self.handed_over = False
         """Whether the writer has left the rest to an update, none of which has begun to copy it."""
         self.arrived: torch.cuda.Event | None = None
@@ -195,7 +237,7 @@ class Snapshot:
             with self._turn:  # the CPU-Adam thread and the thread of the device's steps both add to it
                 self.stall_s += time.perf_counter() - started
 
-    def _area_of(self, part: _Part) -> Area | None:
+    def _area_of(self, part: _Part) -> Memory | None:
         """Takes an area of the pool for the chunk; None while it is read, or without room."""
         if part.state is not PartState.LIVE:
             return None
@@ -204,12 +246,12 @@ class Snapshot:
             part.to(PartState.COPYING)
         return part.area
 
-    def _copy(self, part: _Part, area: Area) -> None:
+    def _copy(self, part: _Part, area: Memory) -> None:
         at, by_device = 0, False
         for each in part.read():
             size = each.live.dtype.itemsize
             first = each.span * SPAN_BYTES // size
-            each.copied = area.memory[at : at + each.nbytes]
+            each.copied = area.tensor[at : at + each.nbytes]
             values = each.live.values(first, each.live.nbytes // size)
             by_device |= values.is_cuda
             # On a device this is queued after compute, and before the step that replaces the values.

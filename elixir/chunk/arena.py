@@ -13,12 +13,13 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from elixir.chunk.memory import Memory
 from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros, pinned_zeros
 from elixir.errors import NoMemoryError, StateError, readable_bytes
 from elixir.hardware.process_memory import HEAP
-from elixir.plan.chunk_plan import Memory
+from elixir.plan.chunk_plan import MemoryHome
 
-Kept: TypeAlias = "Memory | Literal['disk']"
+Kept: TypeAlias = "MemoryHome | Literal['disk']"
 """Places where bytes are counted: memory, and files."""
 
 
@@ -44,13 +45,13 @@ class Arena:
         self,
         numel: int,
         dtype: torch.dtype,
-        home: Memory,
+        home: MemoryHome,
         kind: str,
         *,
         pin: bool = True,
         paged: bool = False,
         passing: bool = False,
-    ) -> torch.Tensor:
+    ) -> Memory:
         """Makes a flat zeroed buffer of exactly `numel` elements.
 
         Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
@@ -70,11 +71,10 @@ class Arena:
                 f"there is no room for {readable_bytes(numel * dtype.itemsize, up=True)} of {kind.replace('_', ' ')} "
                 f"in {home} memory ({error}); plan for less with {home}_memory=, or free some"
             ) from error
-        self.count(buffer.nbytes, home, kind)
-        return buffer
+        return Memory(buffer, self.count, home, kind)
 
     def _made(
-        self, numel: int, dtype: torch.dtype, home: Memory, *, pin: bool, paged: bool, passing: bool
+        self, numel: int, dtype: torch.dtype, home: MemoryHome, *, pin: bool, paged: bool, passing: bool
     ) -> torch.Tensor:
         if home == "host" and self.device.type == "cuda" and numel:
             memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros

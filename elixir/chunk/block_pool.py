@@ -23,7 +23,7 @@ class BlockPool:
         self.block_bytes = block_bytes
         self.count = count
         self._poison = poison
-        self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache")
+        self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache").tensor
         self._marked = marked(self._memory)
         self._free = list(range(count - 1, -1, -1))
         self.storage = self._memory.untyped_storage()._cdata if count else -1

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import absent, storage_of, unmarked
-from elixir.chunk.lanes import MemoryUses, Ticket, failure
+from elixir.chunk.memory import Memory, Ticket, written
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError, StateError, few
 from elixir.extents.weight_files import FileShard
@@ -176,11 +176,14 @@ class Chunk:
         """The part of its block that the chunk fills."""
         self.marked: torch.Tensor | None = None
         """The same memory, marked: what parameters and tracked views point into."""
-        self.filled: Ticket | None = None
-        """The transfer into the block, or the update of a resident chunk's weights."""
-        self.home_uses = MemoryUses()
-        """Users of this rank's shard of weights, masters and states, and of their second set if there is one: the
-        optimizer's step writes until new weights are where they live; fetches and early updates read."""
+        self.states, self.second = Memory(), Memory()
+        """This rank's masters and states, which the optimizer steps, and the second set of them, if there is one."""
+        self.at_home = Memory() if self.needs_masters else self.states
+        """This rank's part of the weights where they live: what is stepped, if there are no masters."""
+        self.rounded = Memory()
+        """New weights of an early update, in their dtype, until they are at home."""
+        self.whole = self.at_home if plan.resident and world_size == 1 else Memory()
+        """The gathered weights, of a resident chunk or in a block."""
         self.writes = 0
         """Number of times that its weights, masters or states were about to be written to, other than by a step on the
         host."""
@@ -322,12 +325,14 @@ class Chunk:
             master: holds what the optimizer steps: masters, or the weights themselves.
             weights: holds the shard of weights where these live on the host and have masters; None otherwise.
         """
+        self.states, self.second = self.second, self.states
         if self.masters is None:
-            self.shard = master
+            self.shard, self.at_home = master, self.states
             return
         self.masters = master
         if weights is not None:
             self.shard = weights
+            self.at_home, self.rounded = self.rounded, self.at_home
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Takes `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
@@ -357,9 +362,13 @@ class Chunk:
 
     def synchronize_weights(self) -> None:
         """Blocks until the weights at home, and the gathered ones of a resident chunk, are those of the last step."""
-        gathered = [] if self.weights is None or self.filled is None else [self.filled]
-        for ticket in (*self.home_uses.to_read(), *gathered):
+        for ticket in self.updates if self.weights is None else written(self.states, self.at_home, self.whole):
             ticket.synchronize()  # this thread reads what the step writes
+
+    @property
+    def updates(self) -> list[Ticket]:
+        """The last work that writes masters, states, and weights at home."""
+        return written(self.states, self.at_home)
 
     def follow_writes(self) -> None:
         """Lets masters take the weights that were written to, which are no longer what their masters round to."""
@@ -496,10 +505,8 @@ class Chunk:
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""
-        found = self.home_uses.failures()
-        if (error := failure(self.filled)) is not None:
-            self.filled = None
-            found.append(error)
+        memories = dict.fromkeys((self.states, self.at_home, self.whole))
+        found = [error for memory in memories for error in memory.failures()]
         if self.stored is not None:
             self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed
         if found and self.weights is not None and self.shown is None:

@@ -1,28 +1,29 @@
 """Host memory that no chunk owns: buffers through which data passes on its way, all of one rank under one owner.
 
-Buffers are of a *kind*: some of one size for one purpose, which take turns. The caller that takes one has its work on a
-lane come after the last work that reads or writes the buffer, and enters its own last work in `HostBuffer.uses`:
+Buffers are of a *kind*: some of one size for one purpose, which take turns. They are `Memory`: the work of a caller
+that takes one comes after the last work that uses it.
 
     buffers.add(BufferKind("snapshot", "checkpoint", nbytes, count=2))
     buffer = buffers.take("snapshot", nbytes)
-    copied = lane.submit(copy, after=[*buffer.uses.to_write(), ...])
-    buffer.uses.written_by(other_lane.submit(write, after=[copied]))
+    lane.submit(copy, writes=[buffer])
+    other_lane.submit(write, reads=[buffer])
 
-So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time.
+So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time, but
+for `HostBuffers.lend_inside`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.lanes import MemoryUses
+from elixir.chunk.memory import Memory
 from elixir.errors import StateError, readable_bytes
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
@@ -81,38 +82,26 @@ class BufferKind:
         return self.buffer_bytes * self.count
 
 
-@dataclass
-class HostBuffer:
-    """One buffer, in memory that a CUDA device copies from and to."""
-
-    memory: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
-    uses: MemoryUses = field(default_factory=MemoryUses)
-    """Users of the buffer. Each has the whole buffer until its last work has ended, so only that is entered, as a
-    writer."""
-
-    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `numel` elements."""
-        return self.memory[: numel * dtype.itemsize].view(dtype)
-
-
 class _Lent:
     """Parts of one buffer that are lent."""
 
     def __init__(self) -> None:
         self._inside: dict[int, tuple[int, int]] = {}  # by identity of the part: where it begins and ends
-        self.separate: dict[int, HostBuffer] = {}
+        self.separate: dict[int, Memory] = {}
         """Parts next to the buffer, likewise."""
-        self.returned: deque[HostBuffer] = deque()
+        self.returned: deque[Memory] = deque()
         """Parts that nothing refers to any more. The garbage collector may return some at any moment."""
         self.most_bytes = 0
         """The most bytes that all parts took when some were next to the buffer."""
         self.has_grown = False
+        self.lock = threading.Lock()
+        """Protects this kind alone: who holds it may wait for lanes, and they for threads that borrow others' parts."""
 
     @property
     def nothing(self) -> bool:
         return not self._inside and not self.separate
 
-    def taken_back(self) -> list[HostBuffer]:
+    def taken_back(self) -> list[Memory]:
         """Forgets parts that were returned; those of them that lie next to the buffer."""
         found = []
         while self.returned:
@@ -127,7 +116,7 @@ class _Lent:
 
         Backward returns parts in about the opposite order of forward, so that there are few gaps.
         """
-        alignment = min(nbytes & -nbytes, LARGEST_ALIGNMENT_BYTES)
+        alignment = min(nbytes & -nbytes, LARGEST_ALIGNMENT_BYTES) or 1
         top = max((end for _, end in self._inside.values()), default=0)
         found = -(-top // alignment) * alignment
         if found + nbytes <= buffer_bytes:
@@ -138,13 +127,13 @@ class _Lent:
                 return found
         return None
 
-    def add(self, part: HostBuffer, begin: int | None) -> None:
+    def add(self, part: Memory, begin: int | None) -> None:
         """Enters a part, which lies next to the buffer if it begins nowhere."""
         if begin is not None:
-            self._inside[id(part)] = begin, begin + part.memory.nbytes
+            self._inside[id(part)] = begin, begin + part.tensor.nbytes
             return
         self.separate[id(part)] = part
-        needed = sum(each.memory.nbytes + LARGEST_ALIGNMENT_BYTES for each in self.separate.values())
+        needed = sum(each.tensor.nbytes + LARGEST_ALIGNMENT_BYTES for each in self.separate.values())
         self.most_bytes = max(self.most_bytes, needed + max((end for _, end in self._inside.values()), default=0))
 
 
@@ -158,7 +147,7 @@ class HostBuffers:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._kinds: dict[str, BufferKind] = {}
-        self._turns: dict[str, deque[HostBuffer]] = {}  # by kind; the next one first
+        self._turns: dict[str, deque[Memory]] = {}  # by kind; the next one first
         self._lent: dict[str, _Lent] = {}  # by kind
 
     def add(self, kind: BufferKind) -> None:
@@ -170,7 +159,7 @@ class HostBuffers:
         if kind.name in self._kinds:
             raise StateError(f"host buffers of the kind '{kind.name}' are there already")
         self._kinds[kind.name] = kind
-        self._turns[kind.name] = deque(HostBuffer() for _ in range(kind.count))
+        self._turns[kind.name] = deque(Memory(count=self._arena.count, kind=kind.counted_as) for _ in range(kind.count))
         self._lent[kind.name] = _Lent()
         for buffer in self._turns[kind.name] if kind.at_once else ():
             self._make_room(kind, buffer, kind.buffer_bytes)
@@ -188,8 +177,8 @@ class HostBuffers:
         buffers = self.of(name)
         del self._turns[name], self._lent[name]
         for buffer in buffers:
-            buffer.uses.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
-            self._give_up(kind, buffer)
+            buffer.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
+            buffer.free()
 
     def clear(self) -> None:
         """Gives up all kinds."""
@@ -200,27 +189,39 @@ class HostBuffers:
         """Makes and counts the memory in another arena from here on, as under another plan."""
         self._arena = arena
         for kind in self._kinds.values():
-            arena.count(sum(buffer.memory.nbytes for buffer in self.of(kind.name)), "host", kind.counted_as)
+            for buffer in self.of(kind.name):
+                buffer.count_by(arena.count)
 
-    def take(self, name: str, nbytes: int) -> HostBuffer:
-        """Takes the buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
-        `HostBuffer.uses`."""
+    def take(self, name: str, nbytes: int) -> Memory:
+        """Takes the buffer of a kind whose turn it is, with room for `nbytes`."""
         kind, turns = self._kinds[name], self._turns[name]
         buffer = turns[0]
         turns.rotate(-1)
         self._make_room(kind, buffer, max(nbytes, kind.buffer_bytes))
         return buffer
 
-    def lend(self, name: str, nbytes: int) -> HostBuffer:
+    def lend(self, name: str, nbytes: int) -> Memory:
         """Lends a part of the one buffer of a kind, until `give_back`; if that has no room, memory next to it.
 
         As long as no more is lent at once than the kind is for, whatever the sizes, there is no other memory. What was
-        next to the buffer is in it as soon as nothing is lent. Work on a part comes after `HostBuffer.uses`.
+        next to the buffer is in it as soon as nothing is lent.
         """
+        part = self.lend_inside(name, nbytes)
+        if part is None:
+            part = self._made(self._kinds[name], nbytes)
+            self._lent[name].add(part, None)
+        return part
+
+    def lend_inside(self, name: str, nbytes: int) -> Memory | None:
+        """Lends a part of the one buffer of a kind, until `give_back`, to any thread; None if that has no room."""
+        with self._lent[name].lock:
+            return self._lend_inside(name, nbytes)
+
+    def _lend_inside(self, name: str, nbytes: int) -> Memory | None:
         kind, whole, lent = self._kinds[name], self._turns[name][0], self._lent[name]
         for extra in lent.taken_back():
-            extra.uses.failures()  # a lane may still use the memory; its error is reported elsewhere
-            self._give_up(kind, extra)
+            extra.failures()  # a lane may still use the memory; its error is reported elsewhere
+            extra.free()
         most = max(kind.buffer_bytes, lent.most_bytes)
         if lent.nothing:
             if most > kind.buffer_bytes * NOTICEABLE_GROWTH and not lent.has_grown:
@@ -233,63 +234,54 @@ class HostBuffers:
                     readable_bytes(kind.buffer_bytes),
                 )
             self._make_room(kind, whole, most)
-        begin = lent.room(nbytes, whole.memory.nbytes)
+        begin = lent.room(nbytes, whole.tensor.nbytes)
         if begin is None:
-            part = HostBuffer()
-            self._make_room(kind, part, nbytes)
-        else:
-            part = HostBuffer(whole.memory[begin : begin + nbytes], whole.uses)
+            return None
+        part = whole.part(begin, nbytes)
         lent.add(part, begin)
         return part
 
-    def give_back(self, name: str, part: HostBuffer) -> None:
+    def give_back(self, name: str, part: Memory) -> None:
         """Takes back a part that was lent, by any thread and at any moment."""
         if name in self._lent:
             self._lent[name].returned.append(part)
 
-    def take_only(self, name: str, nbytes: int) -> HostBuffer:
+    def take_only(self, name: str, nbytes: int) -> Memory:
         """Takes a buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or
         write any of them now; `take` makes their memory again."""
         kind, buffers = self._kinds[name], self.of(name)
         for buffer in buffers:
-            self._give_up(kind, buffer)
-        buffers[0].memory = self._made(kind, nbytes)
+            buffer.free()
+        buffers[0].tensor = self._made(kind, nbytes).tensor
         return buffers[0]
 
-    def of(self, name: str) -> list[HostBuffer]:
+    def of(self, name: str) -> list[Memory]:
         """All buffers of a kind."""
         return [*self._turns[name], *self._lent[name].separate.values()]
 
     def failures(self) -> list[Exception]:
-        """Errors of the work on buffers, once it is over; the buffers are free."""
-        found: list[Exception] = []
-        for buffer in (buffer for name in self._kinds for buffer in self.of(name)):
-            found += buffer.uses.failures()
-        return found
+        """Errors of the work on buffers, once it is over; the buffers are free. `StateWindow.lost` has those of the
+        disk."""
+        buffers = [buffer for name in self._kinds if name != WINDOW for buffer in self.of(name)]
+        return [error for buffer in buffers for error in buffer.failures()]
 
-    def _make_room(self, kind: BufferKind, buffer: HostBuffer, nbytes: int) -> None:
-        if buffer.memory.nbytes >= nbytes:
-            return
-        for ticket in buffer.uses.to_write():
-            ticket.synchronize()  # a lane reads or writes the memory that is given up here
-        self._give_up(kind, buffer)  # before there is another, so that there are never both
-        buffer.memory = self._made(kind, nbytes)
+    def _make_room(self, kind: BufferKind, buffer: Memory, nbytes: int) -> None:
+        if buffer.tensor.nbytes < nbytes:
+            buffer.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
+            buffer.free()  # before there is another, so that there are never both
+            buffer.tensor = self._made(kind, nbytes).tensor
 
-    def enlarge(self, name: str, buffer: HostBuffer, nbytes: int) -> None:
+    def enlarge(self, name: str, buffer: Memory, nbytes: int) -> None:
         """Gives a buffer of a kind more memory, with what it holds; nothing may be at work on it."""
-        kind, before = self._kinds[name], buffer.memory
+        before = buffer.tensor
         if before.nbytes < nbytes:
-            memory = self._made(kind, nbytes)
-            memory[: before.nbytes].copy_(before)
-            self._give_up(kind, buffer)
-            buffer.memory = memory
+            made = self._made(self._kinds[name], nbytes).tensor
+            made[: before.nbytes].copy_(before)
+            buffer.free()
+            buffer.tensor = made
 
-    def _made(self, kind: BufferKind, nbytes: int) -> torch.Tensor:
+    def _made(self, kind: BufferKind, nbytes: int) -> Memory:
         return self._arena.make(nbytes, torch.uint8, "host", kind.counted_as, pin=kind.pin, paged=kind.paged)
-
-    def _give_up(self, kind: BufferKind, buffer: HostBuffer) -> None:
-        self._arena.count(-buffer.memory.nbytes, "host", kind.counted_as)
-        buffer.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def swapped_kind(plan: Plan) -> BufferKind:

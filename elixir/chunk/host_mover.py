@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from elixir.chunk.host_buffers import SWAPPED, HostBuffers
-from elixir.chunk.lanes import Lanes, Ticket
+from elixir.chunk.lanes import Lanes
+from elixir.chunk.memory import Memory
 
 
 class HostMover:
@@ -45,14 +46,12 @@ class SentTensor:
         host = buffer.view(self._numel, self._dtype)
         # The caller holds the tensor, and with it the device's memory, until `arrived`.
         work = partial(host.copy_, tensor, non_blocking=True)
-        self._out = lanes.offload.submit(work, after=buffer.uses.to_write(), nbytes=tensor.nbytes)
-        buffer.uses.written_by(self._out)
-        self._here: torch.Tensor | None = None
-        self._back: Ticket | None = None
+        lanes.offload.submit(work, writes=[buffer], nbytes=tensor.nbytes)
+        self._here: Memory | None = None
 
     def arrived(self) -> None:
         """Lets compute wait until it is on the host."""
-        self._out.wait()  # compute that is submitted next may get the memory that the copy reads
+        self._buffer.wait()  # compute that is submitted next may get the memory that the copy reads
 
     def fetch(self) -> None:
         """Begins to bring it back, unless it is on the device."""
@@ -62,28 +61,22 @@ class SentTensor:
     def tensor(self) -> torch.Tensor:
         """The tensor on the device; compute waits until it is there."""
         here = self._here = self._begun() if self._here is None else self._here
-        self._wait()
-        return here
+        here.wait(taking=True)  # compute reads what the copy writes
+        return here.tensor
 
-    def _begun(self) -> torch.Tensor:
+    def _begun(self) -> Memory:
         here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        host, nbytes = self._buffer.view(self._numel, self._dtype), here.nbytes
-        self._mover.returned_bytes += nbytes
+        memory, host = Memory(here), self._buffer.view(self._numel, self._dtype)
+        self._mover.returned_bytes += here.nbytes
         work = partial(here.copy_, host, non_blocking=True)
-        self._back = self._lanes.fetch.submit(work, after=[self._out], nbytes=nbytes)
-        self._buffer.uses.written_by(self._back)  # the next owner of the buffer writes after this has read it
-        return here
-
-    def _wait(self) -> None:
-        if self._back is not None:
-            # Compute reads what the copy writes; or the device gets memory back that it may still write to.
-            self._back.wait()
-            self._back = None
+        self._lanes.fetch.submit(work, reads=[self._buffer], writes=[memory], nbytes=here.nbytes)
+        return memory
 
     def forget(self) -> None:
         """Lets go of the device memory, until the tensor is asked for again."""
-        self._wait()
-        self._here = None
+        if self._here is not None:
+            self._here.wait(taking=True)  # the device gets memory back that the copy may still write to
+            self._here = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # of work that failed, which was reported where it was waited for

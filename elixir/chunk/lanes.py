@@ -1,10 +1,10 @@
 """Lanes: where work runs while compute goes on, one lane per resource.
 
-A lane takes work in order and runs it while the caller goes on. `submit` gives a `Ticket`; `Ticket.wait` makes the
-*compute* that follows wait, `Ticket.synchronize` makes the *calling thread* wait. On CUDA a lane is a stream and a
-ticket an event, so neither compute nor the host stops where it need not. On the CPU a lane is a worker thread, with an
-optional emulated link (so many bytes per second) and random delays, so that overlap can be measured and races shaken
-out without a GPU.
+A lane takes work in order and runs it while the caller goes on. `submit` says which memory the work reads and writes,
+which is all its order among lanes, and gives a `Ticket`. `Ticket.wait` makes the *compute* that follows wait,
+`Ticket.synchronize` makes the *calling thread* wait. On CUDA a lane is a stream and a ticket an event, so neither
+compute nor the host stops where it need not. On the CPU a lane is a worker thread, with an optional emulated link (so
+many bytes per second) and random delays, so that overlap can be measured and races shaken out without a GPU.
 """
 
 from __future__ import annotations
@@ -15,155 +15,19 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from elixir.chunk.memory import THREAD, Memory, Ticket, order, quietly, reported
 from elixir.errors import InputError, StateError
 from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
 
 Work = Callable[[], object]
 _T = TypeVar("_T")
-
-
-class Ticket(Protocol):
-    """A handle of work that was submitted."""
-
-    def wait(self) -> None:
-        """Lets compute that is submitted from here on wait for the work. Raises what the work raised."""
-
-    def synchronize(self) -> None:
-        """Blocks this thread until the work is done. Raises what the work raised."""
-
-    def done(self) -> bool:
-        """Whether the work is done."""
-
-
-class _Thread(threading.local):
-    is_lane = False
-    """Whether this thread is a lane's: what it waits for keeps no compute waiting."""
-    is_quiet = False
-    """Whether it goes on after errors that it meets."""
-
-
-_THREAD = _Thread()
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    before, _THREAD.is_quiet = _THREAD.is_quiet, True
-    try:
-        yield
-    finally:
-        _THREAD.is_quiet = before
-
-
-def _reported(error: BaseException) -> BaseException:
-    """Marks an error of work as reported, unless a lane meets it; the caller raises it.
-
-    Its traceback is again the one with which it left its work: every lane that hands it on would add frames.
-    """
-    if not (_THREAD.is_lane or _THREAD.is_quiet):
-        error.elixir_reported = True  # type: ignore[attr-defined]
-    first = vars(error).setdefault("elixir_raised_at", error.__traceback__)
-    return error.with_traceback(first)
-
-
-def is_reported(error: BaseException) -> bool:
-    """Whether the error of some work has been raised by a ticket to another thread than a lane's, which passes it
-    on."""
-    return hasattr(error, "elixir_reported")
-
-
-def failure(ticket: Ticket | None) -> Exception | None:
-    """Waits for the work and returns its error, if there was one, without reporting it."""
-    try:
-        if ticket is not None:
-            with _quietly():
-                ticket.synchronize()  # its work still uses buffers that the caller frees, or fills anew
-    except Exception as error:
-        return error
-    return None
-
-
-class Settled:
-    """A `Ticket` of the same work that raises nothing: it waits whether or not the work has failed."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    @property
-    def failed(self) -> bool:
-        """Whether the work has raised; waits for it."""
-        return failure(self._ticket) is not None
-
-    def wait(self) -> None:
-        """See `Ticket`."""
-        with contextlib.suppress(Exception), _quietly():
-            self._ticket.wait()  # what is submitted after this uses the buffers of the work
-
-    def synchronize(self) -> None:
-        """See `Ticket`."""
-        failure(self._ticket)
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._ticket.done()
-
-
-def settled(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Returns tickets of the same work that raise nothing; see `Settled`."""
-    return [Settled(ticket) for ticket in tickets]
-
-
-_WRITER = "writer"
-
-
-class MemoryUses:
-    """The last writer of a piece of memory, and its last reader in each lane.
-
-    Work that reads comes after `to_read`, work that writes after `to_write`; then it is entered here. A lane works in
-    order, so of its readers the last is enough. A reader stays until the next of its name even if the memory is written
-    in between: two sets of states that change places have one such object, and the write may have gone to the other.
-    """
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: dict[str, Ticket] = {}
-
-    def to_read(self) -> list[Ticket]:
-        """The last work that writes."""
-        return [self._last[_WRITER]] if _WRITER in self._last else []
-
-    def to_write(self) -> list[Ticket]:
-        """The last work that writes, and the last that reads in each lane."""
-        return [*self._last.values()]
-
-    def written_by(self, ticket: Ticket) -> Ticket:
-        """Enters work that writes; gives its ticket."""
-        self._last[_WRITER] = ticket
-        return ticket
-
-    def read_by(self, name: str, ticket: Ticket) -> Ticket:
-        """Enters work that reads, in the lane that does all reads of this name; gives its ticket."""
-        self._last[name] = ticket
-        return ticket
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the last work that writes is over and has failed."""
-        ticket = self._last.get(_WRITER)
-        return ticket is not None and ticket.done() and failure(ticket) is not None
-
-    def failures(self) -> list[Exception]:
-        """Errors of the work, each once, when all of it is over; nothing waits for what has failed any more."""
-        errors = {name: error for name, ticket in self._last.items() if (error := failure(ticket)) is not None}
-        for name in errors:
-            del self._last[name]
-        return list(dict.fromkeys(errors.values()))
 
 
 class Lane(Protocol):
@@ -173,14 +37,53 @@ class Lane(Protocol):
     """How long compute stood still for this lane; on CUDA how long the threads that submit compute have waited until
     its work was issued, as when it brings weights that the host still updates."""
 
-    def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
-        """Runs `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
+    def submit(
+        self,
+        work: Work,
+        *,
+        reads: Collection[Memory] = (),
+        writes: Collection[Memory] = (),
+        nbytes: int = 0,
+        despite_errors: bool = False,
+    ) -> Ticket:
+        """Runs `work` after all earlier work of this lane, after compute submitted so far, after the work that writes
+        what it reads, and after all users of what it writes.
 
         Args:
             work: issues copies or collectives; must not touch what compute may still change.
-            after: tickets of other lanes that the work builds on.
+            reads: memory that the work reads. If the last work that writes it has failed, this work fails, too.
+            writes: memory that it writes. What is changed in place is read and written.
             nbytes: what it moves; an emulated link takes its time for so many bytes.
+            despite_errors: the work runs whether or not what it reads is right, and looks for itself.
         """
+        filling, using = order(reads, writes)
+        if despite_errors:
+            filling, using = [], [*filling, *using]
+        ticket = self._put(work, filling, using, nbytes)
+        for memory in reads:
+            memory.used(self, ticket, writes=False)
+        for memory in writes:
+            memory.used(self, ticket, writes=True)
+        return ticket
+
+    def _put(self, work: Work, filling: Sequence[Ticket], using: Sequence[Ticket], nbytes: int) -> Ticket:
+        """Runs `work` after other work: some whose errors it shares, and some of which only the end matters."""
+
+    def _follow(self, earlier: Ticket) -> None:
+        """Lets the work of this lane that comes next wait for work of another."""
+
+    def _follow_all(self, filling: Sequence[Ticket], using: Sequence[Ticket]) -> None:
+        """Lets it wait for all, and only then raises the first error of `filling`: what uses the same memory next waits
+        for this work alone."""
+        errors = []
+        with quietly():
+            for number, earlier in enumerate((*filling, *using)):
+                try:
+                    self._follow(earlier)
+                except Exception as error:
+                    errors += [error] if number < len(filling) else []
+        if errors:
+            raise reported(errors[0])
 
     def ask(self, work: Callable[[], _T]) -> _T:
         """The result of `work`, which gives a device nothing to do, run after all earlier work has been submitted.
@@ -235,15 +138,15 @@ class _ThreadTicket:
         if not self._event.is_set():
             started = time.perf_counter()
             self._event.wait()  # the lane's thread still reads or writes the buffers of the work
-            if not _THREAD.is_lane:
+            if not THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
         if self._error is not None:
-            raise _reported(self._error)
+            raise reported(self._error)
 
     wait = synchronize  # compute on the CPU is the calling thread
 
 
-class ThreadLane:
+class ThreadLane(Lane):
     """A lane of the CPU backend: one worker thread.
 
     Args:
@@ -256,19 +159,18 @@ class ThreadLane:
         self._emulation = emulation or Emulation()
         self._device = device
         self._random = random.Random(f"{self._emulation.seed} {name}")
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
         self._busy_s = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"elixir {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
-        """See `Lane.submit`; compute on the CPU is done with what it was given when this is called."""
+    def _put(self, work: Work, filling: Sequence[Ticket], using: Sequence[Ticket], nbytes: int) -> Ticket:
         if self._closed:
             raise closed()
-        ticket = _ThreadTicket(self)
-        self._queue.put((work, tuple(after), nbytes, ticket))
+        ticket = _ThreadTicket(self)  # compute on the CPU is done with what it was given by now
+        self._queue.put((work, partial(self._follow_all, filling, using), nbytes, ticket))
         if self._emulation.blocking:
             ticket.synchronize()  # protects nothing: the link is to look as if it could not overlap
         return ticket
@@ -278,6 +180,9 @@ class ThreadLane:
         answers: list[_T] = []
         self.submit(lambda: answers.append(work())).synchronize()  # the list is empty until the lane's thread fills it
         return answers[0]
+
+    def _follow(self, earlier: Ticket) -> None:
+        earlier.synchronize()  # the work reads what `earlier` writes, or writes what it uses
 
     def take_busy_s(self) -> float:
         """See `Lane.take_busy_s`."""
@@ -297,15 +202,14 @@ class ThreadLane:
                 self._thread.join()
 
     def _run(self) -> None:
-        _THREAD.is_lane = True
+        THREAD.is_lane = True
         if self._device is not None:
             torch.cuda.set_device(self._device)  # otherwise waiting for an event makes a context on device 0
         while (item := self._queue.get()) is not None:
-            work, after, nbytes, ticket = item
+            work, follow, nbytes, ticket = item
             error: BaseException | None = None
             try:
-                for earlier in after:
-                    earlier.synchronize()  # the work reads what `earlier` writes, or writes what it reads
+                follow()
                 started = time.perf_counter()
                 if self._emulation.delay_s:
                     time.sleep(self._random.uniform(0, self._emulation.delay_s))
@@ -319,7 +223,7 @@ class ThreadLane:
             except BaseException as raised:  # handed to the thread that waits for the ticket
                 error = raised
             ticket.finish(error)
-            del item, work, after  # the queue is quiet for long; keep no tensor alive meanwhile
+            del item, work, follow  # the queue is quiet for long; keep no tensor alive meanwhile
 
 
 def closed() -> InputError:
@@ -348,7 +252,7 @@ class _CudaTicket:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise _reported(self._error)
+            raise reported(self._error)
 
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
@@ -356,7 +260,7 @@ class _CudaTicket:
     def wait(self) -> None:
         stream, event = torch.cuda.current_stream(self._lane.device), self.until_issued()
         # Times nothing that is over by now, and no lane that waits for another.
-        times = not (_THREAD.is_lane or event.query())
+        times = not (THREAD.is_lane or event.query())
         reached = _recorded(stream, timed=True) if times else None
         stream.wait_event(event)  # compute that reads what the work wrote comes after it
         if reached is not None:
@@ -373,10 +277,10 @@ class _CudaTicket:
         if not self._issued.is_set():
             started = time.perf_counter()
             self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
-            if not _THREAD.is_lane:
+            if not THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
         if self._event is None:
-            raise _reported(self._error or StateError("work of a lane was issued without an event"))
+            raise reported(self._error or StateError("work of a lane was issued without an event"))
         return self._event
 
 
@@ -413,7 +317,7 @@ def _taken_s(spans: _Spans) -> float:
     return taken_s
 
 
-class StreamLane:
+class StreamLane(Lane):
     """A lane of the CUDA backend: one stream.
 
     Work is issued at once, by the caller. Only what builds on work of the host, such as its Adam, is issued later, by a
@@ -436,17 +340,13 @@ class StreamLane:
         """Waits of streams of compute for this one."""
         self.waited_s = 0.0
 
-    def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
-        """See `Lane.submit`."""
-        return self._submit(work, after)
-
     def ask(self, work: Callable[[], _T]) -> _T:
         """See `Lane.ask`."""
         answers: list[_T] = []
-        self._submit(lambda: answers.append(work()), ()).until_issued()  # the list is empty before
+        self._put(lambda: answers.append(work()), (), (), 0).until_issued()  # the list is empty before
         return answers[0]
 
-    def _submit(self, work: Work, after: Sequence[Ticket]) -> _CudaTicket:
+    def _put(self, work: Work, filling: Sequence[Ticket], using: Sequence[Ticket], nbytes: int) -> _CudaTicket:
         if self._closed:
             raise closed()
         # Compute that was submitted so far may still read the block that the work overwrites, or write what it reads.
@@ -455,14 +355,15 @@ class StreamLane:
         given = _recorded(torch.cuda.current_stream(self.device))
         behind = self._last is not None and not self._last.issued()
         self._last = ticket = _CudaTicket(self)
+        issue = partial(self._issue, work, given, partial(self._follow_all, filling, using), ticket)
         if not behind and all(
-            earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in after
+            earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in (*filling, *using)
         ):
-            self._issue(work, given, after, ticket)
+            issue()
             ticket.raise_error()
         else:
             self._issuer = self._issuer or ThreadLane("issuer", device=self.device)
-            self._issuer.submit(lambda: self._issue(work, given, after, ticket))
+            self._issuer.submit(issue)
         return ticket
 
     def take_busy_s(self) -> float:
@@ -480,16 +381,17 @@ class StreamLane:
             self._issuer.close()
         self._stream.synchronize()  # the caller frees the blocks that the stream still uses
 
-    def _issue(self, work: Work, given: torch.cuda.Event, after: Sequence[Ticket], ticket: _CudaTicket) -> None:
+    def _follow(self, earlier: Ticket) -> None:
+        if isinstance(earlier, _CudaTicket):
+            earlier.order(self._stream)
+        else:
+            earlier.synchronize()  # work of the host, such as its Adam: the stream would copy weights that are half new
+
+    def _issue(self, work: Work, given: torch.cuda.Event, follow: Callable[[], None], ticket: _CudaTicket) -> None:
         try:
             # Compute may still read the block that the work overwrites, or write the gradient that it reads.
             self._stream.wait_event(given)
-            for earlier in after:
-                if isinstance(earlier, _CudaTicket):
-                    earlier.order(self._stream)
-                else:
-                    # Work of the host, such as its Adam: the stream would copy weights that are half new.
-                    earlier.synchronize()
+            follow()
             # The pair times the work for `take_busy_s`. Others wait for `event` before they use its buffers.
             started, event = _recorded(self._stream, timed=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():

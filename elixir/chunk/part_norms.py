@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
+from elixir.chunk.memory import Memory
 from elixir.torch_private import foreach_norm
 
 ROW_NUMEL = 2**14
@@ -75,8 +75,8 @@ class PartNorms:
         self._index = {held.place: index for index, held in enumerate(chunk.held.values())}
         self.values = torch.zeros(len(self._parts), dtype=norm_dtype(chunk.dtype), device=device)
         """One per parameter of which the shard has a part."""
-        self.ready: Ticket | None = None
-        """The work that fills `values`; None where compute does."""
+        self.memory = Memory(self.values)
+        """The same, with the work that fills it, unless compute does."""
 
     @torch.no_grad()
     def measure(self, shard: torch.Tensor) -> None:
@@ -95,5 +95,4 @@ class PartNorms:
 
     def wait(self) -> None:
         """Lets compute that reads norms on a device, or this thread, wait for their sums."""
-        if self.ready is not None:
-            self.ready.wait()  # its work writes `values`
+        self.memory.wait()  # a lane writes `values`

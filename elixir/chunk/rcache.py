@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -28,7 +29,8 @@ from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
-from elixir.chunk.lanes import Lanes, MemoryUses, Ticket, closed, failure, settled
+from elixir.chunk.lanes import Lanes, closed
+from elixir.chunk.memory import Memory
 from elixir.errors import InputError, StateError
 from elixir.schedule import CacheView, Schedule
 
@@ -314,9 +316,9 @@ class RCache:
         found = []
         with self._lock:
             for chunk in [self._chunks[index] for index in self._in_block.values()]:
-                error = failure(chunk.filled) if chunk.state is ChunkState.FETCHING else None
-                if error is not None:
-                    found.append(error)
+                errors = chunk.whole.failures() if chunk.state is ChunkState.FETCHING else []
+                if errors:
+                    found += errors
                     self._evict(chunk)
         return found
 
@@ -425,9 +427,8 @@ class RCache:
             self._make_room(optional=False)
             self._load(chunk)
         if chunk.state is ChunkState.FETCHING:
-            if chunk.filled is not None:
-                # compute reads the block next, which has other weights, or half of these, until then
-                chunk.filled.wait()
+            # compute reads the block next, which has other weights, or half of these, until then
+            chunk.whole.wait()
             chunk.to(ChunkState.CACHED, self.memory(chunk.index))
 
     def _make_room(self, *, optional: bool) -> bool:
@@ -456,7 +457,7 @@ class RCache:
     def _evict(self, chunk: Chunk) -> None:
         if chunk.state is ChunkState.FETCHING:
             # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
-            failure(chunk.filled)
+            chunk.whole.failures()
         chunk.to(ChunkState.HOME)
         block = next(block for block, index in self._in_block.items() if index == chunk.index)
         del self._in_block[block]
@@ -464,7 +465,7 @@ class RCache:
             self._view.evict(chunk.index)
         self._fresh.discard(chunk.index)
         self._pool.give_back(block)
-        chunk.memory = chunk.marked = chunk.filled = None
+        chunk.memory = chunk.marked = None
 
     def _load(self, chunk: Chunk) -> None:
         """Starts filling a free block while compute goes on."""
@@ -472,6 +473,7 @@ class RCache:
         # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
         chunk.memory = self._pool.view(block, chunk.plan.numel, chunk.dtype).data
         chunk.marked = self._pool.marked_view(block, chunk.plan.numel, chunk.dtype)
+        chunk.whole = Memory()
         self._in_block[block] = chunk.index
         if chunk.index in self._known:
             self._view.admit(chunk.index)
@@ -479,12 +481,12 @@ class RCache:
         try:
             self._fill(chunk)
         except BaseException:
-            chunk.filled = None  # nothing is on its way: what is in the block is not the chunk
+            chunk.whole = Memory()  # nothing is on its way: what is in the block is not the chunk
             self._evict(chunk)
             raise
 
     def _fill(self, chunk: Chunk) -> None:
-        whole, (shard, after, uses) = self.memory(chunk.index), self._home_of(chunk)
+        whole, (shard, home) = self.memory(chunk.index), self._home_of(chunk)
         self.counts.loads += 1
         self._fresh.add(chunk.index)
         source = shard
@@ -494,35 +496,26 @@ class RCache:
             source = part = whole[chunk.mine]
             # Overlaps with compute on the chunks that are in blocks already. The lane itself waits for compute that was
             # submitted so far, which may still read the block's old weights.
-            fetched = self._lanes.fetch.submit(
-                lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
-            )
-            chunk.filled = uses.read_by("fetch", fetched)
-            after = [chunk.filled]
+            copy = partial(part.copy_, shard, non_blocking=True)
+            self._lanes.fetch.submit(copy, reads=[home], writes=[chunk.whole], nbytes=host_bytes)
+            home = chunk.whole
         if self._group.size == 1:
             return
         network_bytes = whole.nbytes - shard.nbytes
         self.counts.network_bytes += network_bytes
         # Overlaps with compute, too. Other ranks get what this rank's part of the block holds, so the fetch must have
         # filled it.
-        chunk.filled = self._lanes.network.submit(
-            lambda: self._group.gather(whole, source, f"chunk {chunk.index}"), after=after, nbytes=network_bytes
-        )
-        if source is shard:
-            uses.read_by("fetch", chunk.filled)
+        gather = partial(self._group.gather, whole, source, f"chunk {chunk.index}")
+        self._lanes.network.submit(gather, reads=[home], writes=[chunk.whole], nbytes=network_bytes)
 
-    def _home_of(self, chunk: Chunk) -> tuple[torch.Tensor, list[Ticket], MemoryUses]:
-        """This rank's weights of a chunk at their home, or on their way from files; the work after which they are
-        there, and the users of that memory."""
-        if chunk.filed is not None:
-            filed = chunk.filed
-            buffer = self._buffers.take(FILE_WINDOW, filed.nbytes)
-            memory = buffer.view(filed.numel, filed.dtype)
-            self.counts.file_bytes += filed.read_bytes
-            # Overlaps with the copy from the other buffer, and with compute. The last copy from this buffer must be
-            # over; the use of its chunk raises its error, if there was one.
-            after = settled(buffer.uses.to_write())
-            read = self._lanes.disk.submit(lambda: filed.read_into(memory), after=after, nbytes=filed.read_bytes)
-            return memory, [read], buffer.uses
-        # The optimizer's step writes the shard: without its ticket a block would hold weights of two steps.
-        return chunk.shard_weights, chunk.home_uses.to_read(), chunk.home_uses
+    def _home_of(self, chunk: Chunk) -> tuple[torch.Tensor, Memory]:
+        """This rank's weights of a chunk at their home, or on their way from files; and the memory where they are."""
+        if chunk.filed is None:
+            return chunk.shard_weights, chunk.at_home
+        filed = chunk.filed
+        buffer = self._buffers.take(FILE_WINDOW, filed.nbytes)
+        memory = buffer.view(filed.numel, filed.dtype)
+        self.counts.file_bytes += filed.read_bytes
+        # Overlaps with the copy from the other buffer, and with compute.
+        self._lanes.disk.submit(partial(filed.read_into, memory), writes=[buffer], nbytes=filed.read_bytes)
+        return memory, buffer

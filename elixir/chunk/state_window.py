@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
-from elixir.chunk.lanes import Lane, MemoryUses, Settled, Ticket, Work, failure, settled
+from elixir.chunk.host_buffers import WINDOW, HostBuffers
+from elixir.chunk.lanes import Lane, Work
+from elixir.chunk.memory import Memory, Ticket, failure
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile, whole_blocks
 from elixir.extents.stored_tensors import StoredTensors, TensorFile
@@ -44,10 +45,10 @@ class StoredStates(StoredTensors):
     def __init__(self, window: StateWindow, name: str, nbytes: int) -> None:
         super().__init__(window.file, name, nbytes)
         self._window = window
-        self._buffer: HostBuffer | None = None
+        self._buffer: Memory | None = None
         self._depth = 0
-        self.extent_uses = MemoryUses()
-        """The lane of the disk reads and writes in order; others wait for the last write."""
+        self.on_disk = Memory()
+        """The extent. The lane of the disk reads and writes it in order; others wait for the last write."""
         self.due_bytes = 0
         """Bytes of the extent that the lane has written once it has done what it was given so far."""
 
@@ -60,32 +61,32 @@ class StoredStates(StoredTensors):
         """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
         if self._buffer is None:
             return super()._grow(nbytes)
-        is_only_buffer = self._buffer.memory.nbytes < self.nbytes
+        is_only_buffer = self._buffer.tensor.nbytes < self.nbytes
         self._file.give_back(self._extent)
         self._extent = self._file.new_extent(nbytes, self.name)
         self._written_bytes = self.nbytes  # what another chunk had there may be there still
         self._changed = True
         if not is_only_buffer:
             self._window.enlarge(self._buffer, self.nbytes)
-            self.bind(self._buffer.memory)
+            self.bind(self._buffer.tensor)
 
-    def step(self, buffer: HostBuffer, read: Ticket, work: Work) -> None:
+    def step(self, buffer: Memory, read: Ticket, work: Work) -> None:
         """Runs `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
         next. If the reading has failed, it does nothing, and `StateWindow.lost` reports the error."""
-        if not Settled(read).failed:
+        if failure(read) is None:
             self.brought(buffer)
             work()
 
     @staticmethod
     def if_read(read: Ticket, work: Work) -> None:
         """Runs `work` unless the reading has failed."""
-        if not Settled(read).failed:
+        if failure(read) is None:
             work()
 
     def forget_failure(self) -> None:
         """Forgets why the last step was not written, which is reported elsewhere; a read of the extent gives the step
         before."""
-        self.extent_uses.failures()
+        self.on_disk.failures()
 
     @contextlib.contextmanager
     def in_memory(self, write: bool = False, *, makes_states: bool = False) -> Iterator[None]:
@@ -114,13 +115,13 @@ class StoredStates(StoredTensors):
         """Whether code uses the states now."""
         return bool(self._depth)
 
-    def brought(self, buffer: HostBuffer | None) -> None:
+    def brought(self, buffer: Memory | None) -> None:
         """Notes that the states are in a buffer now, or with None in no buffer; for the window."""
         self._buffer = buffer
         if buffer is None:
             self.put_away()
         else:
-            self.bind(buffer.memory)
+            self.bind(buffer.tensor)
 
     def take_changed(self) -> bool:
         """Whether the buffer has other values than the extent; after this call it counts as written."""
@@ -142,10 +143,10 @@ class StateWindow:
         self.file = TensorFile(lambda: open_file(self._expected_bytes), self._count)
         self._arena: Arena | None = None
         self._extents_bytes = self._expected_bytes = 0
-        self._waiting: deque[tuple[StoredStates, HostBuffer, Ticket]] = deque()
+        self._waiting: deque[tuple[StoredStates, Memory, Ticket]] = deque()
         """Steps whose write has not been given to the lane: reads of what comes next go first."""
         self._keeping = False
-        self._held: tuple[StoredStates, HostBuffer] | None = None
+        self._held: tuple[StoredStates, Memory] | None = None
         """The extent that is at hand, or was at hand last, and its buffer."""
         self.read_bytes = self.written_bytes = 0
         """Bytes that steps have moved since `take_moved`."""
@@ -157,7 +158,7 @@ class StateWindow:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, states: StoredStates, *, makes_states: bool = False) -> tuple[HostBuffer, Ticket]:
+    def begin_step(self, states: StoredStates, *, makes_states: bool = False) -> tuple[Memory, Ticket]:
         """Gives a buffer for the step of a chunk, and the reading of its states into it.
 
         Args:
@@ -173,17 +174,11 @@ class StateWindow:
         self.read_bytes += nbytes
         return buffer, self._read(states, buffer, nbytes)
 
-    def _read(self, states: StoredStates, buffer: HostBuffer, nbytes: int) -> Ticket:
-        # The states that the buffer held last must be on the disk, and those that are read now, too; of what could not
-        # be written `fill` knows.
-        after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
-        read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=nbytes)
-        buffer.uses.written_by(Settled(read))  # `lost` reports its error
-        return read
+    def _read(self, states: StoredStates, buffer: Memory, nbytes: int) -> Ticket:
+        # The lane has written the states that are read now before; of what it could not write `fill` knows.
+        return self._lane.submit(lambda: states.fill(buffer.tensor), writes=[buffer], nbytes=nbytes)
 
-    def end_step(
-        self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, makes_states: bool = False
-    ) -> None:
+    def end_step(self, states: StoredStates, buffer: Memory, stepped: Ticket, *, makes_states: bool = False) -> None:
         """Writes the states back after `stepped` and after the readings of the next steps; if the step makes states,
         which only its end tells, the next steps wait for that."""
         self._waiting.append((states, buffer, stepped))
@@ -205,11 +200,10 @@ class StateWindow:
             if error is not None:
                 states.put_away()
                 raise error  # a save that waits for these states must not take those of the step before for them
-            states.store(buffer.memory)
+            states.store(buffer.tensor)
 
-        # The step fills the buffer. If it fails, the states on the disk stay, and the buffer is free all the same.
-        written = self._lane.submit(write, after=[Settled(stepped)], nbytes=nbytes)
-        buffer.uses.written_by(Settled(states.extent_uses.written_by(written)))
+        # Whether or not the step has filled the buffer, which is free then, or has failed: the states on the disk stay.
+        self._lane.submit(write, writes=[buffer, states.on_disk], nbytes=nbytes)
         self.written_bytes += nbytes
 
     def settle(self) -> None:
@@ -237,7 +231,7 @@ class StateWindow:
         states.brought(buffer)
         self._held = (states, buffer)
 
-    def _take_only(self, states: StoredStates) -> HostBuffer:
+    def _take_only(self, states: StoredStates) -> Memory:
         """Gives the only buffer that there is, with room for what has been written of the states."""
         self.settle()  # what others have in their buffers goes back first
         return self._buffers.take_only(WINDOW, states.used_bytes)
@@ -269,7 +263,7 @@ class StateWindow:
             states.brought(None)
             return
         # The caller may go on only when the states are on the disk, or it knows that they are not.
-        self._lane.submit(lambda: states.store(buffer.memory), nbytes=states.used_bytes).synchronize()
+        self._lane.submit(lambda: states.store(buffer.tensor), nbytes=states.used_bytes).synchronize()
 
     # --- the file --------------------------------------------------------------------------------------------------
 
@@ -284,7 +278,7 @@ class StateWindow:
         if self._arena is not None:
             self._arena.count(nbytes, "disk", "optimizer_states")
 
-    def enlarge(self, buffer: HostBuffer, nbytes: int) -> None:
+    def enlarge(self, buffer: Memory, nbytes: int) -> None:
         """Enlarges a buffer of the window, which keeps what it holds."""
         self._buffers.enlarge(WINDOW, buffer, nbytes)
 

@@ -17,7 +17,7 @@ from elixir.units import dtype_bytes
 Count = Annotated[int, NOT_NEGATIVE]
 Amount = Annotated[float, NOT_NEGATIVE]
 Positive = Annotated[int, Bound("1 or larger", 1)]
-Memory = Literal["device", "host"]
+MemoryHome = Literal["device", "host"]
 WeightHome = Literal["device", "host", "files"]
 StateHome = Literal["device", "host", "disk", "files"]
 FrozenHome = Literal["host", "files"]
@@ -219,7 +219,7 @@ class ChunkPlan:
         return Home.find(self.resident, self.weight_home, self.state_home, self.update)
 
     @property
-    def update_home(self) -> Memory:
+    def update_home(self) -> MemoryHome:
         """The memory in which its gradients wait and its shard is updated: `state_home`; for the disk, the host."""
         return "device" if self.home.states_on_device else "host"
 

@@ -31,7 +31,8 @@ from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
 from elixir.chunk.host_mover import HostMover
-from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
+from elixir.chunk.lanes import Lanes, make_lanes
+from elixir.chunk.memory import failure
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import ElixirError, InputError, InputTypeError
@@ -125,7 +126,6 @@ class Engine:
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None  # of checkpoints; None before the first
-        self._pending_updates: list[Ticket] = []
         self._is_after_step = False  # no forward has ended since
         self.leaving: dict[int, StoredStates] = {}
         """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
@@ -441,7 +441,7 @@ class Engine:
         self.errors.report(Call.STEP)
         self.forget_failed_backward()
         self.errors.report(Call.GRADIENTS)
-        if any(chunk.home_uses.has_failed for chunk in self.chunks):
+        if any(ticket.done() and failure(ticket) for chunk in self.chunks for ticket in chunk.updates):
             raise self._failures()[0]
         if self.uses.gathered:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
@@ -494,10 +494,9 @@ class Engine:
             if slots and chunk.weights is not None and self.is_ordinary(chunk)
         )
 
-    def weights_changed(self, updates: Iterable[Ticket]) -> None:
-        """Notes a step: blocks hold old weights, and resident weights are new once `updates` are done."""
+    def weights_changed(self) -> None:
+        """Notes a step: blocks hold old weights."""
         self._is_after_step = True
-        self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
         self.cache.invalidate()
         self.renew_shared()
 
@@ -506,8 +505,6 @@ class Engine:
         self.window.settle()
         found = [*self.cache.failures(), *(error for chunk in self.chunks for error in chunk.failures())]
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
-        found += filter(None, map(failure, self._pending_updates))
-        self._pending_updates.clear()
         return list(dict.fromkeys(found))  # several tickets may share one error
 
     def end(self) -> bool:

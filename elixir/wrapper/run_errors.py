@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elixir.chunk.lanes import is_reported
+from elixir.chunk.memory import is_reported
 from elixir.chunk.state_window import StateWindow
 from elixir.errors import InputError, RankError
 

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.host_buffers import BufferKind
+from elixir.chunk.host_buffers import HostBuffers
+from elixir.chunk.memory import written
 from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
-from elixir.hardware.process_memory import give_back_freed
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import first_inside
 from elixir.plan.plan import Plan
-from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
@@ -31,7 +30,6 @@ from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, S
 
 __all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "StateForm", "TrainingStates"]
 
-_COPIES = "copies for a checkpoint"
 WEIGHT = "weight"
 """The kind of tensors that are weights: masters if there are any."""
 
@@ -49,8 +47,8 @@ class ChunkStates:
 
     def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
         self.chunk, self.shards = chunk, tuple(shards)
-        self._updated = chunk.home_uses.to_read()
-        self._written = [] if chunk.stored is None else chunk.stored.extent_uses.to_read()
+        self._updated = chunk.updates
+        self._written = [] if chunk.stored is None else written(chunk.stored.on_disk)
         self._weights_of_then = self.target
         self._states_of_then = [shard.states for shard in self.shards]
 
@@ -292,16 +290,10 @@ class TrainingStates:
         planned = self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
         return min(planned, self._engine.spare_host_bytes()) if planned else 0
 
-    def make_pool(self, nbytes: int) -> torch.Tensor:
-        """Allocates host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
-        buffers = self._engine.host_buffers
-        give_back_freed()  # of the last step
-        buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, nbytes, count=1, at_once=False))
-        return buffers.take(_COPIES, nbytes).memory
-
-    def drop_pool(self) -> None:
-        """Frees the memory of `make_pool`, once nothing reads it."""
-        self._engine.host_buffers.drop(_COPIES)
+    @property
+    def host_buffers(self) -> HostBuffers:
+        """The host memory of this rank that no chunk owns."""
+        return self._engine.host_buffers
 
     def loss_scale_state(self) -> dict[str, float | int] | None:
         """The state of float16's loss scale; None if losses are not scaled."""

@@ -480,9 +480,8 @@ class WeightUses:
 
     @staticmethod
     def _wait_for_update(chunk: Chunk) -> None:
-        if chunk.filled is not None:
-            chunk.filled.wait()  # the step before writes the weights that are read next
-            chunk.filled = None
+        if chunk.whole.writer is not None:
+            chunk.whole.wait(taking=True)  # the step before writes the weights that are read next
             if chunk.weights is not None:  # see `publish`
                 with _hidden_from_modes():
                     chunk.point_into(chunk.weights)

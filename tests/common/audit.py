@@ -31,22 +31,22 @@ def audit(module: ElixirModule) -> None:
             found[plan.weight_home][kind] += chunk.shard.nbytes
         gradient = gradients.by_chunk.get(chunk.index)
         if gradient is not None:
-            found[plan.update_home]["gradients"] += gradient.memory.nbytes
+            found[plan.update_home]["gradients"] += gradient.memory.tensor.nbytes
             if gradient.kept is not None:
-                found[plan.update_home]["gradients"] += gradient.kept.memory.nbytes
+                found[plan.update_home]["gradients"] += gradient.kept.memory.tensor.nbytes
         for stepper in inside.steppers(module):
             shard = stepper.shards[chunk.index] if plan.trainable else None  # type: ignore[attr-defined]
             if shard is not None and chunk.stored is None:
                 if shard.states.without_states():
                     open_states.add(plan.update_home)
                 found[plan.update_home]["optimizer_states"] += sum(each.nbytes for _, each, _ in shard.states.memory())
-    found["host"]["gradients"] += sum(buffer.memory.nbytes for buffer in inside.host_buffers(module, SUMMANDS))
+    found["host"]["gradients"] += sum(buffer.tensor.nbytes for buffer in inside.host_buffers(module, SUMMANDS))
     pool = inside.cache(module)._pool
     found["device"]["rcache"] = pool.count * pool.block_bytes
     blocks = gradients._blocks
     waiting = [leaving.memory for leaving in blocks._leaving]
     arriving = [own.opened.memory for own in gradients.by_chunk.values() if own.opened is not None]
-    found["device"]["gradient_blocks"] = sum(each.nbytes for each in (*blocks._free, *waiting, *arriving))
+    found["device"]["gradient_blocks"] = sum(each.tensor.nbytes for each in (*blocks._free, *waiting, *arriving))
     for home, kinds in found.items():
         counted = inside.bytes_by_kind(module, home)
         for kind, nbytes in kinds.items():

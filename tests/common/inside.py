@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import saving, snapshot
-from elixir.checkpoint.snapshot import Snapshot
-from elixir.checkpoint.snapshot_pool import SnapshotPool
+from elixir.checkpoint.snapshot import COPIES, Snapshot, SnapshotPool
 from elixir.checkpoint_format import index as index_file
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.slices import WrittenFile
@@ -30,7 +29,9 @@ from elixir.chunk.gradients import chunk_gradient
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lane, Lanes, Ticket
+from elixir.chunk.host_buffers import HostBuffers
+from elixir.chunk.lanes import Lane, Lanes
+from elixir.chunk.memory import Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
 from elixir.hardware.host_share import HostShare
@@ -179,7 +180,8 @@ def lanes(module: ElixirModule) -> Lanes:
 
 def updates(module: ElixirModule) -> list[Ticket]:
     """Work that writes to weights or states of chunks at home, such as updates."""
-    return [ticket for chunk in chunks(module) for ticket in chunk.home_uses.to_write()]
+    memories = [memory for chunk in chunks(module) for memory in (chunk.states, chunk.second, chunk.at_home)]
+    return [ticket for memory in memories for ticket in memory.users]
 
 
 def phase(module: ElixirModule) -> Phase:
@@ -215,6 +217,20 @@ def checkpoint_pool(module: ElixirModule) -> SnapshotPool:
     """Memory for copies of the states that a save reads, once there was a save."""
     reader: Any = engine_of(module).state_reader
     return reader._pool  # type: ignore[no-any-return]
+
+
+def pool_of(limit_bytes: int) -> SnapshotPool:
+    """Memory for copies without a module."""
+    return SnapshotPool(HostBuffers(Arena(torch.device("cpu"))), limit_bytes)
+
+
+def taken_bytes(pool: SnapshotPool, *, most: bool = False) -> int:
+    """Bytes of areas that are taken now; or the `most` host memory that the pool ever had."""
+    if most:
+        return pool._buffers._arena.peak_bytes["host"]
+    lent = pool._buffers._lent[COPIES]
+    lent.taken_back()
+    return sum(end - begin for begin, end in lent._inside.values())
 
 
 def snapshot_part(states: snapshot.LiveStates) -> Any:

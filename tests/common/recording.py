@@ -24,7 +24,8 @@ from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import _THREAD, ThreadLane, _ThreadTicket
+from elixir.chunk.lanes import ThreadLane, _ThreadTicket
+from elixir.chunk.memory import THREAD
 from elixir.hardware import process_memory
 from elixir.hardware.process_memory import HeapLimit
 from elixir.wrapper.phase import StepPhase
@@ -133,7 +134,7 @@ def recording() -> Iterator[Recorder]:
 
         patch.setattr(kind, "__init__", init)
 
-    to, submit, count, issuing, turn = Chunk.to, ThreadLane.submit, Arena.count, Group._issuing, ChunkGradient.to
+    to, put, count, issuing, turn = Chunk.to, ThreadLane._put, Arena.count, Group._issuing, ChunkGradient.to
 
     def went(self: Chunk, state: Any, memory: Any = None) -> None:
         seen.note(self, "chunks", f"{self.index} {state.value} {self.pins}")
@@ -143,13 +144,13 @@ def recording() -> Iterator[Recorder]:
         seen.note(self, f"gradient {self.chunk.index}", state.value)
         turn(self, state)
 
-    def submitted(self: ThreadLane, work: Any, *, after: Any = (), nbytes: int = 0) -> Any:
+    def submitted(self: ThreadLane, work: Any, filling: Any, using: Any, nbytes: int) -> Any:
         who = "" if seen.is_rank else " by a lane"
-        seen.note(self, f"{self._thread.name}{who}", f"{len(after)} {nbytes}")
-        return submit(self, work, after=after, nbytes=nbytes)
+        seen.note(self, f"{self._thread.name}{who}", f"{len(filling) + len(using)} {nbytes}")
+        return put(self, work, filling, using, nbytes)
 
     def waited(self: _ThreadTicket) -> None:
-        if seen.is_rank and not _THREAD.is_quiet:
+        if seen.is_rank and not THREAD.is_quiet:
             seen.note(self._lane, "waits", self._lane._thread.name)
         wait(self)
 
@@ -182,7 +183,7 @@ def recording() -> Iterator[Recorder]:
         for kind in (Chunk, ThreadLane, Arena, Group, ChunkGradient):
             marked(kind)
         patch.setattr(Chunk, "to", went)
-        patch.setattr(ThreadLane, "submit", submitted)
+        patch.setattr(ThreadLane, "_put", submitted)
         patch.setattr(_ThreadTicket, "synchronize", waited)
         patch.setattr(_ThreadTicket, "wait", waited)
         patch.setattr(Arena, "count", counted)

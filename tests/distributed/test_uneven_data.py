@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.plan.chunk_plan import Memory
+from elixir.plan.chunk_plan import MemoryHome
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule
@@ -118,10 +118,10 @@ def test_experts_that_differ_between_four_ranks(kind: str) -> None:
     run_ranks(4, _routing, kind, {}, False, 2 * len(_CHOICES))
 
 
-_HOME: dict[str, Memory] = {"resident": "device", "host": "host", "mixed": "host"}
+_HOME: dict[str, MemoryHome] = {"resident": "device", "host": "host", "mixed": "host"}
 
 
-def _state_bytes(stepper: Any, plan: Plan, home: Memory) -> int:
+def _state_bytes(stepper: Any, plan: Plan, home: MemoryHome) -> int:
     """Bytes of masters and states of all chunks whose states live there."""
     parts = [part for part in stepper.shards if part.chunk.plan.update_home == home]
     kept = sum(part.states.nbytes for part in parts)
@@ -153,7 +153,7 @@ def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(rank: int, wo
         twins.step()
     moved = report_of(twins.module)
     assert moved.observed["network"] == moved.predicted["network"]
-    assert not any(own.memory.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
+    assert not any(own.memory.tensor.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
     told: list[str] = []
     logger = logging.getLogger("elixir.wrapper.account.step_account")
     logger.addFilter(lambda record: told.append(record.getMessage()) or True)

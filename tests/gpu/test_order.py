@@ -15,8 +15,10 @@ import torch
 
 from elixir.access import swapping
 from elixir.chunk.arena import Arena
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
-from elixir.chunk.lanes import Lane, StreamLane, Ticket
+from elixir.chunk.gradients.chunk_gradient import OpenChunk
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.chunk.lanes import Lane, StreamLane
+from elixir.chunk.memory import Memory, Ticket
 from elixir.extents.weight_files import FileShard
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
@@ -381,13 +383,14 @@ def test_an_adopted_gradient_is_not_free_for_the_stream_that_made_it_while_a_lan
     for takes in ("give_back", "wait_for_last"):
         arena, older = Arena(device), torch.cuda.Stream()
         blocks = GradientBlocks(arena, 0, 64)
-        arena.count(400, "device", "gradient_blocks")
         with watching(monkeypatch) as races:
             gradient, home = torch.ones(100, device="cuda"), torch.empty(100, pin_memory=True)
             older.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(older):
-                ticket = lane.submit(lambda to=home, of=gradient: to.copy_(of, non_blocking=True))
-                blocks.leave(Leaving(gradient.view(torch.uint8), ticket, (), is_extra=True))
+                memory = Memory(gradient.view(torch.uint8), arena.count, "device", "gradient_blocks")
+                ticket = lane.submit(lambda to=home, of=gradient: to.copy_(of, non_blocking=True), reads=[memory])
+                blocks.leave(OpenChunk(gradient, memory, 0, is_extra=True))
+                del memory
                 (blocks.reclaim_extra if takes == "give_back" else blocks.wait_for_last)()
             del gradient
             torch.ones(100, device="cuda")

@@ -25,7 +25,7 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("numel", [1, 1000, 3_000_001])
 def test_buffers_of_the_host_are_pinned_and_zero(numel: int) -> None:
     arena = Arena(torch.device("cuda", 0))
-    buffer = arena.make(numel, torch.bfloat16, "host", "weights")
+    buffer = arena.make(numel, torch.bfloat16, "host", "weights").tensor
     assert buffer.is_pinned()
     assert buffer.numel() == numel
     assert buffer.device.type == "cpu"
@@ -35,7 +35,7 @@ def test_buffers_of_the_host_are_pinned_and_zero(numel: int) -> None:
 
 def test_many_small_buffers_do_not_share_pages() -> None:
     arena = Arena(torch.device("cuda", 0))
-    buffers = [arena.make(100, torch.float32, "host", "weights") for _ in range(50)]
+    buffers = [arena.make(100, torch.float32, "host", "weights").tensor for _ in range(50)]
     assert len({buffer.data_ptr() // 4096 for buffer in buffers}) == 50
 
 
@@ -43,7 +43,7 @@ def test_memory_can_be_pinned_again_by_whoever_gets_it_next() -> None:
     """Memory returns without `close`, and through views that outlive the buffer."""
     arena = Arena(torch.device("cuda", 0))
     for _ in range(20):
-        view = arena.make(100_000, torch.float32, "host", "weights")[10:20]
+        view = arena.make(100_000, torch.float32, "host", "weights").tensor[10:20]
         assert view.is_pinned()
 
 
@@ -51,7 +51,7 @@ def test_memory_can_be_pinned_again_by_whoever_gets_it_next() -> None:
 def test_no_buffer_of_the_host_is_for_child_processes() -> None:
     arena = Arena(torch.device("cuda", 0))
     for pin in (True, False):
-        buffer = arena.make(5_000_000, torch.bfloat16, "host", "weights", pin=pin)
+        buffer = arena.make(5_000_000, torch.bfloat16, "host", "weights", pin=pin).tensor
         assert buffer.is_pinned() == pin
         assert "dc" in kernel_flags(buffer)
 
@@ -98,7 +98,7 @@ def test_pins_for_every_context_on_the_device_that_copies(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device", OneDevice)
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", register)
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostUnregister", lambda pointer: 0)
-    buffer = Arena(torch.device("cuda", 0)).make(100, torch.float32, "host", "weights")
+    buffer = Arena(torch.device("cuda", 0)).make(100, torch.float32, "host", "weights").tensor
     assert asked == [(buffer.data_ptr(), 400, 1)]
 
 

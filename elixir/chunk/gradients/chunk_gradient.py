@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.lanes import Lane, MemoryUses, settled
+from elixir.chunk.lanes import Lane
+from elixir.chunk.memory import Memory, quietly
 from elixir.chunk.part_norms import PartNorms
 from elixir.errors import StateError
 
@@ -42,17 +44,22 @@ _NEXT = {
 
 @dataclass
 class OpenChunk:
-    """A gradient block in which a chunk's gradients are arriving."""
+    """A gradient block in which a chunk's gradients are arriving, and from which they leave."""
 
     block: torch.Tensor
     """The gradients, one element for each of the chunk."""
-    memory: torch.Tensor
+    memory: Memory
     """The memory that `block` lies in."""
     number: int
     """Number of the block in the order of opening."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """Views of `block` in the shape of a parameter, by its name, as far as they have been made."""
     arrived: set[str] = field(default_factory=set)
+    kept_alive: tuple[torch.Tensor, ...] = ()
+    """Temporary tensors of the reduction. If they were let go while gradients leave, compute would get their memory
+    while it is read."""
+    is_extra: bool = False
+    """Whether any of this is memory beyond the gradient blocks, which the next forward needs for activations."""
 
     def part_of(self, slot: Slot) -> torch.Tensor:
         """The part of a parameter."""
@@ -73,10 +80,9 @@ class KeptGradients:
     """A whole chunk's gradients that this rank has not shared yet, at the home of the states; several ranks inside
     `no_sync`."""
 
-    memory: torch.Tensor
+    memory: Memory
+    """Each backward adds to it."""
     arrived: set[str] = field(default_factory=set)
-    uses: MemoryUses = field(default_factory=MemoryUses)
-    """Users of `memory`; each backward adds to it."""
 
 
 class ChunkGradient:
@@ -90,11 +96,9 @@ class ChunkGradient:
     def __init__(self, chunk: Chunk, arena: Arena) -> None:
         self.chunk, self._arena = chunk, arena
         self.state = GradState.NONE
-        self.memory = torch.empty(0, dtype=chunk.dtype, device="cpu")
-        """This rank's shard, where the optimizer states live; empty if there is none now."""
-        self.uses = MemoryUses()
-        """Users of `memory`: a gradient's arrival and the optimizer's step on the host write it, since a step may clip
-        in place; early updates read it."""
+        self.memory = Memory(count=arena.count, home=chunk.plan.update_home, kind="gradients")
+        """This rank's shard, where the optimizer states live; empty if there is none now. A gradient's arrival and the
+        optimizer's step on the host write it, since a step may clip in place; early updates read it."""
         self.arrived: set[str] = set()
         """Names of the parameters that got a gradient on this rank since the last step."""
         self.dropped: set[str] = set()
@@ -157,38 +161,33 @@ class ChunkGradient:
 
     def make_memory(self) -> None:
         """Makes memory for the shard, zeros, unless it is there."""
-        if not self.memory.numel():
+        if not self.memory.tensor.numel():
             chunk = self.chunk
             home = chunk.plan.update_home
-            self.memory = self._arena.make(chunk.shard_numel, chunk.dtype, home, "gradients", passing=home == "device")
+            made = self._arena.make(chunk.shard_numel, chunk.dtype, home, "gradients", passing=home == "device")
+            self.memory.tensor = made.tensor
 
     def parts_of(self, names: Collection[str]) -> list[torch.Tensor]:
         """The parts of the shard that are some parameters'."""
-        return [self.memory[held.part] for name, held in self.chunk.held.items() if name in names]
+        return [self.memory.tensor[held.part] for name, held in self.chunk.held.items() if name in names]
 
     def keep(self, opened: OpenChunk, device: torch.device) -> KeptGradients:
         """Returns the memory in which this rank keeps whole gradients to itself, and enters those in `opened`."""
         if self.kept is None:
-            home = device if self.chunk.plan.update_home == "device" else torch.device("cpu")
-            self.kept = KeptGradients(torch.zeros_like(opened.block, device=home))
-            self._arena.count(self.kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
+            home = self.chunk.plan.update_home
+            zeros = torch.zeros_like(opened.block, device=device if home == "device" else torch.device("cpu"))
+            self.kept = KeptGradients(Memory(zeros, self._arena.count, home, "gradients"))
         self.kept.arrived |= opened.arrived
         return self.kept
 
-    def give_up_kept(self) -> KeptGradients | None:
-        """Gives up the gradients that this rank has kept to itself."""
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            self._arena.count(-kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
-        return kept
-
     def forget_kept(self) -> set[str]:
         """Drops what this rank has kept to itself; returns the names of parameters that it had a gradient of."""
-        kept = self.give_up_kept()
+        kept, self.kept = self.kept, None
         if kept is None:
             return set()
-        for ticket in settled(kept.uses.to_read()):
-            ticket.wait()  # a gradient must not be added to memory that compute uses for something else
+        with contextlib.suppress(Exception), quietly():
+            kept.memory.wait()  # a gradient must not be added to memory that compute uses for something else
+        kept.memory.free()
         return kept.arrived
 
     def clear(self, arrived: set[str], *, to_none: bool) -> None:
@@ -235,9 +234,8 @@ class ChunkGradient:
         if kept is not None and name in kept.arrived:
             kept.arrived.remove(name)
             if kept.arrived:
-                part = next(slot for slot in self.chunk.slots if slot.name == name).part_of(kept.memory)
-                # The last addition to `kept.memory` must not come after the zeros.
-                kept.uses.written_by(offload.submit(part.zero_, after=kept.uses.to_write()))
+                part = next(slot for slot in self.chunk.slots if slot.name == name).part_of(kept.memory.tensor)
+                offload.submit(part.zero_, reads=[kept.memory], writes=[kept.memory])  # after the last addition
             else:
                 self.forget_kept()
         if not self.holds:
@@ -252,7 +250,7 @@ class ChunkGradient:
 
     def failures(self) -> list[Exception]:
         """Errors of the work that the gradient waits for, once it is over; nothing waits for it any more."""
-        return [*self.uses.failures(), *([] if self.kept is None else self.kept.uses.failures())]
+        return [*self.memory.failures(), *([] if self.kept is None else self.kept.memory.failures())]
 
     def _forget(self) -> None:
         """Forgets the gradient at home. Memory on the device is freed, since it exists only while gradients do."""
@@ -260,17 +258,14 @@ class ChunkGradient:
         self.is_partial = None
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
-        if self.memory.numel() and self.chunk.plan.update_home == "device":
-            for ticket in self.uses.to_read():
-                ticket.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
-            self._arena.count(-self.memory.nbytes, "device", "gradients")
-            self.memory = torch.empty(0, dtype=self.memory.dtype, device="cpu")
+        if self.memory.tensor.numel() and self.chunk.plan.update_home == "device":
+            self.memory.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
+            self.memory.free()
 
     def _fill_with_zeros(self) -> None:
-        if not self.memory.numel():
+        if not self.memory.tensor.numel():
             self.make_memory()
             return
-        for ticket in self.uses.to_write():
-            # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
-            ticket.synchronize()
-        self.memory.zero_()
+        # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
+        self.memory.synchronize(taking=True)
+        self.memory.tensor.zero_()

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import NamedTuple
 
 import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import OpenChunk
-from elixir.chunk.lanes import Ticket, failure
-
-
-class Leaving(NamedTuple):
-    """Memory that lanes are reading: kept until compute may write there again."""
-
-    memory: torch.Tensor
-    ticket: Ticket
-    kept_alive: tuple[torch.Tensor, ...]
-    """Temporary tensors of the reduction. If they were let go now, compute would get their memory while it is read."""
-    is_extra: bool
-    """Whether any of this is memory beyond the gradient blocks, which the next forward needs for activations."""
+from elixir.chunk.memory import Memory
 
 
 class GradientBlocks:
@@ -39,7 +27,7 @@ class GradientBlocks:
         self._free = deque(self._made(block_bytes) for _ in range(count))
         self._parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         """Views of a block as `OpenChunk.parts`, by its `id` and the index of the chunk: each is made once."""
-        self._leaving: deque[Leaving] = deque()
+        self._leaving: deque[OpenChunk] = deque()
         self._numbers = itertools.count()
         self.extra = 0
         """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
@@ -58,7 +46,7 @@ class GradientBlocks:
         else:
             memory = self._free_block()
             parts = self._parts.setdefault((id(memory), chunk.index), parts)
-        return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory, next(self._numbers), parts)
+        return OpenChunk(memory.view(chunk.plan.numel, chunk.dtype), memory, next(self._numbers), parts)
 
     def adopt(self, chunk: Chunk, gradient: torch.Tensor, *, counted: bool) -> OpenChunk | None:
         """Takes a gradient that is larger than any block as autograd made it; None if it must be copied.
@@ -73,27 +61,27 @@ class GradientBlocks:
         if block is None:
             return None
         self._let_outsized_leave()
-        if counted:
-            self._arena.count(block.nbytes, "device", "gradient_blocks")
-        return OpenChunk(block, block, next(self._numbers))
+        memory = Memory(block, self._arena.count if counted else None, "device", "gradient_blocks")
+        return OpenChunk(block, memory, next(self._numbers))
 
-    def leave(self, leaving: Leaving) -> None:
-        """Keeps memory that lanes are reading from here on."""
+    def leave(self, leaving: OpenChunk) -> None:
+        """Keeps memory that lanes are reading from here on, until compute may write there again."""
+        leaving.is_extra |= leaving.memory.tensor.nbytes != self.block_bytes
         self._leaving.append(leaving)
 
     def wait_for_last(self) -> None:
         """Lets compute wait for the memory that left last, which was adopted and not counted."""
         leaving = self._leaving.pop()
-        leaving.ticket.wait()  # autograd frees the gradient next, and compute would write there
-        _record(leaving.memory)
+        leaving.memory.wait(taking=True)  # autograd frees the gradient next, and compute would write there
+        _record(leaving.memory.tensor)
 
-    def give_back(self, memory: torch.Tensor) -> None:
+    def give_back(self, memory: Memory) -> None:
         """Frees `memory`, which nobody reads or writes any more."""
-        if memory.nbytes == self.block_bytes:
+        if memory.tensor.nbytes == self.block_bytes:
             self._free.append(memory)
         else:
-            _record(memory)
-            self._arena.count(-memory.nbytes, "device", "gradient_blocks")
+            _record(memory.tensor)
+            memory.free()
 
     def reclaim_extra(self) -> None:
         """Gives compute all memory beyond the blocks, once it has left. Blocks go on leaving until one is needed."""
@@ -107,20 +95,20 @@ class GradientBlocks:
 
     def failures(self) -> list[Exception]:
         """Errors of the work that reads memory, once it is over; all memory is given back."""
-        errors = [failure(leaving.ticket) for leaving in self._leaving]
+        errors = [error for leaving in self._leaving for error in leaving.memory.failures()]
         while self._leaving:
             self.give_back(self._leaving.popleft().memory)
-        return [error for error in errors if error is not None]
+        return errors
 
-    def _made(self, nbytes: int) -> torch.Tensor:
+    def _made(self, nbytes: int) -> Memory:
         return self._arena.make(nbytes, torch.uint8, "device", "gradient_blocks")
 
     def _let_outsized_leave(self) -> None:
         """The plan has room for one gradient that is larger than a block, next to the one in flight."""
-        while any(leaving.memory.nbytes > self.block_bytes for leaving in self._leaving):
+        while any(leaving.memory.tensor.nbytes > self.block_bytes for leaving in self._leaving):
             self._reclaim()
 
-    def _free_block(self) -> torch.Tensor:
+    def _free_block(self) -> Memory:
         while not self._free and self._leaving:
             self._reclaim()
         if not self._free:
@@ -131,7 +119,7 @@ class GradientBlocks:
     def _reclaim(self) -> None:
         """Lets compute have the memory that has been leaving longest."""
         leaving = self._leaving.popleft()
-        leaving.ticket.wait()  # compute would overwrite gradients in `memory` that lanes still read
+        leaving.memory.wait(taking=True)  # compute would overwrite gradients in `memory` that lanes still read
         self.give_back(leaving.memory)
 
 

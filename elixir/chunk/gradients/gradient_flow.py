@@ -251,7 +251,7 @@ class GradientFlow:
     def send_late(self) -> None:
         """Sends home every gradient that has not left yet; with several ranks, all must call it.
 
-        Nobody waits for their arrival: `ChunkGradient.uses` are for those who read them. Compute waits for memory
+        Nobody waits for their arrival: `ChunkGradient.memory` is for those who read them. Compute waits for memory
         beyond the gradient blocks, of which the plan has none for the next forward.
         """
         if self._unsettled and self.reducing:
@@ -324,8 +324,7 @@ class GradientFlow:
 
     def _wait(self) -> None:
         for gradient in self.by_chunk.values():
-            for ticket in gradient.uses.to_read():
-                ticket.synchronize()  # this thread may read the shard next
+            gradient.memory.synchronize()  # this thread may read the shard next
         with self._lock:
             self._blocks.reclaim_all()
 
@@ -376,14 +375,13 @@ class GradientFlow:
         # What all replicas have summed must not be mixed with what they have not.
         whole = late or gradient.is_partial is False or self._backwards >= self._options.accumulation
         over = whole and self._group.replicas > 1
-        is_block = opened.memory.nbytes == self._options.block_bytes
         try:
-            leaving = self._transport.send(gradient, opened, with_norms=self._sums_norms(chunk), over_replicas=over)
+            self._transport.send(gradient, opened, with_norms=self._sums_norms(chunk), over_replicas=over)
         except BaseException:  # a CUDA lane has issued the copy here and now
-            if is_block:
+            if opened.memory.tensor.nbytes == self._options.block_bytes:
                 gradient.open(opened)  # `clear` gives the block back
             raise
-        self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
+        self._blocks.leave(opened)
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk)
 
@@ -391,7 +389,8 @@ class GradientFlow:
         """Lets what has arrived leave its block, to be kept by this rank."""
         opened = gradient.close()
         if opened is not None:
-            self._blocks.leave(self._transport.keep(gradient, opened))
+            self._transport.keep(gradient, opened)
+            self._blocks.leave(opened)
 
     def _sums_norms(self, chunk: Chunk) -> bool:
         """Whether the norms of what is sent now are summed on the way; otherwise the step sums those that it needs.

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState, OpenChunk
-from elixir.chunk.gradients.gradient_blocks import Leaving
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
-from elixir.chunk.lanes import Lanes, Ticket, Work, settled
+from elixir.chunk.lanes import Lanes, Work
+from elixir.chunk.memory import Memory
 from elixir.chunk.part_norms import PartNorms
 from elixir.plan.step_traffic import all_reduce_bytes
 
@@ -58,7 +58,7 @@ class Transport:
         self._reduce_fp32 = reduce_fp32
         self.moved = MovedBytes()
 
-    def send(self, gradient: ChunkGradient, opened: OpenChunk, *, with_norms: bool, over_replicas: bool) -> Leaving:
+    def send(self, gradient: ChunkGradient, opened: OpenChunk, *, with_norms: bool, over_replicas: bool) -> None:
         """Reduces a chunk's gradients, and lets this rank's shard leave for its home.
 
         Args:
@@ -74,67 +74,55 @@ class Transport:
         norms = PartNorms(chunk, "cpu" if adds else self._device) if with_norms else None
         gradient.norms = norms
         gradient.changes += 1
-        # They use the shard that is written below: the step before, or new states that are being made, may still read
-        # it, and what was cleared may still arrive there.
-        used = gradient.uses.to_write()
-        has_kept = gradient.kept is not None
-        written, kept_alive = self._return_kept(gradient, block)
+        opened.is_extra = self._reduce_fp32 or gradient.kept is not None
+        self._return_kept(gradient, opened)
         mine = block[chunk.mine]
-        moved_bytes = gradient.memory.nbytes if chunk.plan.update_home == "host" else 0
+        moved_bytes = gradient.memory.tensor.nbytes if chunk.plan.update_home == "host" else 0
         if self._group.size > 1:
             what = f"gradients of chunk {chunk.index}"
-            after = written
             then: list[Then] = []
+            changed = [opened.memory]
             more_bytes = 0  # that the same lane moves
             if gradient.ends_partial(over_replicas):
                 self.moved.returned += moved_bytes
                 then.append(self._joining(gradient))
                 more_bytes += moved_bytes
-                after = [*written, *used]  # `used` writes what is at home, which is added
+                changed.append(gradient.memory)
             if over_replicas:
                 then.append(self._over_replicas(mine.nbytes, what))
                 more_bytes += all_reduce_bytes(mine.nbytes, self._group.replicas)
             if norms is not None and not adds:
                 then.append(_measuring(norms))
-            mine, reduced = self._reduce(block, mine, what, after, then, more_bytes)
-            written, kept_alive = [reduced], (mine, *kept_alive)
+                changed.append(norms.memory)
+            mine = self._reduce(opened, mine, what, changed, then, more_bytes)
             if self._group.replicas > 1:
                 gradient.is_partial = not over_replicas
         self.moved.offloaded += moved_bytes
         if adds:
-            add = self._adding(gradient, mine.numel(), norms)
-            home = gradient.memory[: mine.numel()]  # but for padding, all of it
-            gone, ready = self._add(add, mine, home, written=written, used=used, nbytes=moved_bytes)
-            summed: Ticket | None = ready
+            home = [gradient.memory] if norms is None else [gradient.memory, norms.memory]
+            self._add(self._adding(gradient, mine.numel(), norms), opened, mine, home, nbytes=moved_bytes)
         else:
-            gone = ready = self._copy(gradient, mine, norms, written, used, moved_bytes)
-            # On CUDA compute has summed what was not reduced, and nobody waits for that.
-            summed = written[-1] if written else None if block.is_cuda else gone
+            self._copy(gradient, opened, mine, norms if self._group.size == 1 else None, moved_bytes)
             if not gradient.holds:
                 gradient.to(GradState.HOME)
-        gradient.uses.written_by(ready)
         gradient.dropped.clear()
         if norms is not None:
-            norms.ready = summed
             # The network's stream must not write to memory that compute was given back.
-            kept_alive = (*kept_alive, norms.values)
-        return Leaving(opened.memory, gone, kept_alive, self._reduce_fp32 or has_kept)
+            opened.kept_alive += (norms.values,)
 
-    def keep(self, gradient: ChunkGradient, opened: OpenChunk) -> Leaving:
+    def keep(self, gradient: ChunkGradient, opened: OpenChunk) -> None:
         """Adds a chunk's gradients to those that this rank keeps to itself."""
         opened.fill_gaps(gradient.chunk)
-        kept, block = gradient.keep(opened, self._device), opened.block
+        kept, block = gradient.keep(opened, self._device).memory, opened.block
         moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
         self.moved.offloaded += moved_bytes
-        used = kept.uses.to_write()
-        gone, added = self._add(kept.memory.add_, block, kept.memory, used=used, nbytes=moved_bytes)
-        kept.uses.written_by(added)
-        return Leaving(opened.memory, gone, (kept.memory,), is_extra=True)
+        self._add(kept.tensor.add_, opened, block, [kept], nbytes=moved_bytes)
+        opened.kept_alive, opened.is_extra = (kept.tensor,), True
 
     def finish(self, gradient: ChunkGradient) -> None:
         """Sums over the replicas what is at home, since no backward has."""
         chunk, what = gradient.chunk, f"gradients of chunk {gradient.chunk.index}"
-        home = gradient.memory[: chunk.shard_numel]
+        home = gradient.memory.tensor[: chunk.shard_numel]
         gradient.is_partial, gradient.norms = False, None
         gradient.changes += 1
         dtype = torch.float32 if self._reduce_fp32 else home.dtype
@@ -150,8 +138,7 @@ class Transport:
 
         # The last gradients may still be on their way home.
         nbytes = 2 * moved_bytes + all_reduce_bytes(home.nbytes, self._group.replicas)
-        done = self._lanes.network.submit(add_up, after=gradient.uses.to_write(), nbytes=nbytes)
-        gradient.uses.written_by(done)
+        self._lanes.network.submit(add_up, reads=[gradient.memory], writes=[gradient.memory], nbytes=nbytes)
 
     def _over_replicas(self, nbytes: int, what: str) -> Then:
         """Counts and returns the work that sums a shard of so many bytes over the replicas."""
@@ -161,7 +148,7 @@ class Transport:
     def _joining(self, gradient: ChunkGradient) -> Then:
         """Returns the work that adds what is at home to a shard that was just reduced; parts that were dropped count
         as zero."""
-        home, stale = gradient.memory[: gradient.chunk.shard_numel], gradient.parts_of(gradient.dropped)
+        home, stale = gradient.memory.tensor[: gradient.chunk.shard_numel], gradient.parts_of(gradient.dropped)
         other = 0 if self._group.shard else 1
 
         def join(reduced: torch.Tensor, whole: torch.Tensor) -> None:
@@ -174,43 +161,44 @@ class Transport:
 
         return join
 
-    def _return_kept(
-        self, gradient: ChunkGradient, block: torch.Tensor
-    ) -> tuple[list[Ticket], tuple[torch.Tensor, ...]]:
-        """Adds what this rank has kept to itself to `block`; returns tickets of that, and the tensors that it reads."""
-        kept = gradient.give_up_kept()
+    def _return_kept(self, gradient: ChunkGradient, opened: OpenChunk) -> None:
+        """Adds what this rank has kept to itself to a block."""
+        kept, gradient.kept = gradient.kept, None
         if kept is None:
-            return [], ()
+            return
         gradient.arrived |= kept.arrived
-        memory = kept.memory
-        moved_bytes = memory.nbytes if gradient.chunk.plan.update_home == "host" else 0
+        block, tensor = opened.block, kept.memory.tensor
+        moved_bytes = tensor.nbytes if gradient.chunk.plan.update_home == "host" else 0
         self.moved.returned += moved_bytes
 
         def add() -> None:
-            block.add_(memory.to(block.device))
+            block.add_(tensor.to(block.device))
 
-        # The last gradients that were kept may still be on their way to `memory`.
-        return [self._lanes.offload.submit(add, after=kept.uses.to_read(), nbytes=moved_bytes)], (memory,)
+        # The last gradients that were kept may still be on their way there.
+        self._lanes.offload.submit(add, reads=[kept.memory], writes=[opened.memory], nbytes=moved_bytes)
+        opened.kept_alive += (tensor,)
+        kept.memory.free()
 
     def _reduce(
         self,
-        block: torch.Tensor,
+        opened: OpenChunk,
         mine: torch.Tensor,
         what: str,
-        written: list[Ticket],
+        changed: Sequence[Memory],
         then: Sequence[Then],
         more_bytes: int,
-    ) -> tuple[torch.Tensor, Ticket]:
-        """Averages `block` over the ranks; returns this rank's part of the mean, and its ticket.
+    ) -> torch.Tensor:
+        """Averages a block over the ranks; returns this rank's part of the mean.
 
         Args:
-            block: is overwritten.
+            opened: its block is overwritten.
             mine: this rank's part of it.
             what: is reduced; for messages.
-            written: tickets of what writes `block`, or what `then` reads.
+            changed: memory that this and `then` change.
             then: done next with this rank's part, and with the block.
             more_bytes: moved by `then`.
         """
+        block = opened.block
         # In place where the dtype allows: the block has room for the result.
         reduced = torch.empty_like(mine, dtype=torch.float32) if self._reduce_fp32 else mine
 
@@ -223,76 +211,62 @@ class Transport:
         sent_bytes = block.nbytes - mine.nbytes
         self.moved.network += sent_bytes
         # Overlaps with backward. What was kept must be in the block before it is averaged.
-        return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes + more_bytes)
+        self._lanes.network.submit(reduce, reads=changed, writes=changed, nbytes=sent_bytes + more_bytes)
+        opened.kept_alive += (reduced,)
+        return reduced
 
     def _add(
         self,
         add: Callable[[torch.Tensor], object],
+        opened: OpenChunk,
         gradients: torch.Tensor,
-        home: torch.Tensor,
+        home: Sequence[Memory],
         *,
-        written: Sequence[Ticket] = (),
-        used: Sequence[Ticket],
         nbytes: int,
-    ) -> tuple[Ticket, Ticket]:
-        """Adds `gradients` to those of earlier backwards, in `home`.
+    ) -> None:
+        """Adds `gradients` to those of earlier backwards.
 
         From a CUDA device to the host they pass through a pinned buffer, and a thread of the host adds them: the
         thread that submits compute goes on.
 
         Args:
-            add: does it, with the gradients where `home` is.
-            gradients: on the device.
-            home: on the device or the host.
-            written: tickets of what writes `gradients`.
-            used: tickets of what still uses `home`.
+            add: does it, with the gradients where those are.
+            opened: the block that they leave.
+            gradients: on the device, in the block or what it was reduced to.
+            home: memory that this changes: first theirs, on the device or the host.
             nbytes: moved between device and host.
-
-        Returns:
-            Tickets of the last read of `gradients`, and of the sum.
         """
-        if gradients.device == home.device:
-            # Both lie on one device, yet compute does not add them: it would wait for the reduction. `written` fills
-            # `gradients`; `used` reads or writes `home`, which this changes.
-            done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
-            return done, done
+        lanes, block = self._lanes, opened.memory
+        if gradients.device == home[0].tensor.device:
+            # Both lie on one device, yet compute does not add them: it would wait for the reduction.
+            lanes.offload.submit(partial(add, gradients), reads=[block, *home], writes=home, nbytes=nbytes)
+            return
         buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
         here = buffer.view(gradients.numel(), gradients.dtype)
         copy = partial(here.copy_, gradients, non_blocking=True)
-        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten, whether or not it
-        # has failed.
-        free = settled(buffer.uses.to_write())
-        gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
-        # CPU Adam's thread adds them, so that the thread that submits compute goes on. `gone` fills the buffer; `used`
-        # reads or writes `home`, which this changes.
-        added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
-        return gone, buffer.uses.written_by(added)
+        lanes.offload.submit(copy, reads=[block], writes=[buffer], nbytes=nbytes)
+        # CPU Adam's thread adds them, so that the thread that submits compute goes on.
+        lanes.host_adam.submit(partial(add, here), reads=[buffer, *home], writes=home)
 
     def _copy(
-        self,
-        gradient: ChunkGradient,
-        mine: torch.Tensor,
-        norms: PartNorms | None,
-        written: list[Ticket],
-        used: list[Ticket],
-        nbytes: int,
-    ) -> Ticket:
-        """Copies this rank's shard home, and sums it for the norm if the reduction has not."""
-        home = gradient.memory[: mine.numel()]
+        self, gradient: ChunkGradient, opened: OpenChunk, mine: torch.Tensor, norms: PartNorms | None, nbytes: int
+    ) -> None:
+        """Copies this rank's shard home, and sums it for `norms`, unless the reduction has."""
+        home = gradient.memory.tensor[: mine.numel()]
         copy: Work = partial(home.copy_, mine, non_blocking=True)
-        if norms is not None and not written:
-            if mine.is_cuda:
-                norms.measure(mine)  # by compute, which has just written this and waits for nobody
-            else:
-                copy = partial(_measure_and_copy, norms, mine, home)
-        # Overlaps with backward, which computes the next gradients into another block. `written` fills `mine`; `used`
-        # reads or writes `home`.
-        return self._lanes.offload.submit(copy, after=[*used, *written], nbytes=nbytes)
+        written = [gradient.memory]
+        if norms is not None and mine.is_cuda:
+            norms.measure(mine)  # by compute, which has just written this and waits for nobody
+        elif norms is not None:
+            copy = partial(_measure_and_copy, norms, mine, home)
+            written.append(norms.memory)
+        # Overlaps with backward, which computes the next gradients into another block.
+        self._lanes.offload.submit(copy, reads=[opened.memory], writes=written, nbytes=nbytes)
 
     @staticmethod
     def _adding(gradient: ChunkGradient, numel: int, norms: PartNorms | None) -> Callable[[torch.Tensor], object]:
         """Returns the work that adds gradients to those at home; parts that were dropped count as zero."""
-        home, stale = gradient.memory[:numel], gradient.parts_of(gradient.dropped)
+        home, stale = gradient.memory.tensor[:numel], gradient.parts_of(gradient.dropped)
 
         def add(gradients: torch.Tensor) -> None:
             for part in stale:

@@ -196,11 +196,11 @@ def _make_memory(
         # New weights are copied from masters of the same dtype, which then are pinned: the weights are on the device.
         # Wider masters are rounded first, into a staging buffer or the weights' home.
         pin = not chunk.low_precision
-        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=pin)
+        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=pin).tensor
     if plan.resident:
-        chunk.weights = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
+        chunk.weights = arena.make(plan.numel, chunk.dtype, "device", "resident_weights").tensor
     else:
-        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, _kind_of_shard(plan))
+        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, _kind_of_shard(plan)).tensor
 
 
 def _count_memory(chunk: Chunk, arena: Arena) -> None:

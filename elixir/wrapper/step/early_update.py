@@ -20,7 +20,7 @@ from torch import nn
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
+from elixir.chunk.memory import Memory, written
 from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.segments import Arrived, cut_segments
 from elixir.wrapper.step.states import States
@@ -76,14 +76,11 @@ class EarlyUpdate:
         inputs: the inputs of the update, with all segments of the shard.
         old: the current states.
         new: takes the new ones.
-        after: the work that brings the gradients, and the work that still uses the memory of `new`.
+        reads: memory of the gradients, and of the current states.
     """
 
-    ticket: Ticket
-    """The ticket of `run`."""
-
-    def __init__(self, inputs: Inputs, old: States, new: States, after: list[Ticket]) -> None:
-        self.inputs, self.after = inputs, after
+    def __init__(self, inputs: Inputs, old: States, new: States, reads: tuple[Memory, ...]) -> None:
+        self.inputs, self.reads, self._filling = inputs, reads, written(*reads)
         self._old, self._new = old, new
         # Read now, since the two sets may be swapped before `run` begins.
         self.rounded, self._old_rounded = new.weights, old.weights
@@ -101,7 +98,7 @@ class EarlyUpdate:
         if self._is_discarded:
             return
         try:
-            for ticket in self.after:
+            for ticket in self._filling:
                 ticket.synchronize()  # the work is over; this raises its error, as an ordinary step would
             if release is not None:
                 release()  # otherwise a running checkpoint would read the new states
@@ -141,7 +138,7 @@ def second_set(chunk: Chunk, states: States, arena: Arena, group_of: Mapping[nn.
     """
 
     def memory(numel: int, dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
-        return arena.make(numel, dtype, "host", "new_states", pin=pin)
+        return arena.make(numel, dtype, "host", "new_states", pin=pin).tensor
 
     copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
     master = memory(chunk.shard_numel, states.master.dtype, pin=copied)

@@ -53,13 +53,13 @@ class MatrixRoom:
     def __init__(self, arena: Arena, plan: Plan, bytes_per_s: float | None = None) -> None:
         ranks = plan.shards
         chunks = [(chunk.matrices, chunk.numel // ranks) for chunk in plan.chunks]
-        self._memory = arena.make(room_bytes(chunks, ranks) // DIRECTION_BYTES, _WIDTH, "device", "matrix_room")
+        self._memory = arena.make(room_bytes(chunks, ranks) // DIRECTION_BYTES, _WIDTH, "device", "matrix_room").tensor
         numels = (directions_numel(chunks), owned_numel(chunks, ranks)) if ranks > 1 else (0, 0)
         *_, self.directions, self.own = self._memory.split([self._memory.numel() - sum(numels), *numels])
         hosted = [chunk for chunk in plan.chunks if chunk.update_home == "host"]
         staged = max((stage_numel(chunk.matrices, chunk.numel // ranks, ranks) for chunk in hosted), default=0)
         self._stages = [
-            arena.make(staged, _WIDTH, "host", "matrix_staging") for _ in range(stages(ranks) * bool(staged))
+            arena.make(staged, _WIDTH, "host", "matrix_staging").tensor for _ in range(stages(ranks) * bool(staged))
         ]
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()  # compute's thread and the one of CPU Adam both step

@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
-from elixir.chunk.lanes import MemoryUses
+from elixir.chunk.memory import Memory
 from elixir.chunk.state_window import MASTERS
 from elixir.errors import StateError
 from elixir.memory_order import shaped
@@ -25,8 +25,8 @@ from elixir.wrapper.step.user_optimizer import UserOptimizer
 class ShardState(enum.Enum):
     """The current set of states. `Shard.begin_early`, `end_early`, `load` and `leave` change it.
 
-    Two questions are left to others, since this thread would have to wait for the answer: `Chunk.home_uses` knows
-    whether work on the states is over, and `Chunk.stored` whether states on a disk are in memory.
+    Two questions are left to others, since this thread would have to wait for the answer: `Chunk.states` knows whether
+    work on the states is over, and `Chunk.stored` whether states on a disk are in memory.
     """
 
     AWAITED = "awaited"
@@ -60,8 +60,8 @@ class ShardGradients:
     def __init__(self, chunk: Chunk, brought: ChunkGradient | None, slots: Sequence[Slot]) -> None:
         self._chunk, self._brought = chunk, brought
         self._empty = [slot for slot in slots if not slot.numel]
-        self.uses = MemoryUses() if brought is None else brought.uses
-        """The users of the gradients at their home; empty if autograd holds them."""
+        self.memory = Memory() if brought is None else brought.memory
+        """Memory of the gradients at their home; no lane uses that of autograd."""
 
     @property
     def are_at_home(self) -> bool:
@@ -71,7 +71,7 @@ class ShardGradients:
     @property
     def whole(self) -> torch.Tensor | None:
         """The gradients of the whole shard, if they lie in one tensor."""
-        return None if self._brought is None else self._brought.memory
+        return None if self._brought is None else self.memory.tensor
 
     @property
     def changes(self) -> int:
@@ -86,7 +86,7 @@ class ShardGradients:
             used: the parameters that got a gradient on any rank; read only if gradients are brought home.
         """
         if self._brought is not None:
-            memory = self._brought.memory
+            memory = self.memory.tensor
             return [(segment, memory[segment.part]) for segment in segments if segment.name in used]
         found = []
         for segment in segments:
@@ -114,10 +114,9 @@ class ShardGradients:
             norms.wait()  # the lane that sums them writes their values
             return [(item, norms.of(item[0].place)) for item in arrived]
         # The previous step may still multiply it in place, if no zero_grad() came in between.
-        for ticket in self.uses.to_read():
-            ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
-            if self._chunk.plan.update_home == "host":
-                ticket.synchronize()  # this thread reads it
+        self.memory.wait()  # compute reads the shard of gradients, which the work of a lane writes
+        if self._chunk.plan.update_home == "host":
+            self.memory.synchronize()  # this thread reads it
         return [(item, None) for item in arrived]
 
     def forget_norms(self) -> None:
@@ -420,10 +419,7 @@ class Shard:
         if self.second is None:
             raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states")
         self.to(ShardState.EARLY)
-        # The gradients must have arrived. The previous step writes the old states, or copies weights out of the memory
-        # that the new ones take; the last fetch may read that memory, too.
-        after = [*self.gradients.uses.to_read(), *self.chunk.home_uses.to_write()]
-        self._early = EarlyUpdate(inputs, self.states, self.second, after)
+        self._early = EarlyUpdate(inputs, self.states, self.second, (self.gradients.memory, self.chunk.states))
         return self._early
 
     def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
@@ -246,21 +245,19 @@ class Stepper:
         shards = sorted(
             self.shards, key=lambda it: order.index((it.states.turn is not None, it.chunk.plan.update_home))
         )
-        updates: list[Ticket] = []
         if isinstance(factor.value, torch.Tensor):
             first = [shard for shard in shards if shard.accepts_tensor_factor]
             shards = [shard for shard in shards if not shard.accepts_tensor_factor]
-            updates += self._update_each(first, factor.value, options, in_place=in_place)
+            self._update_each(first, factor.value, options, in_place=in_place)
         if shards:
-            updates += self._update_each(shards, factor.number(), options, in_place=in_place)
+            self._update_each(shards, factor.number(), options, in_place=in_place)
         engine.window.flush()
-        engine.weights_changed(updates)
+        engine.weights_changed()
 
     def _update_each(
         self, shards: Iterable[Shard], factor: float | torch.Tensor, options: list[dict[str, Any]], *, in_place: bool
-    ) -> list[Ticket]:
-        """Updates shards in order, those that share one call at the end; returns tickets of new resident weights."""
-        updates: list[Ticket] = []
+    ) -> None:
+        """Updates shards in order, those that share one call at the end."""
         together: list[tuple[Shard, Inputs]] = []
         for shard in shards:
             shard.writes.copy_to_masters()
@@ -271,20 +268,18 @@ class Stepper:
                 together.append((shard, inputs))
                 continue
             self.early.kept += update(self._engine, shard, inputs)
-            updates += self._updated(shard, inputs)
+            self._updated(shard, inputs)
             HEAP.trim_if_over()
         update_together(together)
         for shard, inputs in together:
-            updates += self._updated(shard, inputs)
-        return updates
+            self._updated(shard, inputs)
 
-    def _updated(self, shard: Shard, inputs: Inputs) -> list[Ticket]:
+    def _updated(self, shard: Shard, inputs: Inputs) -> None:
         if inputs.in_place:
             shard.gradients.forget_norms()
         self._engine.exchanged_bytes += shard.states.exchanged_bytes
         shard.writes.record_step(inputs.arrived, self.gradients.used)
-        ticket = publish(self._engine, shard.chunk)
-        return [] if ticket is None else [ticket]
+        publish(self._engine, shard.chunk)
 
     def rewrite(self, method: str) -> None:
         """Rewrites all weights by a method of the user's class, such as schedule-free's ``train`` and ``eval``.
@@ -314,10 +309,11 @@ class Stepper:
         except BaseException:  # a second call would rewrite some weights twice
             engine.errors.record(ErrorKind.CHANGE, changed_in_part(f"{method}() of an optimizer has failed"))
             raise
-        updates = [ticket for shard in self.shards if (ticket := publish(engine, shard.chunk)) is not None]
+        for shard in self.shards:
+            publish(engine, shard.chunk)
         self.user.apply_changes(changes)
         engine.window.flush()
-        engine.weights_changed(updates)
+        engine.weights_changed()
 
 
 def _all_cores() -> list[int] | None:

@@ -20,15 +20,13 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import STAGING
-from elixir.chunk.lanes import Settled, Ticket, Work, settled
+from elixir.chunk.lanes import Work
+from elixir.chunk.memory import Memory, Ticket
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.shard import Shard
-
-EARLY = "early"
-"""Name of the reader in `MemoryUses`."""
 
 
 def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
@@ -36,9 +34,9 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
     chunk = shard.chunk
     kept = shard.end_early(inputs)
     if kept is not None:
-        chunk.home_uses.written_by(kept.ticket)
         if chunk.plan.weight_home == "device":
-            _return_weights(engine, chunk, shard.copy_out(inputs.arrived, kept.rounded))
+            source = chunk.states if kept.rounded is None else chunk.rounded
+            _return_weights(engine, chunk, shard.copy_out(inputs.arrived, kept.rounded), source)
         if engine.options.debug.poison:
             _poison_second(engine, shard)
     elif chunk.plan.update_home != "host":
@@ -80,8 +78,7 @@ def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
 
 
 def _before_compute(shard: Shard) -> None:
-    for ticket in shard.gradients.uses.to_read():
-        ticket.wait()  # compute reads the gradients that this work brings
+    shard.gradients.memory.wait()  # compute reads the gradients that a lane brings
     shard.chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
 
 
@@ -89,25 +86,25 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     """Submits an update into the second set of a shard's states; it changes nothing else."""
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
-    # Overlaps with the rest of backward. With `settled`, `run` begins even after work that has failed; it then raises
-    # that error, and nothing is kept.
-    early.ticket = engine.lanes.host_adam.submit(run, after=settled(early.after))
-    chunk.home_uses.read_by(EARLY, early.ticket)
-    shard.gradients.uses.read_by(EARLY, early.ticket)
+    # Overlaps with the rest of backward. `run` begins even after work that has failed; it then raises that error, and
+    # nothing is kept.
+    written = (chunk.second, chunk.rounded)
+    engine.lanes.host_adam.submit(run, reads=early.reads, writes=written, despite_errors=True)
 
 
 def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     chunk, lanes = shard.chunk, engine.lanes
-    # This step may change the gradients: it waits until they have arrived and early updates have read them. It also
-    # waits for the last step, which writes masters and states (if that has failed, this one must fail, too), and for
-    # the last fetch, whose block would otherwise get some new weights.
-    after = [*shard.gradients.uses.to_write(), *chunk.home_uses.to_write()]
-    staged = None
+    # This step may change the gradients: it waits until they have arrived and early updates have read them. If the last
+    # step, which writes masters and states, has failed, this one must fail, too.
+    stepped = [shard.gradients.memory, chunk.states]
+    written = list(stepped)
+    if chunk.plan.weight_home == "host":
+        written.append(chunk.at_home)  # the block of the last fetch would otherwise get some new weights
+    staged, source = None, chunk.states
     if chunk.plan.returns_rounded and inputs.arrived:
-        stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
-        staged = stage.view(chunk.shard_numel, chunk.dtype)
-        # The stage's last weights may still be on their way to the device. An error of that copy is reported elsewhere.
-        after += settled(stage.uses.to_write())
+        source = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
+        staged = source.view(chunk.shard_numel, chunk.dtype)
+        written.append(source)  # its last weights may still be on their way to the device
     # The current hook: a checkpoint that begins later waits for this step and saves its result.
     step: Work = partial(_reporting, chunk, partial(shard.step, shard.states, inputs, staged), chunk.before_write)
     begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
@@ -117,25 +114,24 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         in_extent = makes_states and chunk.stored.has_room_for_states
         buffer, read = engine.window.begin_step(chunk.stored, makes_states=in_extent)
         step, begin = (partial(chunk.stored.step, buffer, read, work) for work in (step, begin))
-        after.append(Settled(read))  # the read fills the buffer in which the step works
+        written.append(buffer)  # in which the step works, once it was read
     if inputs.arrived or shard.states.turn is not None:
         engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
     if shard.states.turn is not None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
-        begun = lanes.host_adam.submit(begin, after=after)
-        after = [lanes.network.submit(shard.states.turn, after=[begun])]  # which reads what `begin` writes
-    stepped = lanes.host_adam.submit(step, after=after)
-    chunk.home_uses.written_by(stepped)
-    shard.gradients.uses.written_by(stepped)  # the step may have multiplied them
-    returned = stepped
+        lanes.host_adam.submit(begin, reads=stepped, writes=written)
+        lanes.network.submit(shard.states.turn, reads=[chunk.states], writes=[chunk.states])
+    done = lanes.host_adam.submit(step, reads=stepped, writes=written)
     if chunk.plan.weight_home == "device" and inputs.arrived:
         write: Work = shard.copy_out(inputs.arrived, staged)
-        returned = _return_weights(engine, chunk, write if read is None else partial(StoredStates.if_read, read, write))
-    if staged is not None:
-        stage.uses.written_by(returned)
-    if chunk.stored is not None:
+        if read is not None:
+            write = partial(StoredStates.if_read, read, write)
         # Without a stage, weights are copied from the buffer with the masters, which must stay until then.
-        engine.window.end_step(chunk.stored, buffer, returned if staged is None else stepped, makes_states=makes_states)
+        beside = [buffer] if read is not None and staged is None else []
+        returned = _return_weights(engine, chunk, write, source, *beside)
+        done = returned if staged is None else done
+    if chunk.stored is not None:
+        engine.window.end_step(chunk.stored, buffer, done, makes_states=makes_states)
 
 
 def _makes_states(shard: Shard, inputs: Inputs) -> bool:
@@ -144,13 +140,12 @@ def _makes_states(shard: Shard, inputs: Inputs) -> bool:
     return any(segment.place in places for segment, _ in inputs.arrived)
 
 
-def _return_weights(engine: Engine, chunk: Chunk, write: Work) -> Ticket:
-    """Copies new weights to the device by `write`, which `Shard.copy_out` returned, while the next chunk is stepped."""
+def _return_weights(engine: Engine, chunk: Chunk, write: Work, *sources: Memory) -> Ticket:
+    """Copies new weights from some memory to the device by `write`, which `Shard.copy_out` returned, while the next
+    chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
-    # The copy waits for the step, which fills the masters or the stage that it reads.
-    returned = engine.lanes.refresh.submit(write, after=chunk.home_uses.to_read(), nbytes=nbytes)
     engine.refreshed_bytes += nbytes
-    return chunk.home_uses.written_by(returned)
+    return engine.lanes.refresh.submit(write, reads=sources, writes=[chunk.at_home], nbytes=nbytes)
 
 
 def _reporting(chunk: Chunk, work: Work, release: Callable[[], None] | None = None) -> None:
@@ -185,30 +180,21 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
             tensor.fill_(0xFF)
 
     # The update still reads the old states, and a fetch the weights that lay there.
-    filled = engine.lanes.host_adam.submit(fill, after=chunk.home_uses.to_write())
-    chunk.home_uses.read_by(EARLY, filled)
+    engine.lanes.host_adam.submit(fill, writes=[chunk.second, chunk.rounded])
 
 
-def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
-    """Gathers the new weights of a resident chunk on all ranks; returns the work that readers wait for, if any."""
-    if chunk.weights is None:
-        return None
-    after = chunk.home_uses.to_read() if chunk.plan.update_home == "host" else []
-    group, whole = engine.group, chunk.weights
-    if group.size == 1:
-        if after:
-            _withhold(chunk, after[0])
-        return chunk.filled
-    mine = whole[chunk.mine]
-    what = f"new weights of chunk {chunk.index}"  # ranks compare this text, and so the order of their updates
-    engine.regathered_bytes += whole.nbytes - mine.nbytes
-    # Overlaps with the updates of the next chunks. `after` writes this rank's part, which the other ranks would
-    # otherwise get as it was before the step.
-    _withhold(chunk, engine.lanes.network.submit(lambda: group.gather(whole, mine, what), after=after))
-    return chunk.filled
-
-
-def _withhold(chunk: Chunk, written: Ticket) -> None:
-    """Makes the next use of a resident chunk's weights wait until they are `written`, whether announced or not."""
-    chunk.filled = written
-    chunk.hold_placeholders()
+def publish(engine: Engine, chunk: Chunk) -> None:
+    """Gathers the new weights of a resident chunk on all ranks; the next use of them waits for that."""
+    whole, group = chunk.weights, engine.group
+    if whole is None:
+        return
+    if group.size > 1:
+        mine = whole[chunk.mine]
+        what = f"new weights of chunk {chunk.index}"  # ranks compare this text, and so the order of their updates
+        engine.regathered_bytes += whole.nbytes - mine.nbytes
+        # Overlaps with the updates of the next chunks. The other ranks would otherwise get this rank's part as it was
+        # before the step.
+        gather = partial(group.gather, whole, mine, what)
+        engine.lanes.network.submit(gather, reads=[chunk.at_home], writes=[chunk.whole])
+    if chunk.whole.writer is not None:
+        chunk.hold_placeholders()  # the next use of the weights waits until they are written, whether announced or not

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import snapshot as module
-from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot
-from elixir.checkpoint.snapshot_pool import SnapshotPool, aligned
+from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot, SnapshotPool, aligned
 from elixir.checkpoint_format import saved_tensor
 from elixir.errors import CheckpointError, StateError
 from tests.common import inside
@@ -92,10 +91,7 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
     dice = random.Random(seed)
     chunks = [Chunk(index, dice.choice([1, 63, 64, 65, 500, 1000])) for index in range(dice.randint(1, 7))]
     total = sum(aligned(t.nbytes) for chunk in chunks for t in chunk.tensors.values())
-    pool = SnapshotPool(
-        int(total * (dice.choice([0, 0.2, 0.5, 1]) if share is None else share)),
-        lambda n: torch.empty(n, dtype=torch.uint8),
-    )
+    pool = pool_of(int(total * (dice.choice([0, 0.2, 0.5, 1]) if share is None else share)))
     for chunk in chunks:
         chunk.update(dice)
     snapshot = Snapshot(chunks, pool, CPU)
@@ -125,8 +121,8 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
     for chunk in chunks:
         for key, tensor in chunk.tensors.items():
             assert not tensor.numel() or (sink.tensor(key, tensor.dtype) == 1).all(), (seed, key)
-    assert pool.largest_use_bytes <= pool.limit_bytes
-    assert pool.free_bytes == pool.limit_bytes
+    assert inside.taken_bytes(pool, most=True) <= pool.limit_bytes
+    assert not inside.taken_bytes(pool)
     return snapshot, pool
 
 
@@ -150,13 +146,13 @@ def test_two_hundred_races() -> None:
 def test_without_a_pool_updates_wait_and_nothing_is_copied() -> None:
     for seed in range(20):
         snapshot, pool = race(seed, share=0)
-        assert (snapshot.copied_bytes, pool.is_made) == (0, False)
+        assert (snapshot.copied_bytes, inside.taken_bytes(pool, most=True)) == (0, 0)
 
 
 def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     chunks = [Chunk(0, 100), Chunk(1, 100)]
     chunks[1].broken = True
-    snapshot = Snapshot(chunks, SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
+    snapshot = Snapshot(chunks, pool_of(1 << 20), CPU)
     snapshot.release(1)
     snapshot.release(0)
     assert not snapshot.copied_bytes
@@ -169,7 +165,7 @@ def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
 def test_without_room_for_copies_no_update_waits_for_a_save_that_another_has_failed() -> None:
     chunks = [Chunk(0, 100), Chunk(1, 100)]
     chunks[1].broken = True
-    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    snapshot = Snapshot(chunks, pool_of(0), CPU)
     snapshot.release(1)
     update = threading.Thread(target=snapshot.release, args=(0,), daemon=True)
     update.start()
@@ -180,7 +176,7 @@ def test_without_room_for_copies_no_update_waits_for_a_save_that_another_has_fai
 
 def test_a_save_that_failed_holds_nobody_up() -> None:
     chunks = [Chunk(0, 1000), Chunk(1, 1000)]
-    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    snapshot = Snapshot(chunks, pool_of(0), CPU)
     waiting = threading.Thread(target=snapshot.release, args=(0,))
 
     def full(key: str, number: int, data: memoryview) -> None:
@@ -212,7 +208,7 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
 
     chunk = Chunk(0, 100)
     chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
-    snapshot = Snapshot([chunk], SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
+    snapshot = Snapshot([chunk], pool_of(1 << 20), CPU)
     first = threading.Thread(target=snapshot.release, args=(0,))
     first.start()
     assert copying.wait(60)
@@ -246,11 +242,11 @@ def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_in
 
     chunk, pool = Chunk(0, SPAN), pool_of(1 << 12)
     chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
-    snapshot, free = Snapshot([chunk], pool, CPU), list[int]()
+    snapshot, taken = Snapshot([chunk], pool, CPU), list[int]()
 
     def end() -> None:
         snapshot.end()
-        free.append(pool.free_bytes)
+        taken.append(inside.taken_bytes(pool))
         ended.set()
 
     update = threading.Thread(target=snapshot.release, args=(0,))
@@ -259,16 +255,16 @@ def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_in
     ending = threading.Thread(target=end)
     ending.start()
     ended.wait(0.1)  # without a wait it is over by then
-    held = pool.free_bytes
+    held = inside.taken_bytes(pool)
     go.set()
     update.join(60)
     ending.join(60)
-    assert (held, free) == (pool.limit_bytes - aligned(4 * SPAN), [pool.limit_bytes])
+    assert (held, taken) == (aligned(4 * SPAN), [0])
 
 
 def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
     chunk = Chunk(0, SPAN)
-    snapshot, alive = Snapshot([chunk], SnapshotPool(0, torch.empty), CPU), weakref.ref(chunk)
+    snapshot, alive = Snapshot([chunk], pool_of(0), CPU), weakref.ref(chunk)
     snapshot.write(lambda *_: None, lambda: None)
     del chunk
     assert alive() is not None
@@ -279,7 +275,7 @@ def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
 
 
 def test_an_empty_area_does_not_part_the_others() -> None:
-    pool = SnapshotPool(1024, lambda n: torch.empty(n, dtype=torch.uint8))
+    pool = pool_of(1024)
     first, empty, second, third = (pool.take(nbytes) for nbytes in (512, 0, 256, 256))
     for area in (first, second, empty, third):
         assert area is not None
@@ -300,7 +296,7 @@ def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: py
 
 
 def pool_of(nbytes: int) -> SnapshotPool:
-    return SnapshotPool(nbytes, lambda n: torch.empty(n, dtype=torch.uint8))
+    return inside.pool_of(nbytes)
 
 
 def waiting(snapshot: Snapshot, index: int) -> threading.Thread:
@@ -359,8 +355,8 @@ def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> 
     assert all(torch.equal(sink.tensor(key, each.dtype), each) for key, each in expected.items())
     assert beats == [4 + 2]
     rest = (numel * 4 - SPAN, numel * 2)
-    assert snapshot.copied_bytes == sum(map(aligned, rest)) == pool.largest_use_bytes
-    assert pool.free_bytes == 4 * SPAN
+    assert snapshot.copied_bytes == sum(map(aligned, rest))
+    assert not inside.taken_bytes(pool)
 
 
 def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:
@@ -501,12 +497,12 @@ def test_copies_that_a_device_makes_are_there_before_they_are_written_or_given_u
     told = ["compute records 1", "compute records 2", "host waits for 2", *["write"] * 3, "host waits for 2"]
     assert cuda.told == told
     assert not sink.tensor("a/0", torch.float32).any()
-    assert pool.free_bytes == pool.limit_bytes
+    assert not inside.taken_bytes(pool)
     chunk.broken = True
     cuda.told.clear()
     snapshot = Snapshot([chunk], pool, OnDevice.device)
     snapshot.release(0)
     assert cuda.told == ["compute records 3", "host waits for compute"], "what was queued still fills the area"
-    assert pool.free_bytes == pool.limit_bytes
+    assert not inside.taken_bytes(pool)
     with pytest.raises(CheckpointError, match="the layout has changed"):
         snapshot.write(write, lambda: None)

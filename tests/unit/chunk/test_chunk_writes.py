@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving, as_block
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks, as_block
 from elixir.chunk.lanes import make_lanes
+from elixir.chunk.memory import Memory
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
@@ -248,7 +250,7 @@ def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_fore
     arena = Arena(CPU)
     gradient = ChunkGradient(Chunk(0, plan, [nn.Parameter(torch.zeros(8))], rank=0, world_size=2), arena)
     at_once = home == "host" and foreseen
-    assert gradient.memory.numel() == (4 if at_once else 0)
+    assert gradient.memory.tensor.numel() == (4 if at_once else 0)
     gradient.make_memory()
     gradient.make_memory()
     assert arena.parts(home) == {"gradients": 16}
@@ -261,19 +263,19 @@ def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_fore
 def test_gradients_that_a_rank_keeps_are_where_its_chunk_is_updated(home: Any) -> None:
     """Meta takes the part of a device, so that memory of the host is elsewhere."""
     arena = Arena(torch.device("meta"))
-    assert arena.make(8, torch.float32, home, "weights").device.type == {"host": "cpu", "device": "meta"}[home]
+    assert arena.make(8, torch.float32, home, "weights").tensor.device.type == {"host": "cpu", "device": "meta"}[home]
     plan = ChunkPlan("float32", True, 8, (ParamSlot("p", 0, 8),), "device", home, True)
     chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8))], rank=0, world_size=2)
     gradient = ChunkGradient(chunk, arena)
     opened = GradientBlocks(arena, 1, 32).open(chunk)
     opened.arrived.add("p")
     kept = gradient.keep(opened, arena.device)
-    assert kept.memory.device.type == {"host": "cpu", "device": "meta"}[home]
+    assert kept.memory.tensor.device.type == {"host": "cpu", "device": "meta"}[home]
     assert kept.arrived == {"p"}
     gradient.make_memory()
-    assert gradient.memory.device.type == {"host": "cpu", "device": "meta"}[home]
+    assert gradient.memory.tensor.device.type == {"host": "cpu", "device": "meta"}[home]
     gradient.clear(set(), to_none=True)
-    assert gradient.memory.numel() == (4 if home == "host" else 0)
+    assert gradient.memory.tensor.numel() == (4 if home == "host" else 0)
 
 
 def chunk_of(*shapes: tuple[int, ...]) -> Chunk:
@@ -321,7 +323,7 @@ def test_a_large_gradient_leaves_from_where_it_lies(overlap: bool) -> None:
             gradient.fill_(3.0)
         gate.set()
         flow.settle()
-        assert flow.by_chunk[0].memory.unique().tolist() == [times * (3.0 if overlap else 1.0)]
+        assert flow.by_chunk[0].memory.tensor.unique().tolist() == [times * (3.0 if overlap else 1.0)]
         assert arena.parts("device")["gradient_blocks"] == blocks_bytes
 
 
@@ -345,7 +347,8 @@ def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_her
     assert calls == ["compute"]
     opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=False)
     assert opened is not None
-    blocks.leave(Leaving(opened.memory, make_lanes(CPU).offload.submit(lambda: None), (), is_extra=False))
+    make_lanes(CPU).offload.submit(lambda: None, reads=[opened.memory])
+    blocks.leave(opened)
     blocks.wait_for_last()
     assert calls == ["compute"] * 2
     assert arena.parts("device") == {"gradient_blocks": 64}
@@ -423,6 +426,7 @@ def test_weights_in_a_file_take_no_others() -> None:
 def test_gathered_weights_are_waited_for_if_they_stay(resident: bool) -> None:
     chunk, asked = made(resident=resident).chunk, list[str]()
     chunk.synchronize_weights()
-    chunk.filled = SimpleNamespace(synchronize=lambda: asked.append("filled"))  # type: ignore[assignment]
+    chunk.whole = Memory()
+    chunk.whole.writer = mock.Mock(synchronize=lambda: asked.append("filled"))
     chunk.synchronize_weights()
     assert asked == ["filled"] * resident

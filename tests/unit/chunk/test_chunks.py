@@ -21,7 +21,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.errors import InputError, StateError
-from elixir.plan.chunk_plan import ChunkPlan, Memory, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, MemoryHome, ParamSlot
 from tests.common import inside
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def backward(flow: GradientFlow, arrivals: list[tuple[Chunk, int, float]]) -> No
 
 def held(flow: GradientFlow, chunk: Chunk, slot: int) -> set[float]:
     start, numel = chunk.slots[slot].offset, chunk.slots[slot].numel
-    return set(flow.by_chunk[chunk.index].memory[start : start + numel].tolist())
+    return set(flow.by_chunk[chunk.index].memory.tensor[start : start + numel].tolist())
 
 
 def test_gradients_arrive_in_any_order_and_add_up() -> None:
@@ -271,8 +271,8 @@ def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(to_n
     flow, _ = make_flow([chunk], lanes=lanes)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gate, read = threading.Event(), []
-    updated = lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
-    flow.by_chunk[chunk.index].uses.read_by("step", updated)
+    work, gradient = lambda: (gate.wait(), read.append(held(flow, chunk, 0))), flow.by_chunk[chunk.index].memory
+    updated = lanes.host_adam.submit(work, reads=[gradient])
     threading.Timer(0.1, gate.set).start()
     flow.clear(to_none=to_none)
     if to_none:
@@ -315,7 +315,7 @@ def test_a_chunk_larger_than_a_block_has_memory_of_its_own() -> None:
     ],
 )
 def test_an_optimizer_steps_masters_if_weights_are_narrower_or_elsewhere(
-    dtype: str, homes: tuple[Memory, Memory], trainable: bool
+    dtype: str, homes: tuple[MemoryHome, MemoryHome], trainable: bool
 ) -> None:
     plan = ChunkPlan(dtype, trainable, 8, (ParamSlot("p", 0, 8),), *homes, False)
     chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8), trainable)], rank=0, world_size=1)
@@ -364,10 +364,10 @@ def test_resident_weights_whose_update_failed_are_shown_unless_gathered_ones_are
         chunk.shown = elsewhere if gathered else None
         assert chunk.failures() == []
         assert chunk.slots[0].parameter.data.eq(1).all()
-        chunk.home_uses.written_by(lane.submit(lambda: [][0]))
+        lane.submit(lambda: [][0], writes=[chunk.states])
         assert [type(error) for error in chunk.failures()] == [IndexError]
         assert chunk.slots[0].parameter.data.eq(float(gathered)).all()
-        chunk.filled = lane.submit(lambda: {}[0])
+        lane.submit(lambda: {}[0], writes=[chunk.whole])
         assert [type(error) for error in chunk.failures()] == [KeyError]
-        assert chunk.filled is None
+        assert chunk.whole.users == []
         lane.close()

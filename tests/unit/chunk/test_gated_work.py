@@ -77,8 +77,8 @@ def test_a_step_waits_for_those_who_still_read_the_weights() -> None:
         shard = chunk.shard
         assert shard is not None
         before = shard.clone()
-        fetched = inside.lane(pair.module, "fetch").submit(lambda: (gate.wait(), read.append(shard.clone())))
-        chunk.home_uses.read_by("fetch", fetched)
+        look = lambda: (gate.wait(), read.append(shard.clone()))  # noqa: E731
+        inside.lane(pair.module, "fetch").submit(look, reads=[chunk.at_home])
         pair.step()
         open_later(gate)
         pair.assert_same_weights()

@@ -260,7 +260,7 @@ def test_in_low_precision_it_is_that_of_what_is_stepped(dtype: str, reads: Reads
             mine = pair.module.clip_grad_norm_(1.0)
             assert reads.take() == 0
             exact = sum(
-                shard.memory[slot.offset : slot.offset + slot.numel].double().square().sum()
+                shard.memory.tensor[slot.offset : slot.offset + slot.numel].double().square().sum()
                 for index, shard in inside.gradients(pair.module).by_chunk.items()
                 for slot in inside.chunks(pair.module)[index].slots
             )

@@ -20,7 +20,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
-from elixir.chunk.lanes import Ticket, Work, make_lanes
+from elixir.chunk.lanes import Work, make_lanes
+from elixir.chunk.memory import Ticket
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 
@@ -194,16 +195,18 @@ class Training:
         self.submitted: list[int] = []
         """Bytes of the work that lanes were given."""
         for lane in (self.lanes.network, self.lanes.offload):
-            lane.submit = partial(self._submit, lane.submit)  # type: ignore[method-assign]
+            lane._put = partial(self._put, lane._put)  # type: ignore[method-assign]
         self.measured = 0
         self.flow = GradientFlow(
             gathering, self.arena, self.lanes, self.group, buffers, options,
             complete=lambda chunk: self.completed.append(chunk.index), wants_norms=lambda: case.wants_norms,
         )  # fmt: skip
 
-    def _submit(self, submit: Callable[..., Ticket], work: Work, *, nbytes: int = 0, **options: Any) -> Ticket:
+    def _put(
+        self, put: Callable[..., Ticket], work: Work, filling: Sequence[Any], using: Sequence[Any], nbytes: int
+    ) -> Ticket:
         self.submitted.append(nbytes)
-        return submit(work, nbytes=nbytes, **options)
+        return put(work, filling, using, nbytes)
 
     def _chunks(self) -> Iterator[Chunk]:
         for index, (resident, weights, states) in enumerate(self.case.homes):
@@ -246,7 +249,7 @@ class Training:
             gradient = self.flow.by_chunk[chunk.index]
             whole = torch.zeros(self.numel)
             whole[:NUMEL] = mean
-            here = gradient.memory if gradient.holds else torch.zeros(chunk.shard_numel)
+            here = gradient.memory.tensor if gradient.holds else torch.zeros(chunk.shard_numel)
             for name, part in ((name, held.part) for name, held in chunk.held.items()):
                 if name not in gradient.dropped:
                     assert torch.equal(here[part].float(), whole[chunk.mine][part]), (chunk.index, name)
@@ -273,7 +276,7 @@ class Training:
         self.flow.clear()
         assert not self.flow.any_held()
         for home in ("device", "host"):  # what was kept is counted no more
-            there = [each.memory for each in self.flow.by_chunk.values() if each.chunk.plan.update_home == home]
+            there = [each.memory.tensor for each in self.flow.by_chunk.values() if each.chunk.plan.update_home == home]
             assert self.arena.parts(home).get("gradients", 0) == sum(memory.nbytes for memory in there)
 
     def check_bytes(self, backwards: Backwards) -> None:
@@ -346,9 +349,8 @@ def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() 
         assert (gradient.opened is None, gradient.kept is not None) == (is_last, is_last)
     kept = flow.by_chunk[0].kept
     assert kept is not None
-    for ticket in kept.uses.to_read():
-        ticket.synchronize()
-    assert [slot.part_of(kept.memory).tolist() for slot in chunk.slots] == [[1.0] * 5, [2.0] * 2, [3.0] * 4]
+    kept.memory.synchronize()
+    assert [slot.part_of(kept.memory.tensor).tolist() for slot in chunk.slots] == [[1.0] * 5, [2.0] * 2, [3.0] * 4]
     assert not training.completed, "nothing was sent"
     training.lanes.close()
 
@@ -379,7 +381,7 @@ def test_a_chunk_of_several_passes_leaves_once_its_last_gradient_has_come(ranks:
         flow.settle()
         gradient = flow.by_chunk[0]
         for held in chunk.held.values():
-            assert gradient.memory[held.part].tolist() == [2.0] * held.numel
+            assert gradient.memory.tensor[held.part].tolist() == [2.0] * held.numel
 
     on_ranks(ranks, train, meeting)
     for training in trainings:
@@ -458,7 +460,7 @@ def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> N
     gradient = flow.by_chunk[0]
     assert gradient.kept is None
     assert gradient.holds == (how == "zeros")
-    assert not gradient.memory.any()
+    assert not gradient.memory.tensor.any()
     training.lanes.close()
 
 

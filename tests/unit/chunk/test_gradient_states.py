@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks
 from elixir.chunk.lanes import ThreadLane, make_lanes
 from elixir.errors import StateError
 from tests.common import inside
@@ -62,7 +62,7 @@ def test_zeros_in_the_place_of_gradients_are_at_home() -> None:
     gradient = flow.by_chunk[0]
     assert gradient.state is GradState.HOME
     assert gradient.arrived == {chunk.slots[0].name}
-    assert not gradient.memory.any()
+    assert not gradient.memory.tensor.any()
 
 
 def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> None:
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> N
     flow.flush()
     flow.settle()
     assert gradient.state is GradState.HOME
-    assert set(gradient.memory[: chunk.slots[0].numel].tolist()) == {4.0}
+    assert set(gradient.memory.tensor[: chunk.slots[0].numel].tolist()) == {4.0}
 
 
 def test_zeros_for_other_ranks_are_not_taken_for_what_was_dropped_before() -> None:
@@ -121,8 +121,10 @@ def test_a_gradient_larger_than_a_block_waits_for_others_like_it_and_for_no_bloc
     blocks = GradientBlocks(Arena(CPU), 1, small.weight_bytes)
 
     def leave(chunk: Chunk, what: str) -> None:
-        ticket: Any = SimpleNamespace(wait=lambda: waited.append(what))
-        blocks.leave(Leaving(blocks.open(chunk).memory, ticket, (), is_extra=False))
+        ticket: Any = mock.Mock(wait=lambda: waited.append(what))
+        opened = blocks.open(chunk)
+        opened.memory.writer = ticket
+        blocks.leave(opened)
 
     leave(small, "block")
     leave(large, "large")
@@ -134,11 +136,12 @@ def test_a_gradient_larger_than_a_block_waits_for_others_like_it_and_for_no_bloc
 def test_memory_of_work_that_failed_is_given_back_with_its_error() -> None:
     chunk, lane = make_chunk(0), ThreadLane("offload")
     blocks = GradientBlocks(Arena(CPU), 3, chunk.weight_bytes)
-    taken = [blocks.open(chunk).memory for _ in range(3)]
+    taken = [blocks.open(chunk) for _ in range(3)]
     assert blocks.are_taken
-    for memory, work in zip(taken, (lambda: None, lambda: [][0], lambda: None), strict=True):
-        blocks.leave(Leaving(memory, lane.submit(work), (), is_extra=False))
+    for opened, work in zip(taken, (lambda: None, lambda: [][0], lambda: None), strict=True):
+        lane.submit(work, reads=[opened.memory])
+        blocks.leave(opened)
     assert [type(error) for error in blocks.failures()] == [IndexError]
-    assert all(blocks.open(chunk).memory is memory for memory in taken)
+    assert all(blocks.open(chunk).memory is opened.memory for opened in taken)
     assert (blocks.extra, blocks.failures()) == (0, [])
     lane.close()

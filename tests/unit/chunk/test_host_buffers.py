@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffer, HostBuffers, summands_kind
+from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffers, summands_kind
 from elixir.chunk.host_mover import HostMover, SentTensor
 from elixir.chunk.lanes import Lane, Lanes, ThreadLane, make_lanes
+from elixir.chunk.memory import Memory
 from elixir.errors import StateError
 from tests.common.samples import make_plan
 
@@ -33,14 +34,14 @@ def test_buffers_of_a_kind_take_turns() -> None:
     taken = [buffers.take("snapshot", 48) for _ in range(3)]
     assert taken[0] is taken[2]
     assert taken[0] is not taken[1]
-    assert taken[0].memory.nbytes == 64
+    assert taken[0].tensor.nbytes == 64
     assert taken[0].view(8, torch.float32).shape == (8,)
 
 
 def test_what_nothing_has_room_for_grows_once_the_work_on_it_is_over() -> None:
     buffers, arena = made(SNAPSHOT)
     lane, gate = ThreadLane("writer"), threading.Event()
-    buffers.take("snapshot", 64).uses.written_by(lane.submit(gate.wait))
+    lane.submit(gate.wait, writes=[buffers.take("snapshot", 64)])
     grown = threading.Event()
 
     def take() -> None:
@@ -79,7 +80,7 @@ def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
     def fail() -> None:
         raise OSError("disk full")
 
-    buffers.take("snapshot", 1).uses.written_by(lane.submit(fail))
+    lane.submit(fail, writes=[buffers.take("snapshot", 1)])
     assert [str(error) for error in buffers.failures()] == ["disk full"]
     assert buffers.failures() == []
     lane.close()
@@ -102,7 +103,7 @@ def test_gradients_that_a_device_adds_up_have_their_buffers_before_the_first_ste
 LENT = BufferKind(SWAPPED, "swapped_activations", 1024, 1, at_once=False)
 
 
-def lend(buffers: HostBuffers, sizes: Sequence[int]) -> list[HostBuffer]:
+def lend(buffers: HostBuffers, sizes: Sequence[int]) -> list[Memory]:
     return [buffers.lend(SWAPPED, nbytes) for nbytes in sizes]
 
 
@@ -112,8 +113,8 @@ def test_parts_of_any_sizes_take_no_more_than_the_buffer_as_long_as_it_has_room(
     for sizes in ([16] * 4, [256] * 4, [64, 512, 32, 128], [1024], [4, 64, 4, 60]):
         parts = lend(buffers, sizes)
         for value, part in enumerate(parts):
-            part.memory.fill_(value)
-        assert [part.memory.unique().tolist() for part in parts] == [[value] for value in range(len(parts))]
+            part.tensor.fill_(value)
+        assert [part.tensor.unique().tolist() for part in parts] == [[value] for value in range(len(parts))]
         assert parts[-1].view(1, torch.float32).shape == (1,)
         for part in reversed(parts):
             buffers.give_back(SWAPPED, part)
@@ -125,10 +126,14 @@ def test_a_part_fills_the_gap_of_one_that_was_returned() -> None:
     first, middle, last = lend(buffers, [256, 512, 256])
     buffers.give_back(SWAPPED, middle)
     (again,) = lend(buffers, [512])
-    assert again.memory.data_ptr() == middle.memory.data_ptr()
-    assert again.uses is middle.uses  # its writer waits for what still reads the gap
+    assert again.tensor.data_ptr() == middle.tensor.data_ptr()
+    lane, gate = ThreadLane("work"), threading.Event()
+    read = lane.submit(gate.wait, reads=[middle])
+    assert again.users == [read], "its writer waits for what still reads the gap"
+    gate.set()
+    lane.close()
     assert arena.parts("host") == {"swapped_activations": 1024}
-    assert first.memory.data_ptr() != last.memory.data_ptr()
+    assert first.tensor.data_ptr() != last.tensor.data_ptr()
 
 
 def test_what_has_no_room_lies_next_to_the_buffer_until_that_grows(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +141,7 @@ def test_what_has_no_room_lies_next_to_the_buffer_until_that_grows(caplog: pytes
     buffers, arena = made(LENT)
     for total in (1024, 2000, 1600, 3000):
         parts = lend(buffers, [total // 4] * 4)
-        assert len({part.memory.data_ptr() for part in parts}) == 4
+        assert len({part.tensor.data_ptr() for part in parts}) == 4
         assert arena.parts("host")["swapped_activations"] <= max(2000, total) + 2 * 500
         for part in parts:
             buffers.give_back(SWAPPED, part)

@@ -48,7 +48,7 @@ def in_separate_pages(buffer: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
 def test_host_memory_next_to_a_device_has_the_size_that_was_asked_for(dtype: torch.dtype) -> None:
     arena = Arena(torch.device("cuda", 0))
-    buffer = arena.make(1001, dtype, "host", "weights", pin=False)
+    buffer = arena.make(1001, dtype, "host", "weights", pin=False).tensor
     assert (buffer.shape, buffer.dtype, buffer.any().item()) == ((1001,), dtype, False)
     assert arena.parts("host") == {"weights": 1001 * dtype.itemsize}
 
@@ -133,7 +133,7 @@ def test_large_memory_of_a_cpu_has_separate_pages_unless_each_step_frees_it(
     nbytes: int, options: dict[str, bool], paged: bool, home: Literal["device", "host"]
 ) -> None:
     arena = Arena(torch.device("cpu"))
-    buffers = [arena.make(nbytes, torch.uint8, home, "weights", **options) for _ in range(3)]
+    buffers = [arena.make(nbytes, torch.uint8, home, "weights", **options).tensor for _ in range(3)]
     assert all(in_separate_pages(buffer) for buffer in buffers) == (paged and (home == "host" or nbytes > 1000))
     if sys.platform == "linux":
         assert ["dc" in kernel_flags(buffer) for buffer in buffers] == [home == "host" and "paged" in options] * 3
@@ -147,7 +147,7 @@ def test_gradients_of_a_device_pass_and_those_of_a_host_last(home: Literal["devi
     gradients = [ChunkGradient(chunk, arena) for _ in range(3)]
     for gradient in gradients:
         gradient.make_memory()
-    assert all(in_separate_pages(gradient.memory) for gradient in gradients) is (home == "host")
+    assert all(in_separate_pages(gradient.memory.tensor) for gradient in gradients) is (home == "host")
 
 
 @pytest.mark.parametrize(("numel", "paged"), [(HUGE_PAGE_BYTES // 4, True), (HUGE_PAGE_BYTES // 4 - 1, False)])
@@ -242,9 +242,9 @@ def is_mapped(address: int) -> bool:
 @linux
 def test_only_large_memory_that_lasts_leaves_the_heap_on_a_cpu() -> None:
     arena, numel = Arena(torch.device("cpu")), HUGE_PAGE_BYTES // 4
-    lasting = [arena.make(numel, torch.float32, home, "weights") for home in ("device", "host")]
-    passing = [arena.make(numel, torch.float32, "device", "gradients", passing=True) for _ in range(4)]
-    small = [arena.make(numel // 2, torch.float32, "device", "weights") for _ in range(4)]
+    lasting = [arena.make(numel, torch.float32, home, "weights").tensor for home in ("device", "host")]
+    passing = [arena.make(numel, torch.float32, "device", "gradients", passing=True).tensor for _ in range(4)]
+    small = [arena.make(numel // 2, torch.float32, "device", "weights").tensor for _ in range(4)]
     assert [each.data_ptr() % mmap.PAGESIZE for each in lasting] == [0, 0]
     for several in (small, passing):  # one of them may begin a page by chance
         assert any(each.data_ptr() % mmap.PAGESIZE for each in several)

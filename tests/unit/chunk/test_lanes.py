@@ -15,18 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.chunk import lanes as lanes_file
-from elixir.chunk.lanes import (
-    Emulation,
-    MemoryUses,
-    Settled,
-    StreamLane,
-    ThreadLane,
-    Ticket,
-    failure,
-    is_reported,
-    make_lanes,
-)
+from elixir.chunk.lanes import Emulation, Lane, StreamLane, ThreadLane, Work, make_lanes
+from elixir.chunk.memory import Memory, Ticket, failure, is_reported
 from elixir.errors import InputError
+
+
+def filled(lane: Lane, work: Work) -> Memory:
+    """Memory that work of a lane fills."""
+    memory = Memory()
+    lane.submit(work, writes=[memory])
+    return memory
 
 
 @pytest.fixture
@@ -57,8 +55,8 @@ def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
 def test_work_comes_after_that_of_other_lanes() -> None:
     first, second = ThreadLane("first"), ThreadLane("second")
     gate, seen = threading.Event(), []
-    before = first.submit(lambda: (gate.wait(), seen.append("first")))
-    after = second.submit(lambda: seen.append("second"), after=[before])
+    memory = filled(first, lambda: (gate.wait(), seen.append("first")))
+    after = second.submit(lambda: seen.append("second"), reads=[memory])
     assert not after.done()
     gate.set()
     after.wait()
@@ -72,13 +70,13 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
         raise ZeroDivisionError
 
     other = ThreadLane("other")
-    failed = lane.submit(fail)
+    memory = filled(lane, fail)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            failed.wait()
+            memory.wait()
     ran: list[int] = []
     with pytest.raises(ZeroDivisionError):
-        other.submit(lambda: ran.append(1), after=[failed]).synchronize()
+        other.submit(lambda: ran.append(1), reads=[memory]).synchronize()
     assert not ran  # what it builds on is not there
     lane.submit(lambda: ran.append(2)).wait()
     assert ran == [2]
@@ -92,29 +90,13 @@ def test_an_error_counts_as_reported_once_it_is_raised_to_another_thread_than_a_
         raise error
 
     other = ThreadLane("other")
-    ticket = other.submit(lambda: None, after=[lane.submit(fail)])
+    ticket = other.submit(lambda: None, reads=[filled(lane, fail)])
     assert failure(ticket) is error
-    settled = Settled(ticket)
-    settled.wait()
-    settled.synchronize()
-    assert settled.failed
     assert not is_reported(error)
     with pytest.raises(RuntimeError, match="the work failed"):
         ticket.wait()
     assert is_reported(error)
     other.close()
-
-
-@pytest.mark.parametrize("how", ["wait", "synchronize", "failed"])
-def test_settled_work_is_waited_for(lane: ThreadLane, how: str) -> None:
-    gate, ran = threading.Event(), list[int]()
-    ticket = Settled(lane.submit(lambda: (gate.wait(), ran.append(1))))
-    assert not ticket.done()
-    threading.Timer(0.02, gate.set).start()
-    found = getattr(ticket, how)
-    assert not (found if how == "failed" else found())
-    assert ran == [1]
-    assert ticket.done()
 
 
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
@@ -214,9 +196,9 @@ def test_blocking_lanes_leave_nothing_running() -> None:
 def test_only_compute_counts_as_waiting(clock: Clock) -> None:
     """A lane that waits for another one keeps no compute waiting."""
     first, second, gate = ThreadLane("first"), ThreadLane("second"), threading.Event()
-    before = first.submit(lambda: (gate.wait(), clock.sleep(0.02)))
-    before._event = Opening(gate)  # type: ignore[attr-defined]
-    ticket = second.submit(lambda: None, after=[before])
+    before = filled(first, lambda: (gate.wait(), clock.sleep(0.02)))
+    before.writer._event = Opening(gate)  # type: ignore[union-attr]
+    ticket = second.submit(lambda: None, reads=[before])
     assert gate.wait(60)
     ticket._event.wait(60)  # type: ignore[attr-defined]
     assert clock.now_s == pytest.approx(50.02)
@@ -282,9 +264,10 @@ def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -
     lane.submit(lambda: told.append("first")).wait()
     assert told == ["wait for compute", "first"]
     assert cuda.told == ["wait for first"]
-    updated = host.submit(gate.wait)
-    second = lane.submit(lambda: told.append("second"), after=[updated])  # comes back though the host is not done
-    third = lane.submit(lambda: told.append("third"))
+    updated, memories = filled(host, gate.wait), [Memory(), Memory()]
+    work = partial(told.append, "second")
+    second = lane.submit(work, reads=[updated], writes=memories[:1])  # comes back though the host is not done
+    third = lane.submit(lambda: told.append("third"), writes=memories[1:])
     assert told[2:] == []
     assert not second.done()
     assert lane.waited_s == 0.0
@@ -295,7 +278,7 @@ def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -
     second.wait()
     assert lane.waited_s == waited_s
     assert [what for what in told if not what.startswith("wait")] == ["first", "second", "third"]
-    fourth = lane.submit(lambda: told.append("fourth"), after=[second, third])
+    fourth = lane.submit(lambda: told.append("fourth"), reads=memories)
     assert told[-3:] == ["wait for second", "wait for third", "fourth"]
     fourth.wait()
     lane.close()
@@ -347,7 +330,7 @@ def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
     told, gate = FakeStream.last.told, threading.Event()
     assert lane.ask(lambda: len(told)) == 1
-    lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
+    lane.submit(lambda: told.append("after the host"), reads=[filled(host, gate.wait)])
     threading.Timer(0.05, gate.set).start()
     assert lane.ask(lambda: told[-2:]) == ["after the host", "wait for compute"]  # in its order all the same
     with pytest.raises(ZeroDivisionError):
@@ -366,7 +349,7 @@ def test_work_of_a_stream_is_done_when_its_event_is_over(cuda: FakeStream, monke
         gate.wait()
         raise ZeroDivisionError
 
-    ticket, failed = lane.submit(lambda: None), lane.submit(lambda: None, after=[host.submit(fail)])
+    ticket, failed = lane.submit(lambda: None), lane.submit(lambda: None, reads=[filled(host, fail)])
     assert not failed.done()
     gate.set()
     with pytest.raises(ZeroDivisionError):
@@ -384,7 +367,7 @@ def test_a_stream_lane_ends_with_what_still_waits_for_the_host(cuda: FakeStream)
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
     told, gate = FakeStream.last.told, threading.Event()
     before = set(threading.enumerate())
-    lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
+    lane.submit(lambda: told.append("after the host"), reads=[filled(host, gate.wait)])
     (issuer,) = set(threading.enumerate()) - before
     threading.Timer(0.05, gate.set).start()
     lane.close()
@@ -409,7 +392,7 @@ def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
     device = torch.device("cuda", 1)
     lanes, gate = make_lanes(device), threading.Event()
     threads = [lanes.host_adam, lanes.disk]
-    waiting = lanes.refresh.submit(lambda: None, after=[lanes.host_adam.submit(gate.wait)])  # starts the issuer
+    waiting = lanes.refresh.submit(lambda: None, reads=[filled(lanes.host_adam, gate.wait)])  # starts the issuer
     gate.set()
     waiting.wait()
     found: list[int] = []
@@ -429,7 +412,7 @@ def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream)
         gate.wait()
         raise ValueError("no step")
 
-    behind = lane.submit(lambda: None, after=[host.submit(fail)])
+    behind = lane.submit(lambda: None, reads=[filled(host, fail)])
     gate.set()
     with pytest.raises(ValueError, match="no step"):
         behind.wait()
@@ -506,77 +489,12 @@ def test_an_error_that_many_lanes_hand_on_keeps_the_traceback_of_its_work(lane: 
     def fails() -> None:
         raise RuntimeError("the work failed")
 
-    ticket = lane.submit(fails)
+    memory = filled(lane, fails)
     for _ in range(20):
-        ticket = other.submit(lambda: None, after=[ticket])
+        ticket = other.submit(lambda: None, reads=[memory], writes=[memory])
     with pytest.raises(RuntimeError, match="the work failed") as caught:
         ticket.synchronize()
     names = [entry.name for entry in caught.traceback]
     assert names[-1] == "fails"
     assert len(names) <= 6
     other.close()
-
-
-# --- users of memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lanes() -> Iterator[tuple[ThreadLane, ThreadLane]]:
-    both = ThreadLane("first"), ThreadLane("second")
-    yield both
-    for lane in both:
-        lane.close()
-
-
-def nothing() -> None:
-    pass
-
-
-def fail() -> None:
-    raise OSError("disk full")
-
-
-def test_what_reads_waits_for_the_writer_and_what_writes_for_the_readers_too(
-    lanes: tuple[ThreadLane, ThreadLane],
-) -> None:
-    uses = MemoryUses()
-    assert uses.to_read() == uses.to_write() == []
-    written = uses.written_by(lanes[0].submit(nothing))
-    first, fetched = (uses.read_by("fetch", lanes[1].submit(nothing, after=uses.to_read())) for _ in range(2))
-    assert uses.to_read() == [written]
-    assert set(uses.to_write()) == {written, fetched}
-    assert first is not fetched
-    early = uses.read_by("early", lanes[0].submit(nothing))
-    assert set(uses.to_write()) == {written, fetched, early}
-
-
-def test_a_reader_counts_past_a_write_since_memory_may_have_changed_places(
-    lanes: tuple[ThreadLane, ThreadLane],
-) -> None:
-    uses = MemoryUses()
-    fetched = uses.read_by("fetch", lanes[0].submit(nothing))
-    written = uses.written_by(lanes[1].submit(nothing))
-    assert set(uses.to_write()) == {fetched, written}
-
-
-def test_an_error_is_given_once_and_what_failed_is_waited_for_no_more(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    uses, gate = MemoryUses(), threading.Event()
-    held = lanes[1].submit(gate.wait)
-    failed = uses.written_by(lanes[0].submit(fail))
-    uses.read_by("fetch", lanes[0].submit(nothing, after=[failed]))  # meets the same error
-    early = uses.read_by("early", held)
-    gate.set()
-    assert [str(error) for error in uses.failures()] == ["disk full"]
-    assert early.done()
-    assert uses.to_write() == [early]
-    assert uses.failures() == []
-
-
-def test_whether_the_writer_has_failed_is_known_without_waiting(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    uses, gate = MemoryUses(), threading.Event()
-    assert not uses.has_failed
-    uses.written_by(lanes[0].submit(lambda: (gate.wait(), fail())))
-    assert not uses.has_failed
-    gate.set()
-    lanes[0].submit(nothing).synchronize()
-    assert uses.has_failed

@@ -185,8 +185,7 @@ def test_weights_are_not_taken_before_they_are_updated(lanes: Lanes) -> None:
     for chunk in cache.chunks:
         shard = chunk.shard
         assert shard is not None
-        updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
-        chunk.home_uses.written_by(updated)
+        lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)), writes=[chunk.at_home])
     cache.invalidate()
     open_later(gate)
     cache.acquire([0])
@@ -203,11 +202,11 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes)
     cache.begin()
     acquires = threading.Thread(target=cache.acquire, args=([0],))
     acquires.start()
-    while chunk.filled is None:
+    while not chunk.at_home.readers:
         time.sleep(1e-3)
     assert chunk.shard is not None
     before = chunk.shard.clone()
-    written = lanes.host_adam.submit(lambda: chunk.shard.fill_(-1), after=chunk.home_uses.to_write())
+    written = lanes.host_adam.submit(lambda: chunk.shard.fill_(-1), writes=[chunk.at_home])
     open_later(gate)
     written.synchronize()
     acquires.join()
@@ -218,7 +217,7 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes)
 def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
     gate = threading.Event()
-    cache.chunks[1].home_uses.written_by(lanes.host_adam.submit(gate.wait))
+    lanes.host_adam.submit(gate.wait, writes=[cache.chunks[1].at_home])
     cache.begin()
     cache.acquire([0])  # with the next: its transfer waits for the update
     cache.unpin([0])

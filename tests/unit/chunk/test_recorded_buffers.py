@@ -23,8 +23,9 @@ import torch
 from elixir.artifact import digest
 from elixir.chunk import host_buffers
 from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import BufferKind, HostBuffer, HostBuffers
+from elixir.chunk.host_buffers import BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.memory import Memory
 from elixir.errors import ElixirError
 from tests.common.file_faults import UnsyncedFiles
 from tests.unit.chunk.test_recorded_gradients import Noted
@@ -38,7 +39,7 @@ CPU = torch.device("cpu")
 def lent(draw: random.Random) -> list[Any]:
     """Buffers that take turns, and parts of one."""
     arena, log, messages, lane = Arena(CPU), list[Any](), list[str](), ThreadLane("work")
-    buffers, parts, count = HostBuffers(arena), list[HostBuffer](), 0
+    buffers, parts, count = HostBuffers(arena), list[Memory](), 0
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     host_buffers.logger.addHandler(handler)
@@ -56,8 +57,8 @@ def lent(draw: random.Random) -> list[Any]:
             used = buffers.take("turns", draw.choice((1, 40, 64, 120, 150)))
         elif what == "lend":
             used = buffers.lend("lent", draw.choice((1, 2, 4, 8, 12, 16, 24, 40)))
-            whole = buffers.of("lent")[0].memory
-            begin = used.memory.data_ptr() - whole.data_ptr()
+            whole = buffers.of("lent")[0].tensor
+            begin = used.tensor.data_ptr() - whole.data_ptr()
             parts.append(used)
             log.append(begin if 0 <= begin < whole.nbytes else "elsewhere")
         elif what == "give back" and parts:
@@ -68,15 +69,16 @@ def lent(draw: random.Random) -> list[Any]:
             draw.choice((buffers.replace, lambda each: (buffers.drop(each.name), buffers.add(each))))(again)
         elif what == "once" and draw.random() < 0.5:
             buffer = buffers.take_only("turns", draw.choice((16, 80)))
-            buffer.memory.fill_(7)
+            buffer.tensor.fill_(7)
             buffers.enlarge("turns", buffer, draw.choice((16, 80, 200)))
-            log.append(buffer.memory.tolist())
+            log.append(buffer.tensor.tolist())
         if used is not None and draw.random() < 0.4:
             count += 1
-            done = used.uses.to_write() if draw.random() < 0.5 else []
-            used.uses.written_by(Noted(lane.submit(int, after=done), count, log))
+            use = [used]
+            lane.submit(int, reads=use if draw.random() < 0.5 else (), writes=use)
+            used.writer = Noted(used.writer, count, log)  # type: ignore[arg-type]
         log.append(
-            [what, arena.parts("host"), dict(arena.most_bytes), [each.memory.nbytes for each in buffers.of("turns")]]
+            [what, arena.parts("host"), dict(arena.most_bytes), [each.tensor.nbytes for each in buffers.of("turns")]]
         )
     log.append([str(error) for error in buffers.failures()])
     later = Arena(CPU)
@@ -136,7 +138,7 @@ def window(draw: random.Random) -> list[Any]:
                         lambda chunk=chunk, buffer=buffer, read=read, masters=masters: chunk.step(  # type: ignore[misc]
                             buffer, read, lambda: masters.add_(2)
                         ),
-                        after=[read],
+                        writes=[buffer],
                     )
                     it.window.end_step(chunk, buffer, stepped, makes_states=True)
                 elif what == "keep":

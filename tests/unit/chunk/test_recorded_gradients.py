@@ -24,7 +24,8 @@ from torch import nn
 from elixir.artifact import digest
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks
-from elixir.chunk.lanes import Ticket, Work
+from elixir.chunk.lanes import Work
+from elixir.chunk.memory import Ticket
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.unit.chunk.test_gradient_ranks import HOMES, Case, Meeting, Training, on_ranks
 
@@ -74,12 +75,12 @@ class Flow(Training):
         flow._blocks = GradientBlocks(self.arena, flow._options.block_count, flow._options.block_bytes)
         self.done: set[nn.Parameter] = set()
 
-    def _submit(self, submit: Callable[..., Ticket], work: Work, *, nbytes: int = 0, **options: Any) -> Ticket:
-        after: Sequence[Any] = options.pop("after", ())
+    def _put(
+        self, put: Callable[..., Ticket], work: Work, filling: Sequence[Any], using: Sequence[Any], nbytes: int
+    ) -> Ticket:
         self.submitted.append(nbytes)
-        numbers = [getattr(ticket, "number", None) or getattr(ticket, "_ticket", ticket).number for ticket in after]
-        self.log.append([nbytes, numbers])
-        return Noted(submit(work, nbytes=nbytes, after=after, **options), len(self.submitted), self.log)
+        self.log.append([nbytes, *([ticket.number for ticket in tickets] for tickets in (filling, using))])
+        return Noted(put(work, filling, using, nbytes), len(self.submitted), self.log)
 
     def _chunks(self) -> Iterator[Chunk]:
         for chunk, whole in zip(super()._chunks(), self.whole, strict=True):
@@ -142,8 +143,8 @@ class Flow(Training):
             )
             found[-1] += [None if each is None else sorted(each.arrived) for each in (mine.opened, mine.kept)]
             found[-1] += [[flow.holds(chunk, slot.name) for slot in chunk.slots], mine.norms is not None]
-            if settled and mine.memory.numel():
-                found[-1] += [mine.memory[held.part].tolist() for held in chunk.held.values()]
+            if settled and mine.memory.tensor.numel():
+                found[-1] += [mine.memory.tensor[held.part].tolist() for held in chunk.held.values()]
                 found[-1] += [f"{norm:.3g}" for norm in (mine.norms.values.tolist() if mine.norms is not None else ())]
         found += [self.arena.parts("device"), self.arena.parts("host"), dict(self.arena.peak_bytes)]
         found += [flow.extra_blocks, flow.backward_count, flow.backwards.copy(), sorted(flow.untraced)]

@@ -14,7 +14,8 @@ import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
-from elixir.chunk.lanes import ThreadLane, failure
+from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.memory import failure
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
@@ -67,7 +68,7 @@ class Window:
 
     def step(self, index: int, work: Callable[[], Any], adam: ThreadLane, *, makes_states: bool = False) -> None:
         buffer, read = self.window.begin_step(self.chunks[index])
-        stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), after=[read])
+        stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), writes=[buffer])
         self.window.end_step(self.chunks[index], buffer, stepped, makes_states=makes_states)
 
     def values(self) -> list[float]:
@@ -176,11 +177,10 @@ def test_a_buffer_is_in_use_while_states_are_read_into_it(tmp_path: Path) -> Non
     it, gate = Window(tmp_path, UnsyncedFiles()), threading.Event()
     it.lane.submit(gate.wait)
     buffer, read = it.window.begin_step(it.chunks[0])
-    (use,) = buffer.uses.to_write()
-    assert not use.done()
+    assert buffer.users == [read]
+    assert not read.done()
     gate.set()
-    use.synchronize()
-    assert read.done()
+    read.synchronize()
     it.close()
 
 
@@ -198,9 +198,9 @@ def test_a_step_that_fails_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
     assert it.masters[1].isnan().all()
     chunk = make_chunk()
     chunk.stored = it.chunks[1]
-    assert [failure(ticket) is None for ticket in chunk.stored.extent_uses.to_read()] == [False]
+    assert [failure(ticket) is None for ticket in chunk.stored.on_disk.users] == [False]
     assert chunk.failures() == []  # the step that has failed reports it
-    assert chunk.stored.extent_uses.to_read() == []
+    assert chunk.stored.on_disk.users == []
     assert it.window.lost is None
     assert it.values() == [1.0, 1.0, 2.0]
     it.close()

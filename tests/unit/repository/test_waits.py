@@ -18,7 +18,7 @@ LINES_BEFORE = 3
 
 
 def uncommented(source: str) -> Iterator[int]:
-    """Lines of waits, and of work that is submitted after other work, with no comment at them."""
+    """Lines of waits with no comment at them."""
     comments = {
         token.start[0]
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -30,8 +30,7 @@ def uncommented(source: str) -> Iterator[int]:
         for call in ast.walk(statement):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
-            submits = call.func.attr == "submit" and any(keyword.arg == "after" for keyword in call.keywords)
-            if call.func.attr not in WAITS and not submits:
+            if call.func.attr not in WAITS:
                 continue
             first, last = statement.lineno - LINES_BEFORE, (statement.end_lineno or statement.lineno) + 1
             if comments.isdisjoint(range(first, last + 1)):
@@ -48,7 +47,7 @@ def test_every_wait_says_what_it_is_for() -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("bare", ["ticket.wait()", "lane.submit(work, after=[ticket])", "x = stream.synchronize()"])
+@pytest.mark.parametrize("bare", ["ticket.wait()", "x = stream.synchronize()"])
 def test_a_bare_wait_is_found(bare: str) -> None:
     assert list(uncommented(f"x = 1\n{bare}\n")) == [2]
     assert list(uncommented(f"# it protects the block\n{bare}\n")) == []

@@ -15,6 +15,7 @@ from torch import nn
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
+from elixir.chunk.memory import Memory
 from elixir.plan.plan import Plan
 from elixir.wrapper.assemble.chunks import build_chunks, place_buffers
 from elixir.wrapper.engine import Engine
@@ -58,7 +59,7 @@ def built(plan: Plan, folder: Path, **options: Any) -> tuple[dict[int, list[Any]
     now: list[Any] = []
 
     class Noted(Arena):
-        def make(self, numel: int, dtype: torch.dtype, home: Any, kind: str, **how: Any) -> torch.Tensor:
+        def make(self, numel: int, dtype: torch.dtype, home: Any, kind: str, **how: Any) -> Memory:
             now.append((kind, home, str(dtype).removeprefix("torch."), numel, how.get("pin", True)))
             return super().make(numel, dtype, home, kind, **how)
 

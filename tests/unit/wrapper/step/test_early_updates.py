@@ -121,7 +121,7 @@ def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
         seen: list[bool] = []
 
         def look(gradient: torch.Tensor) -> None:
-            for ticket in last.home_uses.to_write():
+            for ticket in last.states.users:
                 ticket.synchronize()
             seen.append(last.index in attempts(pair.module))
 
@@ -298,11 +298,11 @@ def test_what_writes_gradients_or_states_waits_for_early_steps_that_read_them(ho
         assert early
         try:
             for index in early:
-                for uses in (
-                    inside.chunks(pair.module)[index].home_uses,
-                    inside.gradients(pair.module).by_chunk[index].uses,
+                for memory in (
+                    inside.chunks(pair.module)[index].states,
+                    inside.gradients(pair.module).by_chunk[index].memory,
                 ):
-                    assert not all(ticket.done() for ticket in uses.to_write())
+                    assert not all(ticket.done() for ticket in memory.users)
         finally:
             gate.set()
         pair.step()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.host_buffers import WINDOW, HostBuffer, window_kind
+from elixir.chunk.host_buffers import WINDOW, window_kind
+from elixir.chunk.memory import Memory
 from elixir.kernels import HybridAdam
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -147,7 +148,7 @@ def test_states_that_a_class_makes_have_the_bits_of_plain_pytorch(name: str, tmp
             pair.assert_same_weights()
 
 
-def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[HostBuffer]]) -> Any:
+def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[Memory]]) -> Any:
     """The class, which notes how many bytes the states of a chunk on a disk have had in separate memory, and how
     many these and the buffers of the window together."""
 
@@ -165,7 +166,7 @@ def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[HostBu
             return result
 
         def _look(self) -> None:
-            window = {buffer.memory.untyped_storage().data_ptr(): buffer.memory.nbytes for buffer in buffers()}
+            window = {buffer.tensor.untyped_storage().data_ptr(): buffer.tensor.nbytes for buffer in buffers()}
             masters = [weights for group in self.param_groups for weights in group["params"]]
             if any(weights.untyped_storage().data_ptr() in window for weights in masters):
                 states = [value for weights in masters for value in self.state.get(weights, {}).values()]
@@ -207,7 +208,7 @@ def test_states_that_a_class_makes_take_no_more_than_the_window(
     """Nor those of several optimizers that share chunks."""
     it = case("gpt2", layers=1)
     plan = disk(make_plan(it, "streamed"))
-    buffers: list[HostBuffer] = []
+    buffers: list[Memory] = []
     cls = watched(base, lambda: buffers)
     weights = list(it.model.parameters())
     given = [cls(weights[first::optimizers], lr=1e-3, **options) for first in range(optimizers)]
@@ -255,7 +256,7 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
 
     def look(part: Shard, states: Any) -> Any:
         notes = load(part, states)
-        window = {b.memory.untyped_storage().data_ptr() for b in inside.host_buffers(pair.module, WINDOW)}
+        window = {b.tensor.untyped_storage().data_ptr() for b in inside.host_buffers(pair.module, WINDOW)}
         loaded = [tensor for _, tensor, _ in part.states.memory()]
         seen.append(bool(loaded) and all(v.untyped_storage().data_ptr() in window for v in loaded))
         return notes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Slot
+from elixir.chunk.memory import Memory
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.plan.matrices import room_bytes, stage_numel, stages
@@ -40,9 +41,9 @@ def room_of(home: str) -> tuple[MatrixRoom, list[tuple[int, str, str]]]:
     """The room of a plan for two ranks, and what was allocated for it."""
     made: list[tuple[int, str, str]] = []
 
-    def make(numel: int, dtype: torch.dtype, where: str, kind: str) -> torch.Tensor:
+    def make(numel: int, dtype: torch.dtype, where: str, kind: str) -> Memory:
         made.append((numel, where, kind))
-        return torch.zeros(numel, dtype=dtype)
+        return Memory(torch.zeros(numel, dtype=dtype))
 
     arena: Any = SimpleNamespace(make=make, device=torch.device("cpu"))
     chunks = [

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from elixir.chunk.lanes import Lane, ThreadLane, Ticket
+from elixir.chunk.lanes import Lane, ThreadLane
+from elixir.chunk.memory import Memory, Ticket
 from elixir.plan.plan import Plan
 from elixir.wrapper.weight_uses import WeightUses
 from tests.common import inside
@@ -37,9 +38,10 @@ def states_on_host(plan: Plan, streamed: int = 0) -> Plan:
 @contextmanager
 def held(lane: Lane) -> Iterator[Ticket]:
     """The lane does nothing meanwhile; the ticket is done once it has been let go, or somebody has waited too long."""
-    gate, host = threading.Event(), ThreadLane("gate")
+    gate, host, memory = threading.Event(), ThreadLane("gate"), Memory()
     # A stream is given work at once, in this thread, unless the work builds on what the host still does.
-    ticket = lane.submit(lambda: None, after=[host.submit(lambda: gate.wait(WAIT_S))])
+    host.submit(lambda: gate.wait(WAIT_S), writes=[memory])
+    ticket = lane.submit(lambda: None, reads=[memory])
     try:
         yield ticket
     finally:
@@ -63,9 +65,9 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
         with held(lanes.refresh):
             pair.step()
             assert over(lanes.host_adam.submit(lambda: None)), "a step waited for new weights of another chunk"
-            updates = [ticket for chunk in inside.chunks(pair.module) for ticket in chunk.home_uses.to_read()]
+            updates = [chunk.at_home.writer for chunk in inside.chunks(pair.module)]
             assert len(updates) > 2
-            assert not any(ticket.done() for ticket in updates)
+            assert not any(ticket is None or ticket.done() for ticket in updates)
         pair.train(2)
 
 

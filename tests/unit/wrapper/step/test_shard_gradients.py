@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.chunk.memory import Memory
 from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
 from elixir.wrapper.step.shard import ShardGradients
 from elixir.wrapper.step.update import can_share
@@ -30,6 +31,12 @@ class Ticket:
         self.waits.append("this thread")
         if self._error is not None:
             raise self._error
+
+
+def filled_by(ticket: Any, tensor: torch.Tensor | None = None) -> Memory:
+    memory = Memory() if tensor is None else Memory(tensor)
+    memory.writer = ticket
+    return memory
 
 
 def test_gradients_that_autograd_holds_are_those_of_the_parameters() -> None:
@@ -61,10 +68,10 @@ def test_gradients_that_are_brought_home_are_read_once_they_have_arrived(home: s
     segments, ticket = shard_of(first, second)[1], Ticket()
     slots: Any = [*(each.slot for each in segments), SimpleNamespace(parameter=empty, numel=0, name="empty")]
     chunk: Any = SimpleNamespace(plan=SimpleNamespace(update_home=home))
-    uses = SimpleNamespace(to_read=lambda: [ticket])
-    brought: Any = SimpleNamespace(memory=torch.arange(5.0), changes=4, norms=None, uses=uses)
+    memory = filled_by(ticket, torch.arange(5.0))
+    brought: Any = SimpleNamespace(memory=memory, changes=4, norms=None)
     gradients = ShardGradients(chunk, brought, slots)
-    assert (gradients.are_at_home, gradients.whole is brought.memory, gradients.changes) == (True, True, 4)
+    assert (gradients.are_at_home, gradients.whole is memory.tensor, gradients.changes) == (True, True, 4)
     ((segment, flat),) = arrived = gradients.of(segments, {"w1"})
     assert (segment, flat.tolist()) == (segments[1], [3, 4])
     empty.grad = torch.ones(0)
@@ -127,7 +134,7 @@ def early_of(after: Any = (), **options: Any) -> tuple[Any, Any, EarlyUpdate]:
     old.weights, new.weights = torch.full((25,), 7.0, dtype=torch.bfloat16), zeros(25, torch.bfloat16)
     arrived = [(each, torch.ones(each.slot.numel)) for each in old.segments]
     given = Inputs(arrived, None, 1.0, [options, options], 0, 0)
-    return old, new, EarlyUpdate(given, old, new, list(after))
+    return old, new, EarlyUpdate(given, old, new, tuple(filled_by(ticket) for ticket in after))
 
 
 def test_an_early_update_computes_new_states_after_what_it_waits_for() -> None:

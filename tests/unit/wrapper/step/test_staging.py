@@ -94,10 +94,10 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
         second = [part.chunk for part in inside.shards(module) if part.chunk.plan.returns_rounded][1]
         idle = lanes.host_adam.submit(lambda: None)
         assert not idle.done()
-        stepped = [ticket for stage in inside.host_buffers(module, STAGING) for ticket in stage.uses.to_write()]
+        stepped = [ticket for stage in inside.host_buffers(module, STAGING) for ticket in stage.readers.values()]
         assert stepped
         assert not any(ticket.done() for ticket in stepped)
-        assert second.home_uses.to_read()
+        assert second.at_home.writer
     assert over(idle)
 
 
