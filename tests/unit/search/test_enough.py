@@ -137,8 +137,9 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
     first = refusal(trace, **budgets).levers[0]
     assert first.step_s is not None
     given = {name: int(value) if name == "world_size" else value for name, value in first.options}
-    made = plan_from_trace(trace, MACHINE, given.pop("world_size", 1), **{**budgets, **given})
-    assert made.predicted.step_s <= 1.01 * first.step_s
+    ranks, asked = given.pop("world_size", 1), {**budgets, **given}
+    plan_from_trace(trace, MACHINE, ranks, **asked)  # the safe choice, which may take longer at the machine's rates
+    assert plan_from_trace(trace, MACHINE, ranks, assume="nominal", **asked).predicted.step_s <= 1.01 * first.step_s
 
 
 def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -> None:
