@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elixir.errors import InputError, PlanError
+from elixir.errors import InputError, PlanError, readable_bytes
 from elixir.hardware.profile import preset
 from elixir.models.step import default_step
 from elixir.search import optimal_search, plan_from_trace
@@ -23,7 +23,7 @@ from elixir.search.planner import planned
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Contributor, StepTrace
-from elixir.units import GIB, MIB
+from elixir.units import GIB, MIB, parse_bytes
 from tests.common.situations import situation
 from tests.common.synthetic_trace import StackShape, stack_trace
 from tests.common.tiny_models import tiny
@@ -173,6 +173,8 @@ def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: Step
     )
     assert advised.host_peak_bytes <= 1.05 * least.host_peak_bytes
     assert advised.step_s < 0.95 * least.step_s
+    offered = readable_bytes(parse_bytes(asked), up=True)
+    assert f"\n  transfers do not overlap compute with what is needed; with {offered} there is room" in str(error)
 
 
 @pytest.mark.parametrize("vocabulary", [32000, 64])
