@@ -41,6 +41,10 @@ _TOO_LARGE, _TOO_LONG = 2**60, 2**64
 bits in which searches compute; integers in lists may be checksums of 64 bits."""
 
 
+ADDED = types.MappingProxyType({"added": True})
+"""Metadata of a field that has come without a new schema version: files leave it out where it has its default."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """The numbers that a field may hold; part of its type, as in ``Annotated[int, POSITIVE] | None``."""
@@ -258,7 +262,9 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        added = _added(value.__class__)
+        held = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _encode(item) for name, item in held if name not in added or item != added[name]}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, dict):
@@ -270,6 +276,12 @@ def _encode(value: Any) -> Any:
 def _field_types(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def _added(cls: type) -> dict[str, Any]:
+    """The fields that files may lack, with their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.metadata == ADDED}
 
 
 @functools.cache
@@ -338,13 +350,15 @@ def _decode_dataclass(cls: type, value: Any, path: str, source: str) -> Any:
     prefix = f"{path}." if path else ""
     fields = _field_types(cls)
     for name in fields:
-        if name not in value:
+        if name not in value and name not in _added(cls):
             raise ArtifactError(f"{source}: field '{prefix}{name}' is missing", field=prefix + name)
     for name in value:
         if name not in fields:
             field = prefix + shortened(name, _LONGEST_NAME)
             raise ArtifactError(f"{source}: field '{field}' is unknown to this version of Elixir", field=field)
-    decoded = {name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items()}
+    decoded = {
+        name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items() if name in value
+    }
     for name, item in decoded.items():
         if type(item) is int and not -_TOO_LARGE < item < _TOO_LARGE:
             raise _mistyped(source, prefix + name, "an integer below 2**60", item)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
-from elixir.artifact import Artifact
+from elixir.artifact import ADDED, Artifact
 from elixir.errors import InputError
 from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, NO_OPTIMIZER, StateSize, state_size
 from elixir.units import dtype_bytes
@@ -317,6 +317,9 @@ class StepShape:
     """Form of its frozen weights, likewise."""
     activations: tuple[UnitActivations, ...] = ()
     """The activations of these units; all others keep what the model keeps."""
+    changed_state: str | None = field(default=None, metadata=ADDED)
+    """The first tensor of a module, such as a buffer that counts, that the step writes to or replaces: micro-batches
+    of one pass would read each other's. None if there is none; not looked for in an evaluation."""
 
     @property
     def swap_bytes(self) -> int:

@@ -46,10 +46,24 @@ def result_names(results: Iterable[Result]) -> str:
 
 
 def passes_together(step: StepShape) -> bool:
-    """Whether several micro-batches can pass the layers of a step together: some layers run again, and all whose
-    activations are chosen do so as a whole and are not compiled."""
+    """Whether several micro-batches can pass the layers of a step together: some layers run again, all whose
+    activations are chosen do so as a whole and are not compiled, and no module keeps anything for the next forward."""
     compiled = step.compiled
-    return bool(step.checkpointed) and all(each.keep == () and each.unit not in compiled for each in step.activations)
+    again = bool(step.checkpointed) and step.changed_state is None
+    return again and all(each.keep == () and each.unit not in compiled for each in step.activations)
+
+
+def keeps_state(tensor: str) -> InputError:
+    """The error for several micro-batches in a pass of a model whose forward changes a tensor of a module.
+
+    Args:
+        tensor: its name, as `StepShape.changed_state` has it.
+    """
+    module, _, name = tensor.rpartition(".")
+    return InputError(
+        f"{module or 'the model'} keeps {name!r} from one forward to what follows, and micro-batches that pass the "
+        "layers together would read each other's; plan with pass_size=1"
+    )
 
 
 def check_activations(activations: Iterable[UnitActivations], units: Iterable[Unit]) -> None:

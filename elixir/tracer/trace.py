@@ -27,6 +27,7 @@ from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.inner_tensors import taken_apart
 from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
+from elixir.models.module_state import ModuleState
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.models.step import check_step
 from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
@@ -161,6 +162,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             as_written=not generated_code,
         )
         recorder.fused_costs = code.fused_costs
+        state = None if forward else ModuleState(model)
         try:
             with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
                 with (
@@ -171,6 +173,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
                 ):
                     _run_step(traced, batch, step_fn, recorder, order, ledger, code.generated, trains=not forward)
+                changed = None if state is None else state.changed()
                 order.finish()
                 order.join_units(compiled)
                 if regions := order.checkpointed():
@@ -203,6 +206,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                     checkpoint=checkpoint,
                     units=units,
                     forward=forward,
+                    changed_state=changed,
                     lora=lora,
                     quantised=quantised,
                     activations=tuple(

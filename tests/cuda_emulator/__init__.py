@@ -256,3 +256,5 @@ def _patch(cuda: Any, device: ModuleType) -> None:
     torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize, copy
     for name, value in replaced.items():
         setattr(cuda, name, value)
+    # bitsandbytes takes it when it is imported.
+    torch._C._cuda_getCurrentRawStream = lambda index: device.current_stream()  # type: ignore[attr-defined]

@@ -43,6 +43,17 @@ def predicted(trace: StepTrace) -> dict[str, int]:
     return {"backward": trace.backward_peak_bytes + trace.curve[0].optimizer, "step": trace.step_peak_bytes}
 
 
+ATTENTION_BYTES = 1024
+"""Buffers of the backward of attention outside of cuDNN are counted by one rule for all masks: two blocks off at most."""
+
+
+def compare(expected: dict[str, int], seen: dict[str, int], within_bytes: int) -> None:
+    """Both peaks are as expected, or differ by so many bytes at most."""
+    assert {
+        name: seen[name] if abs(seen[name] - peak) > within_bytes else peak for name, peak in expected.items()
+    } == expected
+
+
 # Models -------------------------------------------------------------------------------------------------------------
 
 SMALL = {"hidden": 64, "heads": 4, "ffn": 256, "positions": 256}
@@ -88,7 +99,8 @@ def test_steps_of_models_take_what_is_predicted(case: MemoryCase, tmp_path: Path
     place = Place(tmp_path)
     observed, choices = observe_cuda(case, place)
     trace = predict(case, place, choices)
-    assert predicted(trace) == {name: observed[name] for name in ("backward", "step")}
+    biased = case.model.startswith("t5")  # positions are a mask that is learned, which cuDNN does not take
+    compare(predicted(trace), observed, ATTENTION_BYTES if biased else 0)
 
 
 # Parts of models ----------------------------------------------------------------------------------------------------
@@ -113,10 +125,6 @@ def measured(
     return found
 
 
-ATTENTION_BYTES = 1024
-"""Buffers of the backward of attention outside of cuDNN are counted by one rule for all masks: two blocks off at most."""
-
-
 def check(
     make: Any,
     inp: dict[str, torch.Tensor],
@@ -130,10 +138,7 @@ def check(
     kernel = "fused" if options.get("fused") else "foreach" if options.get("foreach", True) else "for-loop"
     chosen = {"optimizer": optimizer, "optimizer_kernel": kernel if optimizer else None}
     trace = trace_step(make(), inp, step, hardware=H200, **chosen)  # type: ignore[arg-type]
-    expected, seen = predicted(trace), measured(make(), inp, step, optimizer, options)
-    assert {
-        name: seen[name] if abs(seen[name] - peak) > within_bytes else peak for name, peak in expected.items()
-    } == expected
+    compare(predicted(trace), measured(make(), inp, step, optimizer, options), within_bytes)
 
 
 def squares(module: nn.Module, inp: dict[str, torch.Tensor]) -> None:

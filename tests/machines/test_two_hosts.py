@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 RATE_BITS_PER_S = 400e6
 CALL = (
     "example/train.py --model opt-125m --layers 1 --batch 2 --seq 32 --lr 1e-3 --device-memory 64MiB "
-    "--host-budget 1GiB --hardware cpu --replicas 2 --timeout 40"
+    "--host-memory 8GiB --hardware cpu --replicas 2 --timeout 40"
 ).split()
 WAIT_S = 400.0
 

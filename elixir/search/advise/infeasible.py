@@ -42,10 +42,8 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
         plans_bytes = needed_bytes - budgets.other_bytes
         needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question) or 0))
-        # On a CPU a plan with more on the device may need less in all than the one that came nearest.
-        error = PlanError(
-            error.what, needed_bytes=min(error.needed_bytes, needed_bytes), available_bytes=available_bytes
-        )
+        least = needed_bytes if _devices_count(question) else min(error.needed_bytes, needed_bytes)
+        error = PlanError(error.what, needed_bytes=least, available_bytes=available_bytes)
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
     job = list(for_memory(question))
     machine = list(more_machine(question, "device" if short_of_device else "host", size, needed_bytes))
@@ -71,8 +69,13 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         needed_bytes=error.needed_bytes,
         available_bytes=error.available_bytes,
         levers=tuple(levers),
-        details=tuple(_details(error, question, budgets, short_of_device=short_of_device)),
+        details=tuple(_details(error, question, budgets, needed_bytes, short_of_device=short_of_device)),
     )
+
+
+def _devices_count(question: Question) -> bool:
+    """Whether the devices lie in the memory that was given: only a plan tells what both take, with gaps of the heap."""
+    return question.hardware.device_kind == "cpu" and question.request.host_option == "host_memory"
 
 
 def _enough_of_host(question: Question, host_bytes: int) -> int:
@@ -83,7 +86,7 @@ def _enough_of_host(question: Question, host_bytes: int) -> int:
     hardware, request = question.hardware, question.request
     if request.host_option == "host_budget":
         return host_bytes
-    if hardware.device_kind == "cpu":
+    if _devices_count(question):
         device = LARGEST_BYTES if request.device_memory is None else request.device_memory
         asked = replace(request, device_memory=device, host_memory=None, host_budget=host_bytes)
         asked = replace(asked, device_reserve=None, host_reserve=None)
@@ -93,11 +96,17 @@ def _enough_of_host(question: Question, host_bytes: int) -> int:
     return host_bytes + processes_bytes(hardware, request)
 
 
-def _details(error: PlanError, question: Question, budgets: Budgets, *, short_of_device: bool) -> Iterator[str]:
-    """The host's shortage next to the device's, and the largest that the short memory has to hold."""
+def _details(
+    error: PlanError, question: Question, budgets: Budgets, offered_bytes: int, *, short_of_device: bool
+) -> Iterator[str]:
+    """The host's shortage next to the device's, and the largest that the short memory has to hold; and why the lever of
+    more of it offers more bytes than are needed."""
     if not short_of_device:
         needed, _ = room(question.trace, setting_for(*question), budgets)
         yield f"weights, master weights and optimizer states are {format_bytes(needed)}, wherever they live"
+        if offered_bytes > error.needed_bytes:
+            offered = readable_bytes(offered_bytes, up=True)
+            yield f"transfers do not overlap compute with what is needed; with {offered} there is room for that"
         return
     if question.request.placement == "cuda":
         return

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from elixir.errors import InputError
+from elixir.plan.activations import keeps_state
 from elixir.step_trace import Access, StepTrace, Transfer, enclosing
 
 
@@ -29,7 +30,8 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
     Of the micro-batches that do not run, each keeps what it has kept at the beginning or the end of the stage.
 
     Raises:
-        InputError: the step has no layers that run again, or the trace is one of a pass already.
+        InputError: the step has no layers that run again or changes what a module keeps, or the trace is one of a
+            pass already.
     """
     if size == trace.pass_size:
         return trace
@@ -44,6 +46,8 @@ def pass_trace(trace: StepTrace, size: int) -> StepTrace:
             "backward and are not compiled; turn on activation checkpointing (checkpoint='non-reentrant'), or plan "
             "with pass_size=1"
         )
+    if trace.step.changed_state is not None:
+        raise keeps_state(trace.step.changed_state)
     stages = _stages(trace, layers)
     stage_of = [number for number, stage in enumerate(stages) for _ in stage.accesses]
     parameters = [{index for access in stage.accesses for index in access.parameters} for stage in stages]

@@ -25,13 +25,14 @@ import torch
 from elixir.access.interrupts import raise_waiting
 from elixir.access.own_checkpoint import without_checkpoint
 from elixir.access.recomputation import with_own_caches
+from elixir.models.module_state import ModuleState
+from elixir.plan.activations import keeps_state
 from elixir.torch_private import seeing_asked_gradients
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.asked_gradients import refuse_incomplete
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
 from elixir.wrapper.one_pass.micro_batch import GLUE, TAIL, MicroBatch
-from elixir.wrapper.one_pass.module_state import ModuleState
 from elixir.wrapper.one_pass.regions import Region, Roots, Trail, beginnings
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 from elixir.wrapper.weight_uses import ignored
@@ -121,8 +122,8 @@ class OnePass:
                 self._forward()
                 for course in self._courses:
                     course.refuse_hooked()
-                if not alone:
-                    state.refuse_changed()
+                if not alone and (changed := state.changed()) is not None:
+                    raise keeps_state(changed)
                 self._sweep()
         except BaseException:
             for course in self._courses:

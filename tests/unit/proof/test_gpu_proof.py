@@ -20,6 +20,7 @@ from benchmark import gpu_proof
 from benchmark.proof import capacity, runner, worker
 from benchmark.proof import place as place_module
 from benchmark.proof.cases import closing_jobs, jobs_of
+from benchmark.proof.contenders import CLIPPED_NORM
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.links import ROWS_FILE, read_rows
 from benchmark.proof.models import numel_of
@@ -46,7 +47,7 @@ def test_rehearsal_runs_every_path(tmp_path: Path) -> None:
     done = {(row["part"], row.get("kind")) for row in rows if row["status"] == "ok"}
     ok = [row for row in rows if row["status"] == "ok"]
     settings = {(row.get("loss_form"), row.get("sync_last"), row.get("max_norm")) for row in ok}
-    assert {("chunked", None, 1e3), (None, True, 1e3), (None, None, None), (None, None, 1.0)} <= settings
+    assert {("chunked", None, 1e3), (None, True, 1e3), (None, None, None), (None, None, CLIPPED_NORM)} <= settings
     assert_early_states_are_kept_unless_clipped(rows)
     peers = {("resident", kind) for kind in ("elixir", "plain", "ddp")} | {("offload", "elixir"), ("offload", "fsdp2")}
     assert done >= peers | {("links", "measure"), ("links", "compare"), ("capacity", "elixir"), ("memory", None)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import elixir
-from tests.common.installed import commands_run, environment, run
+from tests.common.installed import TEN_STEPS, commands_run, environment, run
 
 ROOT = Path(__file__).parents[3]
 (SUMMARY,) = re.findall(r'^description = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
@@ -47,6 +47,11 @@ def test_the_wheel_has_every_file_of_the_package_and_says_what_it_is(wheel: Path
     assert metadata["Summary"] == SUMMARY
     assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_steps_of_an_installed_wheel_import_nothing_of_the_repository_but_the_package() -> None:
+    lines = (line for line in TEN_STEPS.splitlines() if line.startswith(("import ", "from ")))
+    assert list(lines) == ["import elixir", "import torch"]
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from elixir.cli import main
-from elixir.errors import InputError, PlanError
+from elixir.errors import InputError, PlanError, readable_bytes
 from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import preset
 from elixir.search import Answer, plan_from_trace, simple_search
 from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
-from elixir.units import GIB, MIB, parse_bytes
+from elixir.units import GIB, MIB
 from tests.common.samples import make_trace
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -74,11 +74,17 @@ def test_a_cpu_without_a_device_budget_has_all_that_is_left() -> None:
     assert caught.value.available_bytes == 1
 
 
-def test_what_is_said_to_be_needed_is_no_more_than_what_suffices() -> None:
-    with pytest.raises(PlanError, match="all that must be free") as caught:
-        plan_from_trace(TRACE, preset("cpu"), 1, host_memory=1000 * MIB, assume="nominal")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(500, "in which its devices lie"), (900, "as much on the device"), (1000, "all that must be free")],
+)
+def test_what_is_said_to_be_needed_of_a_cpu_suffices_and_is_what_is_offered(given: int, said: str) -> None:
+    with pytest.raises(PlanError, match=said) as caught:
+        plan_from_trace(TRACE, preset("cpu"), 1, host_memory=given * MIB, assume="nominal")
+    needed_bytes = caught.value.needed_bytes
     (offer,) = [dict(lever.options) for lever in caught.value.levers if dict(lever.options).keys() == {"host_memory"}]
-    assert caught.value.needed_bytes <= parse_bytes(offer["host_memory"])
+    assert offer["host_memory"] == readable_bytes(needed_bytes, up=True).replace(" ", "")
+    plan_from_trace(TRACE, preset("cpu"), 1, host_memory=needed_bytes, assume="nominal")
 
 
 def test_a_plan_by_hand_is_held_to_it() -> None:

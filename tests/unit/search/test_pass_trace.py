@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.access import swapping
 from elixir.errors import InputError
@@ -21,7 +22,7 @@ from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
-from tests.common.one_pass import batches, family, hf_loss
+from tests.common.one_pass import Stack, batches, family, hf_loss, square_loss, vectors
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,38 @@ def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
     assert found.predicted.host_parts["swapped_activations"] == found.step.swap_bytes
     assert simulate_step(found, step, slow_link()).step_s == pytest.approx(found.predicted.step_s, rel=1e-6)
     assert plan_or_shortage(step, slow_link(), replace(request, device_memory="1GiB")).step.swap_bytes == 0
+
+
+class Counting(Stack):
+    """Counts its forwards in a buffer of a layer."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        super().__init__([nn.Linear(8, 8) for _ in range(3)])
+        self.counts = counts
+        self.layers[1].register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.layers[1].forwards += 1
+        return super().forward(x)
+
+
+def test_a_model_that_counts_in_a_buffer_gets_no_passes() -> None:
+    def traced(*, counts: bool) -> StepTrace:
+        made, batch = Counting(counts=counts), vectors(1)[0][0]
+        return trace_step(made, batch, lambda m, b: square_loss(m, b).backward(), hardware=slow_link())
+
+    stateless, counting = (traced(counts=counts) for counts in (False, True))
+    assert counting.step == replace(stateless.step, changed_state="layers.1.forwards")
+    assert StepTrace.from_json(counting.to_json()) == counting
+    assert "changed_state" not in stateless.to_json()  # as in files of versions that did not look for it
+    assert StepTrace.from_json(stateless.to_json()) == stateless
+
+    request = SearchRequest(world_size=1, accumulation=8, pass_size="auto", placement="cpu", host_budget="1GiB")
+    assert plan_or_shortage(stateless, slow_link(), request).pass_size > 1
+    assert plan_or_shortage(counting, slow_link(), request).pass_size == 1
+    with pytest.raises(InputError, match="^layers.1 keeps 'forwards' from one forward .* plan with pass_size=1"):
+        plan_or_shortage(counting, slow_link(), replace(request, pass_size=2))
 
 
 @pytest.mark.parametrize(("accumulation", "sizes"), [(1, (1,)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 12)), (7, (1, 7))])

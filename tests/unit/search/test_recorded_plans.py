@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elixir.artifact import digest
+from elixir.artifact import ADDED, digest
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
@@ -58,7 +58,8 @@ WITH_LEVERS = "2"
 def rounded(value: Any) -> Any:
     """`value` as JSON gives it back, its floats to nine digits: libraries may sum in another order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: rounded(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        held = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {field.name: rounded(item) for field, item in held if field.metadata != ADDED or item != field.default}
     if isinstance(value, dict):
         return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
