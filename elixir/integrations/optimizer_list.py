@@ -68,7 +68,7 @@ class OptimizerList(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of all, or sets them to zeros."""
+        """Calls `zero_grad` of all, one after the other."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 

@@ -409,6 +409,16 @@ class Engine:
                 "afterwards, or plan with pass_size=1"
             )
 
+    def before_zero_grad(self, *, set_to_none: bool) -> None:
+        """Raises `InputError` for zeros, after `close` and in a pass; cleans up after a backward that has raised."""
+        if not set_to_none:
+            raise InputError(
+                "zero_grad(set_to_none=False) would keep gradients of zeros under a plan; call zero_grad(), which "
+                "drops gradients: a parameter without a gradient is not stepped"
+            )
+        self.refuse_in_pass("zero_grad()")
+        self.forget_failed_backward()
+
     def pass_over(self, *, failed: bool = False) -> None:
         """Notes that all micro-batches of a pass have had their backward, or that one has raised: then the gradients
         that have come count, as after any backward that raises."""

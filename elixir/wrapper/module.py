@@ -368,21 +368,24 @@ class ElixirModule(nn.Module):
             gradients.reducing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those at the home of the states too, or sets them to zero."""
+        """Drops all gradients, those at the home of the states too.
+
+        Raises:
+            InputError: `set_to_none` is False before `close`.
+        """
         engine = self._engine
         if engine.phase.closed:  # the gradients are those of an ordinary model
             super().zero_grad(set_to_none)
             return
-        engine.refuse_in_pass("zero_grad()")
-        engine.forget_failed_backward()
+        engine.before_zero_grad(set_to_none=set_to_none)
         engine.unstepped.clear()
-        engine.gradients.clear(to_none=set_to_none)
+        engine.gradients.clear()
         for stepper in engine.steppers:
-            stepper.gradients_cleared(None if set_to_none else engine.loss_scale.value)
+            stepper.gradients_cleared()
         if engine.group.size > 1:
             engine.lanes.network.submit(lambda: engine.group.note("zero_grad()"))
         with DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)
+            super().zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

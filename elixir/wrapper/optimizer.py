@@ -285,21 +285,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or sets them to zeros, with which `step` then steps.
+        """Drops the gradients.
 
         Raises:
-            InputError: `set_to_none` is False although several optimizers step the module, whose gradients share
-                chunks.
+            InputError: `set_to_none` is False while the module runs under a plan.
         """
-        self._has_used_gradients()
         if len(self._engine.steppers) == 1 or self._engine.phase.closed:
             self.module.zero_grad(set_to_none)
             return
-        if not set_to_none:
-            raise InputError("with several optimizers on one module use zero_grad(set_to_none=True)")
-        self._engine.refuse_in_pass("zero_grad()")
-        self._engine.forget_failed_backward()
-        self._stepper.gradients_cleared(None)
+        self._engine.before_zero_grad(set_to_none=set_to_none)
+        self._has_used_gradients()
+        self._stepper.gradients_cleared()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

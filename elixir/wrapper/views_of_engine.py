@@ -49,8 +49,8 @@ class AnyStepper(Protocol):
     def gradients_scaled(self, by: float) -> None:
         """Notes that the next gradients are multiplied by a loss scale, and added to existing ones."""
 
-    def gradients_cleared(self, scale: float | None) -> None:
-        """Notes that gradients were set to None, or to zeros of this loss scale, and that no limit holds any more."""
+    def gradients_cleared(self) -> None:
+        """Notes that gradients were dropped, and that no limit holds any more."""
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
         """Returns the norm of these gradients and those of `others`, whose next steps clip to `max_norm`, too."""

@@ -288,7 +288,9 @@ class Program:
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none="zeros" not in actions or len(self.optimizers) > 1)
+            if "zeros" in actions:
+                self.attempt(lambda each=optimizer: each.zero_grad(set_to_none=False))
+            optimizer.zero_grad()
         for action in actions:
             if action.startswith("after"):
                 ACTIONS[action](self)

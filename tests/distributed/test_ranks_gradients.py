@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.common import inside
 from tests.common.ddp import Twins, batch_of, steady_adamw
@@ -74,43 +72,6 @@ def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone:
         assert not inside.holds_gradients(twins.module)
     twins.finish()
 
-
-class _Two(nn.Module):
-    """Two layers, of which each rank uses one; both are in one chunk, or in two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
-        return sum(self.layers[index](x) for index in used)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
-@pytest.mark.parametrize("kind", ["host", "device", "resident"])
-@on_each_rank(2)
-def test_zeros_instead_of_gradients_that_one_rank_has(rank: int, world_size: int, kind: str, alone: bool) -> None:
-    """Zeros instead of gradients are zeros on all ranks, also of those who had none of a chunk: momentum alone
-    moves the weights."""
-    torch.manual_seed(0)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    loss = lambda model, inp: model(**inp).square().mean()  # noqa: E731
-    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
-    traced = {"x": x, "used": (0, 1)}
-    twins = Twins(_Two(), traced, kind, loss=loss, unused=True, optimizer=sgd, split_number=4)
-    for used in ((0, 1), (rank,)):
-        with contextlib.ExitStack() as stack:
-            if alone and len(used) == 1:
-                stack.enter_context(twins.module.no_sync())
-                stack.enter_context(twins.plain.no_sync())
-            twins.backward({"x": x, "used": used})
-        if len(used) == 2:
-            twins.step()
-    twins.optimizer.zero_grad(set_to_none=False)
-    for parameter in twins.plain.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    twins.optimizer.step()
-    twins.plain_optimizer.step()
     twins.finish()
 
 

@@ -177,15 +177,11 @@ def drop(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
         parameter.grad = None
 
 
-def zeros(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
 def move(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
     module.rehome(mixed(module.plan))
 
 
-_CALLS = (evaluate, save_and_load, write, drop, zeros, move)
+_CALLS = (evaluate, save_and_load, write, drop, move)
 
 
 @pytest.mark.parametrize(

@@ -180,44 +180,34 @@ class ChunkGradient:
         self.kept.arrived |= opened.arrived
         return self.kept
 
-    def forget_kept(self) -> set[str]:
-        """Drops what this rank has kept to itself; returns the names of parameters that it had a gradient of."""
+    def forget_kept(self) -> None:
+        """Drops what this rank has kept to itself."""
         kept, self.kept = self.kept, None
         if kept is None:
-            return set()
+            return
         with contextlib.suppress(Exception), quietly():
             kept.memory.wait()  # a gradient must not be added to memory that compute uses for something else
         kept.memory.free()
-        return kept.arrived
 
-    def clear(self, arrived: set[str], *, to_none: bool) -> None:
-        """Forgets the gradient, or replaces it by zeros if one has arrived.
-
-        Args:
-            arrived: names of parameters with a gradient in a block that was closed for this.
-            to_none: rather than zeros.
-        """
-        arrived = arrived | self.arrived | self.forget_kept()
-        self.is_partial = None
-        self.dropped.clear()
-        self.norms = None
+    def clear(self) -> None:
+        """Forgets the gradient, no block of which is open."""
+        self.forget_kept()
         self.changes += 1
-        if to_none or not arrived:
-            self._forget()
-            return
-        self.arrived = arrived
-        self._fill_with_zeros()
-        if not self.holds:
-            self.to(GradState.HOME)
+        self._forget()
 
     def hold_zeros(self) -> None:
         """Puts zeros at home if nothing is there: other ranks have a gradient of the chunk, and this rank's part is
         zero."""
-        if not self.holds:
-            self.norms = None
-            self.changes += 1
-            self._fill_with_zeros()
-            self.to(GradState.HOME)
+        if self.holds:
+            return
+        self.norms = None
+        self.changes += 1
+        if self.memory.tensor.numel():
+            # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
+            self.memory.synchronize(taking=True)
+            self.memory.tensor.zero_()
+        self.make_memory()
+        self.to(GradState.HOME)
 
     def drop(self, name: str, offload: Lane, *, one_rank: bool) -> None:
         """Forgets the gradient of one parameter where it is kept or at home.
@@ -244,8 +234,6 @@ class ChunkGradient:
         self.arrived.discard(name)
         self.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
         if (one_rank and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
-            self.norms = None
-            self.dropped.clear()
             self._forget()
 
     def failures(self) -> list[Exception]:
@@ -255,17 +243,10 @@ class ChunkGradient:
     def _forget(self) -> None:
         """Forgets the gradient at home. Memory on the device is freed, since it exists only while gradients do."""
         self.arrived = set()
-        self.is_partial = None
+        self.is_partial = self.norms = None
+        self.dropped.clear()
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
         if self.memory.tensor.numel() and self.chunk.plan.update_home == "device":
             self.memory.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
             self.memory.free()
-
-    def _fill_with_zeros(self) -> None:
-        if not self.memory.tensor.numel():
-            self.make_memory()
-            return
-        # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
-        self.memory.synchronize(taking=True)
-        self.memory.tensor.zero_()

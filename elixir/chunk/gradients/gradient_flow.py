@@ -273,23 +273,19 @@ class GradientFlow:
         with self._lock:
             self._backwards = self._backwards if self.any_held() else 0
 
-    def clear(self, *, to_none: bool = True) -> None:
-        """Forgets all gradients, also those on their way, or replaces them by zeros."""
+    def clear(self) -> None:
+        """Forgets all gradients, also those on their way."""
         with self._lock:
             self._blocks.reclaim_extra()
             self._backwards = 0
             for gradient in self.by_chunk.values():
-                opened = self._given_up(gradient)
-                gradient.clear(opened.arrived if opened is not None else set(), to_none=to_none)
+                self._give_up(gradient)
+                gradient.clear()
             self._unsent = []
             self._unsettled = False
 
     def hold(self, names: Collection[str]) -> None:
-        """Puts zeros where this rank has no gradient of these parameters, of which some rank has one.
-
-        What was reduced is on all ranks. But a rank that got no gradient of a chunk does not know, when zeros are
-        put instead of gradients, that others put them there.
-        """
+        """Puts zeros where this rank has no gradient of these parameters, of which some rank has one."""
         with self._lock:
             for gradient in self.by_chunk.values():
                 if any(slot.name in names for slot in gradient.chunk.slots):
@@ -304,7 +300,7 @@ class GradientFlow:
             if gradient.opened is not None:
                 gradient.opened.arrived.discard(name)
                 if not gradient.opened.arrived:
-                    self._given_up(gradient)
+                    self._give_up(gradient)
             gradient.drop(name, self._lanes.offload, one_rank=self._group.size == 1)
 
     def failures(self) -> list[Exception]:
@@ -315,12 +311,11 @@ class GradientFlow:
                 found += gradient.failures()
         return found
 
-    def _given_up(self, gradient: ChunkGradient) -> OpenChunk | None:
+    def _give_up(self, gradient: ChunkGradient) -> None:
         """Closes the open block of a chunk and frees its memory."""
         opened = gradient.close()
         if opened is not None:
             self._blocks.give_back(opened.memory)
-        return opened
 
     def _wait(self) -> None:
         for gradient in self.by_chunk.values():

@@ -45,9 +45,9 @@ class StepGradients:
             self.are_mixed = self._are_held()
         self._scale = by
 
-    def cleared(self, scale: float | None) -> None:
-        """Notes that gradients were set to None, or to zeros of this loss scale."""
-        self._scale, self.are_mixed = scale, False
+    def cleared(self) -> None:
+        """Notes that gradients were dropped."""
+        self._scale, self.are_mixed = None, False
 
     def _are_held(self) -> bool:
         """Whether this rank has gradients of the optimizer's parameters."""

@@ -141,9 +141,9 @@ class Stepper:
         self.norm.refuse_stale()
         self.gradients.scaled(by)
 
-    def gradients_cleared(self, scale: float | None) -> None:
-        """Notes that gradients were set to None, or to zeros of this loss scale."""
-        self.gradients.cleared(scale)
+    def gradients_cleared(self) -> None:
+        """See `AnyStepper`."""
+        self.gradients.cleared()
         self.norm.forget_limit()
 
     def clip_grad_norm_(

@@ -255,7 +255,7 @@ def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_fore
     gradient.make_memory()
     assert arena.parts(home) == {"gradients": 16}
     gradient.hold_zeros()
-    gradient.clear(set(), to_none=True)
+    gradient.clear()
     assert arena.parts(home) == ({"gradients": 16} if home == "host" else {})
 
 
@@ -274,7 +274,7 @@ def test_gradients_that_a_rank_keeps_are_where_its_chunk_is_updated(home: Any) -
     assert kept.arrived == {"p"}
     gradient.make_memory()
     assert gradient.memory.tensor.device.type == {"host": "cpu", "device": "meta"}[home]
-    gradient.clear(set(), to_none=True)
+    gradient.clear()
     assert gradient.memory.tensor.numel() == (4 if home == "host" else 0)
 
 

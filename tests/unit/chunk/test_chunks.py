@@ -264,8 +264,8 @@ def test_a_block_is_not_written_to_before_it_has_left() -> None:
     assert flow.extra_blocks == 0
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(to_none: bool) -> None:
+@pytest.mark.parametrize("zeros", [True, False])
+def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(zeros: bool) -> None:
     chunk = make_chunk()
     lanes = make_lanes(CPU)
     flow, _ = make_flow([chunk], lanes=lanes)
@@ -274,13 +274,15 @@ def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(to_n
     work, gradient = lambda: (gate.wait(), read.append(held(flow, chunk, 0))), flow.by_chunk[chunk.index].memory
     updated = lanes.host_adam.submit(work, reads=[gradient])
     threading.Timer(0.1, gate.set).start()
-    flow.clear(to_none=to_none)
-    if to_none:
-        assert not gate.is_set()
+    flow.clear()
+    assert not gate.is_set()
+    if zeros:
+        flow.hold([chunk.slots[0].name])
+    else:
         backward(flow, [(chunk, slot, 2.0) for slot in (0, 1, 2)])
     updated.synchronize()
     assert read == [{1.0}]
-    assert held(flow, chunk, 0) == {2.0 if to_none else 0.0}
+    assert held(flow, chunk, 0) == {0.0 if zeros else 2.0}
 
 
 def test_gaps_are_zero_whatever_the_block_held() -> None:

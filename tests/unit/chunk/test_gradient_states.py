@@ -53,18 +53,6 @@ def test_a_gradient_goes_through_its_states() -> None:
     assert not flow.any_held()
 
 
-def test_zeros_in_the_place_of_gradients_are_at_home() -> None:
-    chunk = make_chunk(0)
-    flow, _ = make_flow([chunk])
-    flow.begin()
-    flow.take(chunk, chunk.slots[0], torch.ones(chunk.slots[0].shape))
-    flow.clear(to_none=False)
-    gradient = flow.by_chunk[0]
-    assert gradient.state is GradState.HOME
-    assert gradient.arrived == {chunk.slots[0].name}
-    assert not gradient.memory.tensor.any()
-
-
 def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> None:
     chunk, lanes = make_chunk(0), make_lanes(CPU)
     flow, _ = make_flow([chunk], lanes=lanes)
@@ -94,7 +82,8 @@ def test_zeros_for_other_ranks_are_not_taken_for_what_was_dropped_before() -> No
     gradient.hold_zeros()
     gradient.drop(chunk.slots[0].name, lanes.offload, one_rank=False)
     assert gradient.state is GradState.HOME
-    gradient.clear({slot.name for slot in chunk.slots}, to_none=False)
+    gradient.clear()
+    gradient.hold_zeros()
     for slot in chunk.slots[1:]:
         gradient.drop(slot.name, lanes.offload, one_rank=False)
     assert gradient.state is GradState.HOME

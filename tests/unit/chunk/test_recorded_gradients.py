@@ -120,7 +120,7 @@ class Flow(Training):
         """Forgets some gradients between backwards, or sends what came late."""
         draw, flow = self.common, self.flow
         if draw.random() < 0.15:
-            flow.clear(to_none=draw.random() < 0.3)
+            flow.clear()
         for _ in range(draw.choice((0, 0, 1, 3, 5))):
             chunk = draw.choice(self.chunks)
             flow.drop(chunk, draw.choice(chunk.slots).name)
@@ -161,7 +161,7 @@ class Flow(Training):
             self.flow.settle()
             found.append(self.seen(settled=True))
             self.flow.forget_counts()
-            self.flow.clear(to_none=self.common.random() < 0.7)
+            self.flow.clear()
             for _ in range(2):
                 self.changed()
             found.append(self.seen(settled=False))

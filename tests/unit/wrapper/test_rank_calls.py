@@ -85,7 +85,7 @@ def test_gradients_are_the_mean_and_their_norm_is_that_of_all(homes: str) -> Non
         assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(twice), rel=1e-5)
         with pytest.raises(InputError, match="norm_type is 1"):
             run.module.clip_grad_norm_(1.0, norm_type=1.0)
-        run.module.zero_grad(set_to_none=False)
+        run.module.zero_grad()
         assert run.module.clip_grad_norm_(1e9).item() == 0.0
         run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
         assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(once), rel=1e-5)

@@ -232,11 +232,6 @@ def _without_one(pair: Pair) -> None:
         model.layers[1].weight.grad = None  # type: ignore[index, union-attr]
 
 
-def _zeros(pair: Pair) -> None:
-    for each in (pair.optimizer, pair.plain_optimizer):
-        each.zero_grad(set_to_none=False)
-
-
 REDOES: dict[str, Callable[[Pair], None]] = {
     "another learning rate": _lr,
     "another option": _decay,
@@ -245,7 +240,6 @@ REDOES: dict[str, Callable[[Pair], None]] = {
     "weights are loaded": _loads,
     "states are loaded": _loads_states,
     "a gradient is dropped": _without_one,
-    "gradients become zeros": _zeros,
     "another backward": _again,
     "another backward of a part": _part_again,
 }

@@ -75,10 +75,8 @@ def test_gradients_of_two_loss_scales_are_mixed_if_some_are_left(
     for _ in range(2):
         gradients.scaled(2.0)
         assert (gradients.scale, gradients.are_mixed) == (2.0, mixed)
-    gradients.cleared(None)
+    gradients.cleared()
     assert (gradients.scale, gradients.are_mixed) == (8.0, False)
-    gradients.cleared(16.0)
-    assert gradients.scale == 16.0
 
 
 def test_groups_with_a_gradient_on_any_rank_are_stepped() -> None:
@@ -141,7 +139,7 @@ def test_one_rank_uses_the_gradients_that_have_arrived(caplog: pytest.LogCapture
         parts.gradients.agree(stepping=True)
     parts.gradients.scaled(8.0)
     parts.gradients.agree(stepping=True)
-    parts.gradients.cleared(None)
+    parts.gradients.cleared()
     parts.engine.loss_scale.used = False
     parts.gradients.agree(stepping=True)
 
