@@ -271,7 +271,8 @@ class GradientFlow:
     def dropped(self) -> None:
         """Counts backwards anew if `drop` has left no gradient; all ranks call this alike."""
         with self._lock:
-            self._backwards = self._backwards if self.any_held() else 0
+            is_any_left = any(own.holds for own in self.by_chunk.values())  # on all ranks alike
+            self._backwards = self._backwards if is_any_left else 0
 
     def clear(self) -> None:
         """Forgets all gradients, also those on their way."""

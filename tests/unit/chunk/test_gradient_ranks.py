@@ -564,3 +564,25 @@ def test_replicas_end_with_the_mean_also_if_a_step_comes_before_its_last_backwar
 @pytest.mark.parametrize("part", range(5))
 def test_every_rank_ends_with_the_mean(part: int) -> None:
     check_means(_OTHERS[part::5])
+
+
+def test_ranks_count_backwards_alike_after_an_optimizer_has_cleared_its_gradients() -> None:
+    """Though one rank alone has got a gradient of what is left."""
+    case = Case(4, 2, 2, [HOMES[2]] * 2, [True] * 2, [], False, False, False)
+    meeting = Meeting(4)
+    trainings = [Training(case, meeting, rank) for rank in range(4)]
+    cleared, left = ([(chunk, slot, 12.0) for slot in range(len(SLOTS))] for chunk in (0, 1))
+
+    def train(rank: int) -> None:
+        flow, chunks = trainings[rank].flow, trainings[rank].chunks
+        trainings[rank].backward(Backward([cleared + left] + [cleared] * 3, True, None))
+        for slot in chunks[0].slots:
+            flow.drop(chunks[0], slot.name)
+        flow.dropped()
+        trainings[rank].backward(Backward([left] * 4, True, None))
+        flow.settle()
+        assert flow.by_chunk[1].memory.tensor[0] == 12.0 + 12.0 / 4
+
+    on_ranks(4, train, meeting)
+    for training in trainings:
+        training.lanes.close()
