@@ -185,7 +185,7 @@ class _Way:
 
     @property
     def told(self) -> BatchOption:
-        """What is known of it, with a reason if it was not planned."""
+        """The option, with a reason if it was not planned."""
         if self.option.step_s is not None or self.option.reason:
             return self.option
         reason = "does not fit with overlap and chunks of a sensible size"
