@@ -505,7 +505,7 @@ class Chunk:
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""
-        memories = dict.fromkeys((self.states, self.at_home, self.whole))
+        memories = dict.fromkeys((self.states, self.second, self.at_home, self.rounded, self.whole))
         found = [error for memory in memories for error in memory.failures()]
         if self.stored is not None:
             self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed

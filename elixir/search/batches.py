@@ -14,7 +14,7 @@ from elixir.plan.plan import Plan
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
-from elixir.search.planner import least_s, plan_or_shortage, planned, seconds_of
+from elixir.search.planner import least_s, plan_or_shortage
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
@@ -84,10 +84,9 @@ def search_batches(
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
 
-    Ways are compared by their fastest steps at the rates of the machine; the best is planned for all scenarios. No way
-    is looked at more closely than it takes to tell: floors (`elixir.search.planner.least_s`) come first, then brief
-    plans. Of ways that have no floor, since nothing with overlap and chunks of a sensible size fits, the first with a
-    plan is taken if no other has one.
+    Ways are compared by their fastest steps at the rates of the machine. Floors (`elixir.search.planner.least_s`) rank
+    them, and a way is planned while its floor is below all seconds that are known. Of ways that have no floor, since
+    nothing with overlap and chunks of a sensible size fits, the first with a plan is taken if no other has one.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -144,19 +143,13 @@ class _Way:
     option: BatchOption
     question: Question
     least_s: float
-    """Seconds that no step of it is below; infinite where none seems to fit."""
+    """The least floor of its shapes; infinite where none fits."""
     answer: Answer | None = None
     missed: PlanError | None = None
 
     def floor_s(self) -> float:
         """`least_s`."""
         return self.least_s
-
-    def brief_s(self) -> float:
-        """Seconds of a plan that is made briefly."""
-        plan = planned(self.question, briefly=True)
-        self._measure(plan)
-        return seconds_of(plan)
 
     def planned_s(self) -> float:
         """Seconds of the fastest step that the search of the plan has found, once it is known which inputs of layers
@@ -169,19 +162,14 @@ class _Way:
             option = self.option
             self.option = BatchOption(option.batch, option.accumulation, option.checkpoint, str(error).splitlines()[0])
             return math.inf
-        self._measure(self.answer.plan)
         predicted = self.answer.plan.predicted
+        self.option = replace(
+            self.option,
+            step_s=predicted.seconds["total"],
+            device_peak_bytes=predicted.device_peak_bytes,
+            host_peak_bytes=predicted.host_peak_bytes,
+        )
         return predicted.fastest_s or predicted.step_s
-
-    def _measure(self, plan: Plan | None) -> None:
-        if plan is not None:
-            predicted = plan.predicted
-            self.option = replace(
-                self.option,
-                step_s=predicted.seconds["total"],
-                device_peak_bytes=predicted.device_peak_bytes,
-                host_peak_bytes=predicted.host_peak_bytes,
-            )
 
     @property
     def told(self) -> BatchOption:
@@ -196,8 +184,7 @@ class _Way:
 
 def _chosen(ways: list[_Way]) -> BatchChoice:
     """The way that has the least seconds when all is known of it."""
-    looks = (_Way.floor_s, _Way.brief_s, _Way.planned_s)
-    best = fastest(ways, looks, 1 + NOTICEABLE_SHARE)
+    best = fastest(ways, (_Way.floor_s, _Way.planned_s), 1 + NOTICEABLE_SHARE)
     if best is not None and best.answer is not None:
         return BatchChoice(best.answer, best.option, tuple(way.told for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]

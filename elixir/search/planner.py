@@ -124,16 +124,12 @@ def _planned(
             found = _floors(spaces[way], budgets, requests[way])
             return min((floor_s for floor_s, _ in found), default=math.inf)
 
-        def brief_s(way: int) -> float:
-            nominal = replace(requests[way], assume="nominal")
-            return seconds_of(plan_in(spaces[way], budgets, nominal, briefly=True))
-
         def plan_s(way: int) -> float:
             plans[way] = plan_in(spaces[way], budgets, requests[way], briefly=briefly)
             return seconds_of(plans[way])
 
-        closer = [lambda way: spaces[way].cost.compute_s, floor_s, *(() if briefly else (brief_s,))]
-        best = fastest(range(len(asked)), [*(closer if len(asked) > 1 else ()), plan_s])
+        closer = [lambda way: spaces[way].cost.compute_s, floor_s] if len(asked) > 1 else []
+        best = fastest(range(len(asked)), [*closer, plan_s])
         return None if best is None else plans[best]
 
     plan = _in_machine(within, budgets, question, nearest)

@@ -217,25 +217,22 @@ class Judge:
         host."""
         pool = self.fitting
         scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, self.known)
-        most, judged = math.inf, list[Candidate]()
-        thrift: tuple[int, int] | None = None
+        most, judged = math.inf, list[tuple[float, Candidate]]()
         for row in np.argsort(scores, kind="stable").tolist():
             it, least = pool[row], scores[row]
             if least > most + TIE:
                 break
-            needs = it.hosted_numel, it.need.host_bytes
-            if least >= most and thrift is not None and needs >= thrift:
+            tied = [_needs(other) for worst, other in judged if worst < most + TIE]
+            if least >= most and tied and _needs(it) >= min(tied):
                 continue  # neither surer nor thriftier
             worst = self.score(it, self.known, most + TIE)
             if worst < math.inf:
-                judged.append(it)
-                if worst < most:
-                    most = worst
-                thrift = min(needs, thrift or needs)
-        final = [(self.score(it, self.known), it) for it in judged]  # the first knew less
+                judged.append((worst, it))
+                most = min(most, worst)
+        final = [(self.score(it, self.known), it) for _, it in judged]  # the first knew less
         most = min(worst for worst, _ in final)
         near = [
-            (it.hosted_numel, it.need.host_bytes, round(worst, DECIMALS), number)
+            (*_needs(it), round(worst, DECIMALS), number)
             for number, (worst, it) in enumerate(final)
             if worst < most + TIE
         ]
@@ -268,3 +265,8 @@ class Judge:
         judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
         best = replace(candidate, cost=self.spaces[self.nominal].cost)
         return Outcome(best, self.best_s(self.nominal), judgements, known)
+
+
+def _needs(candidate: Candidate) -> tuple[int, int]:
+    """What a candidate leaves to the host, and takes of its memory."""
+    return candidate.hosted_numel, candidate.need.host_bytes

@@ -141,16 +141,17 @@ class SimulatedCost:
 
     def _simulated(self, case: Case) -> dict[str, float]:
         """Seconds of the optimizer step that begins with the updates of the one before."""
-        # The last batch is simulated next to the steady one where early updates make it another.
+        # The last batch is simulated next to the steady one where early updates or sums over replicas make it another.
         early, accumulation = bool(case.placement.early), case.times.model.setting.accumulation
-        count = min(accumulation, STEADY_BATCH + 1 + early)
+        count = min(accumulation, STEADY_BATCH + 1 + (early or self.rates.replicas > 1))
         machine, batches = self._begun(case, count) if early else (Replay(case), case.batches(count, updated=True))
         machine.update()
         optimizer_s = machine.now_s
         repeated_s = machine.run(batches, accumulation - count)
         ended_s = machine.now_s
         machine.settle()
-        total_s = max(machine.now_s + repeated_s, machine.disk_idle_s)
+        # A lane that falls behind from batch to batch holds the step up though the steady batch does not show it.
+        total_s = max(machine.now_s + repeated_s, machine.disk_idle_s, *machine.busy_s.values())
         settled_s = _apart(total_s, repeated_s + ended_s)
         return {
             "forward": machine.forward_s,

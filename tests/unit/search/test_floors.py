@@ -45,7 +45,7 @@ def random_space(draw: random.Random, seed: int) -> SearchSpace:
         ranks_per_host=world,
         replicas=replicas,
         early_updates=True,
-        accumulation=draw.choice((1, 1, 2, 3, 5)),
+        accumulation=draw.choice((1, 1, 2, 3, 5, 16, 64)),
         clipping=draw.random() < 0.7,
         matrices=frozenset(name for name in names if draw.random() < 0.3) if draw.random() < 0.4 else frozenset(),
         frozen_weights=draw.choice(("host", "files")),
