@@ -11,10 +11,10 @@ from typing import Any
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
-from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import least_s, plan_or_shortage
+from elixir.search.propose.judge import DECIMALS
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
@@ -84,9 +84,9 @@ def search_batches(
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
 
-    Ways are compared by their fastest steps at the rates of the machine. Floors (`elixir.search.planner.least_s`) rank
-    them, and a way is planned while its floor is below all seconds that are known. Of ways that have no floor, since
-    nothing with overlap and chunks of a sensible size fits, the first with a plan is taken if no other has one.
+    Floors (`elixir.search.planner.least_s`) rank the ways, and one is planned while its floor is below all seconds that
+    are known. Of ways that have no floor, since nothing with overlap and chunks of a sensible size fits, the first with
+    a plan is taken if no other has one.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -124,7 +124,7 @@ def search_batches(
                 what = f"{option.accumulation} x {batch} samples, activation checkpointing {checkpoint}"
                 progress(what, len(ways), max(most, len(ways) + 1))
             question = Question(trace_of(*cut), hardware, replace(request, accumulation=option.accumulation))
-            ways[cut] = _Way(option, question, least_s(question))
+            ways[cut] = _Way(option, question, round(least_s(question), DECIMALS))
         return ways[cut].least_s
 
     for cut in cuts:
@@ -152,24 +152,29 @@ class _Way:
         return self.least_s
 
     def planned_s(self) -> float:
-        """Seconds of the fastest step that the search of the plan has found, once it is known which inputs of layers
-        move."""
+        """Seconds of the plan."""
+        return self._answered(lambda: Answer(plan_or_shortage(*self.question), self.question))
+
+    def exact_s(self) -> float:
+        """The same once it is known which inputs of layers move: then it may be slower, or not fit."""
+        answer = self.answer
+        if answer is None:
+            return math.inf
+        return self._answered(lambda: with_exact_moves(answer, StepQuestion(model=self.question.trace)))
+
+    def _answered(self, answer: Callable[[], Answer]) -> float:
+        option = BatchOption(self.option.batch, self.option.accumulation, self.option.checkpoint)
         try:
-            answer = Answer(plan_or_shortage(*self.question), self.question)
-            self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
+            self.answer = answer()
         except PlanError as error:
-            self.missed = error
-            option = self.option
-            self.option = BatchOption(option.batch, option.accumulation, option.checkpoint, str(error).splitlines()[0])
+            self.missed, self.option = error, replace(option, reason=str(error).splitlines()[0])
             return math.inf
         predicted = self.answer.plan.predicted
+        step_s, device_bytes = round(predicted.step_s, DECIMALS), predicted.device_peak_bytes
         self.option = replace(
-            self.option,
-            step_s=predicted.seconds["total"],
-            device_peak_bytes=predicted.device_peak_bytes,
-            host_peak_bytes=predicted.host_peak_bytes,
+            option, step_s=predicted.step_s, device_peak_bytes=device_bytes, host_peak_bytes=predicted.host_peak_bytes
         )
-        return predicted.fastest_s or predicted.step_s
+        return step_s
 
     @property
     def told(self) -> BatchOption:
@@ -184,7 +189,7 @@ class _Way:
 
 def _chosen(ways: list[_Way]) -> BatchChoice:
     """The way that has the least seconds when all is known of it."""
-    best = fastest(ways, (_Way.floor_s, _Way.planned_s), 1 + NOTICEABLE_SHARE)
+    best = fastest(ways, (_Way.floor_s, _Way.planned_s, _Way.exact_s), worth=1.0)
     if best is not None and best.answer is not None:
         return BatchChoice(best.answer, best.option, tuple(way.told for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]
