@@ -72,8 +72,6 @@ def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone:
         assert not inside.holds_gradients(twins.module)
     twins.finish()
 
-    twins.finish()
-
 
 @pytest.mark.parametrize(
     ("kind", "checkpoint"), [("host", "non-reentrant"), ("mixed", "none"), ("mixed", "non-reentrant")]

@@ -268,5 +268,5 @@ class Judge:
 
 
 def _needs(candidate: Candidate) -> tuple[int, int]:
-    """What a candidate leaves to the host, and takes of its memory."""
+    """Elements whose states a candidate leaves to the host, and bytes of its memory."""
     return candidate.hosted_numel, candidate.need.host_bytes

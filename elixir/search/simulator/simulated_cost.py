@@ -150,7 +150,7 @@ class SimulatedCost:
         repeated_s = machine.run(batches, accumulation - count)
         ended_s = machine.now_s
         machine.settle()
-        # A lane that falls behind from batch to batch holds the step up though the steady batch does not show it.
+        # No step is shorter than what one lane does in it, even if that still grows after the steady batch.
         total_s = max(machine.now_s + repeated_s, machine.disk_idle_s, *machine.busy_s.values())
         settled_s = _apart(total_s, repeated_s + ended_s)
         return {
