@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
@@ -147,10 +148,6 @@ class _Way:
     answer: Answer | None = None
     missed: PlanError | None = None
 
-    def floor_s(self) -> float:
-        """`least_s`."""
-        return self.least_s
-
     def planned_s(self) -> float:
         """Seconds of the plan."""
         return self._answered(lambda: Answer(plan_or_shortage(*self.question), self.question))
@@ -170,15 +167,17 @@ class _Way:
             self.missed, self.option = error, replace(option, reason=str(error).splitlines()[0])
             return math.inf
         predicted = self.answer.plan.predicted
-        step_s, device_bytes = round(predicted.step_s, DECIMALS), predicted.device_peak_bytes
         self.option = replace(
-            option, step_s=predicted.step_s, device_peak_bytes=device_bytes, host_peak_bytes=predicted.host_peak_bytes
+            option,
+            step_s=predicted.step_s,
+            device_peak_bytes=predicted.device_peak_bytes,
+            host_peak_bytes=predicted.host_peak_bytes,
         )
-        return step_s
+        return round(predicted.step_s, DECIMALS)
 
     @property
-    def told(self) -> BatchOption:
-        """The option, with a reason if it was not planned."""
+    def result(self) -> BatchOption:
+        """The option with figures of its plan, or with the reason why there is none."""
         if self.option.step_s is not None or self.option.reason:
             return self.option
         reason = "does not fit with overlap and chunks of a sensible size"
@@ -189,9 +188,9 @@ class _Way:
 
 def _chosen(ways: list[_Way]) -> BatchChoice:
     """The way that has the least seconds when all is known of it."""
-    best = fastest(ways, (_Way.floor_s, _Way.planned_s, _Way.exact_s), worth=1.0)
+    best = fastest(ways, (attrgetter("least_s"), _Way.planned_s, _Way.exact_s), worth=1.0)
     if best is not None and best.answer is not None:
-        return BatchChoice(best.answer, best.option, tuple(way.told for way in ways))
+        return BatchChoice(best.answer, best.option, tuple(way.result for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]
     raise with_levers(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
 

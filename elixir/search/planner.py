@@ -125,8 +125,8 @@ def _planned(
             return min((floor_s for floor_s, _ in found), default=math.inf)
 
         def plan_s(way: int) -> float:
-            plans[way] = plan_in(spaces[way], budgets, requests[way], briefly=briefly)
-            return seconds_of(plans[way])
+            found = plans[way] = plan_in(spaces[way], budgets, requests[way], briefly=briefly)
+            return math.inf if found is None else found.predicted.step_s
 
         closer = [lambda way: spaces[way].cost.compute_s, floor_s] if len(asked) > 1 else []
         best = fastest(range(len(asked)), [*closer, plan_s])
@@ -136,11 +136,6 @@ def _planned(
     if plan is None and budgets.device_slack_bytes:
         plan = _in_machine(within, budgets.with_slack(), question, nearest)
     return _Found(plan, spaces[0], min(nearest, default=None))
-
-
-def seconds_of(plan: Plan | None) -> float:
-    """Seconds of a step; infinite without a plan."""
-    return math.inf if plan is None else plan.predicted.step_s
 
 
 def _say(question: Question, setting: Setting, budgets: Budgets) -> None:

@@ -42,7 +42,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
         plans_bytes = needed_bytes - budgets.other_bytes
         needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question) or 0))
-        least = needed_bytes if _devices_count(question) else min(error.needed_bytes, needed_bytes)
+        least = needed_bytes if _shares_memory(question) else min(error.needed_bytes, needed_bytes)
         error = PlanError(error.what, needed_bytes=least, available_bytes=available_bytes)
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
     job = list(for_memory(question))
@@ -73,7 +73,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     )
 
 
-def _devices_count(question: Question) -> bool:
+def _shares_memory(question: Question) -> bool:
     """Whether the devices lie in the memory that was given: only a plan tells what both take, with gaps of the heap."""
     return question.hardware.device_kind == "cpu" and question.request.host_option == "host_memory"
 
@@ -86,7 +86,7 @@ def _enough_of_host(question: Question, host_bytes: int) -> int:
     hardware, request = question.hardware, question.request
     if request.host_option == "host_budget":
         return host_bytes
-    if _devices_count(question):
+    if _shares_memory(question):
         device = LARGEST_BYTES if request.device_memory is None else request.device_memory
         asked = replace(request, device_memory=device, host_memory=None, host_budget=host_bytes)
         asked = replace(asked, device_reserve=None, host_reserve=None)

@@ -269,7 +269,7 @@ class Floors:
         """Backward's compute, copies of gradients into blocks, and how long after it the last are where they belong."""
         order = self._sends
         on_device = homes.on_device[:, order]
-        through = np.ones_like(on_device) if self._several else ~(homes.resident[:, order] & on_device)
+        through = self._through(homes)[:, order]
         copied_s = np.where(through, self._copy_s[:, None, order] + ~on_device * self._summed_s[:, None, order], 0.0)
         still_s = np.cumsum(copied_s, axis=-1)
         gone_s = np.where(on_device, self._deliver_s[:, None, order], self._offload_s[:, None, order])

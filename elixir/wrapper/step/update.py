@@ -126,9 +126,10 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         write: Work = shard.copy_out(inputs.arrived, staged)
         if read is not None:
             write = partial(StoredStates.if_read, read, write)
-        # Without a stage, weights are copied from the buffer with the masters, which must stay until then.
-        beside = [buffer] if read is not None and staged is None else []
-        returned = _return_weights(engine, chunk, write, source, *beside)
+        sources = [source]
+        if read is not None and staged is None:
+            sources.append(buffer)  # weights are copied from the masters in it, which must stay until then
+        returned = _return_weights(engine, chunk, write, *sources)
         done = returned if staged is None else done
     if chunk.stored is not None:
         engine.window.end_step(chunk.stored, buffer, done, makes_states=makes_states)

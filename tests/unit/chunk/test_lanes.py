@@ -210,20 +210,20 @@ def test_only_compute_counts_as_waiting(clock: Clock) -> None:
 
 
 class FakeStream:
-    """Takes note of what a CUDA stream is told."""
+    """Takes note of what a CUDA stream is asked."""
 
     last: FakeStream
 
     def __init__(self, *_: Any, **__: Any) -> None:
         FakeStream.last = self
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.devices: list[tuple[int, torch.device]] = []
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.told.append(f"wait for {event.what}")
+        self.calls.append(f"wait for {event.what}")
 
     def synchronize(self) -> None:
-        self.told.append("synchronize")
+        self.calls.append("synchronize")
 
 
 class FakeEvent:
@@ -236,7 +236,7 @@ class FakeEvent:
         self.what, self.at = "nothing", 0
 
     def record(self, stream: FakeStream) -> None:
-        self.what, self.at = stream.told[-1] if stream.told else "compute", len(stream.told)
+        self.what, self.at = stream.calls[-1] if stream.calls else "compute", len(stream.calls)
 
     def elapsed_time(self, ended: FakeEvent) -> float:
         """Seconds in milliseconds: each entry of a stream takes one."""
@@ -260,15 +260,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 
 def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -> None:
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = FakeStream.last.told, threading.Event()
-    lane.submit(lambda: told.append("first")).wait()
-    assert told == ["wait for compute", "first"]
-    assert cuda.told == ["wait for first"]
+    calls, gate = FakeStream.last.calls, threading.Event()
+    lane.submit(lambda: calls.append("first")).wait()
+    assert calls == ["wait for compute", "first"]
+    assert cuda.calls == ["wait for first"]
     updated, memories = filled(host, gate.wait), [Memory(), Memory()]
-    work = partial(told.append, "second")
+    work = partial(calls.append, "second")
     second = lane.submit(work, reads=[updated], writes=memories[:1])  # comes back though the host is not done
-    third = lane.submit(lambda: told.append("third"), writes=memories[1:])
-    assert told[2:] == []
+    third = lane.submit(lambda: calls.append("third"), writes=memories[1:])
+    assert calls[2:] == []
     assert not second.done()
     assert lane.waited_s == 0.0
     third._issued = Opening(gate)  # the host goes on once this thread waits
@@ -277,9 +277,9 @@ def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -
     waited_s = lane.waited_s
     second.wait()
     assert lane.waited_s == waited_s
-    assert [what for what in told if not what.startswith("wait")] == ["first", "second", "third"]
-    fourth = lane.submit(lambda: told.append("fourth"), reads=memories)
-    assert told[-3:] == ["wait for second", "wait for third", "fourth"]
+    assert [what for what in calls if not what.startswith("wait")] == ["first", "second", "third"]
+    fourth = lane.submit(lambda: calls.append("fourth"), reads=memories)
+    assert calls[-3:] == ["wait for second", "wait for third", "fourth"]
     fourth.wait()
     lane.close()
     host.close()
@@ -306,7 +306,7 @@ def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: 
 def test_a_stream_lane_is_busy_while_its_work_runs(cuda: FakeStream) -> None:
     lane = StreamLane(torch.device("cuda", 0))
     for copies in (["first", "second"], ["third"]):
-        lane.submit(partial(FakeStream.last.told.extend, copies)).wait()
+        lane.submit(partial(FakeStream.last.calls.extend, copies)).wait()
     assert lane.take_busy_s() == 3.0
     lane.close()
 
@@ -328,17 +328,17 @@ def test_waits_of_streams_are_timed_while_they_last(cuda: FakeStream, monkeypatc
 def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
     """The lane's events have nothing that the host could wait for."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = FakeStream.last.told, threading.Event()
-    assert lane.ask(lambda: len(told)) == 1
-    lane.submit(lambda: told.append("after the host"), reads=[filled(host, gate.wait)])
+    calls, gate = FakeStream.last.calls, threading.Event()
+    assert lane.ask(lambda: len(calls)) == 1
+    lane.submit(lambda: calls.append("after the host"), reads=[filled(host, gate.wait)])
     threading.Timer(0.05, gate.set).start()
-    assert lane.ask(lambda: told[-2:]) == ["after the host", "wait for compute"]  # in its order all the same
+    assert lane.ask(lambda: calls[-2:]) == ["after the host", "wait for compute"]  # in its order all the same
     with pytest.raises(ZeroDivisionError):
         lane.ask(lambda: 1 / 0)
     assert host.ask(lambda: 3) == 3
     lane.close()
     with pytest.raises(InputError, match="was closed"):
-        lane.ask(lambda: told)
+        lane.ask(lambda: calls)
     host.close()
 
 
@@ -365,13 +365,13 @@ def test_work_of_a_stream_is_done_when_its_event_is_over(cuda: FakeStream, monke
 def test_a_stream_lane_ends_with_what_still_waits_for_the_host(cuda: FakeStream) -> None:
     """Its thread issues that, and stops; the caller then frees the blocks that the stream has used."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    told, gate = FakeStream.last.told, threading.Event()
+    calls, gate = FakeStream.last.calls, threading.Event()
     before = set(threading.enumerate())
-    lane.submit(lambda: told.append("after the host"), reads=[filled(host, gate.wait)])
+    lane.submit(lambda: calls.append("after the host"), reads=[filled(host, gate.wait)])
     (issuer,) = set(threading.enumerate()) - before
     threading.Timer(0.05, gate.set).start()
     lane.close()
-    assert told[-2:] == ["after the host", "synchronize"]
+    assert calls[-2:] == ["after the host", "synchronize"]
     assert not issuer.is_alive()
     host.close()
 
@@ -380,11 +380,11 @@ def test_the_host_waits_for_an_event_of_a_stream(cuda: FakeStream, monkeypatch: 
     """`synchronize` is for the thread that calls it, `wait` for compute."""
     lane, waited = StreamLane(torch.device("cuda", 0)), list[str]()
     monkeypatch.setattr(FakeEvent, "synchronize", lambda self: waited.append(self.what), raising=False)
-    ticket = lane.submit(lambda: FakeStream.last.told.append("copy"))
+    ticket = lane.submit(lambda: FakeStream.last.calls.append("copy"))
     assert not waited
     ticket.synchronize()
     assert waited == ["copy"]
-    assert cuda.told == []
+    assert cuda.calls == []
     lane.close()
 
 
