@@ -28,7 +28,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.one_pass.one_pass import OnePass
-from elixir.wrapper.step.elementwise import MODES, options_of
+from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import check_optimizer
 from elixir.wrapper.step.whole_states import load_whole_states, whole_states
@@ -97,16 +97,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         states = ShardedStates(weakref.ref(self._stepper), weakref.WeakMethod(self._drop_states))
         self.state = optimizer.state = states  # type: ignore[assignment]
         self._ready = True
-
-    def __getattr__(self, name: str) -> Any:
-        """Gives ``train`` and ``eval`` of classes that rewrite weights with them, such as schedule-free's.
-
-        With several ranks all must call these methods.
-        """
-        given = vars(self).get("_user_optimizer")
-        if name in MODES and callable(getattr(given, name, None)):
-            return torch.no_grad()(partial(self._stepper.rewrite, name))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def loss_scale(self) -> float:

@@ -105,8 +105,9 @@ class DiskStates:
             self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
             stored.bind(self._room(slot, stored.nbytes))
             for name, value in tensors.items():
-                stored.region(name, value.numel(), value.dtype)
-                stored.keep(self, value, name, in_order=True)
+                order = value.stride()
+                stored.region(name, value.numel(), value.dtype).as_strided(value.shape, order).copy_(value)
+                stored.show(self, value, name, stride=order)
 
     def _room(self, slot: int, nbytes: int) -> torch.Tensor:
         if self._memory[slot].nbytes < nbytes:
