@@ -34,7 +34,9 @@ def audit(module: ElixirModule) -> None:
         for stepper in inside.steppers(module):
             shard = stepper.shards[chunk.index] if plan.trainable else None  # type: ignore[attr-defined]
             if shard is not None and chunk.stored is None:
-                found[plan.update_home]["optimizer_states"] += sum(each.nbytes for each in shard.states.tensors.values())
+                found[plan.update_home]["optimizer_states"] += sum(
+                    each.nbytes for each in shard.states.tensors.values()
+                )
     found["host"]["gradients"] += sum(buffer.tensor.nbytes for buffer in inside.host_buffers(module, SUMMANDS))
     pool = inside.cache(module)._pool
     found["device"]["rcache"] = pool.count * pool.block_bytes

@@ -175,16 +175,3 @@ class OnItsTensor(Own):
     def step(self, closure: Any = None) -> None:
         self.counted += 1
         super().step()
-
-
-class Unmarked(Own):
-    """Rewrites its weights for evaluation without saying so in its groups."""
-
-    def train(self) -> None:
-        """Nothing to do."""
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,7 @@ class Rule(Protocol):
     accepts_tensor_factor: bool = False
     """Whether the factor of a step may be a tensor on the device."""
     shares_call: bool = False
-    """Whether one call may step several shards."""
+    """Whether one call may step several shards; see `prepare`."""
     exchanged_bytes: int = 0
     """Bytes that this rank receives from others in each step."""
     turn: Callable[[], None] | None = None
@@ -55,6 +56,20 @@ class Rule(Protocol):
     def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
         """Runs the first part of a step with a `turn`; arguments as of `step`."""
         return
+
+    def prepare(
+        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
+    ) -> Callable[[], None] | None:
+        """Gives gradients to a call that steps all shards that were prepared; one that `shares_call` has it.
+
+        Args:
+            states, inputs, factor: as of `step`.
+            given: takes the gradients back when it ends.
+
+        Returns:
+            The call; None if the shard needs none.
+        """
+        return None
 
     def step(
         self,
@@ -81,7 +96,7 @@ class Rule(Protocol):
 class AdamRule(Rule):
     """Adam in one pass over the shard; see `Rule`.
 
-    With float32 moments, neighbouring segments of one group at the same step are stepped as one run, with the unused
+    With float32 moments, neighbouring segments of one group at the same step may be stepped as one run, with the unused
     gaps between them. A parameter that is frozen or belongs to another optimizer ends a run. Moments in fewer bits are
     stepped segment by segment, so that rounding is the same in every home. It depends on the place in the shard, and
     blocks of 8-bit moments count from the shard's start, whichever optimizers share the shard.
@@ -89,10 +104,12 @@ class AdamRule(Rule):
     Args:
         moments: the form of the moments.
         decoupled: whether weight decay is AdamW's, for groups that do not say.
+        joins: whether segments are stepped as runs. One by one they have the bits of torch's fused classes, which round
+            the last elements of a tensor in another way than the others.
     """
 
-    def __init__(self, moments: MomentKind, *, decoupled: bool) -> None:
-        self._moments, self._decoupled = moments, decoupled
+    def __init__(self, moments: MomentKind, *, decoupled: bool, joins: bool = True) -> None:
+        self._moments, self._decoupled, self._joins = moments, decoupled, joins and moments == "float32"
 
     def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
         """See `Rule`."""
@@ -117,7 +134,7 @@ class AdamRule(Rule):
             into.become(states)
             self.step(into, inputs.of(into.segments), number, weight_out)
             return {COPIED}
-        if self._moments != "float32" or inputs.gradients is None:
+        if not self._joins or inputs.gradients is None:
             return {
                 self._run(states, [one], gradient, inputs, number, weight_out, into) for one, gradient in inputs.arrived
             }
@@ -230,24 +247,31 @@ class ClassRule(Rule):
             if weight_out is not None:
                 weight_out.copy_(into.master)
             return {COPIED}
-        arrived = self.begun(states, inputs, factor)
+        arrived = self._begun(states, inputs, factor)
         if arrived or not self.is_predictable:
             begun = {id(segment) for segment, _ in inputs.arrived} - {id(segment) for segment, _ in arrived}
             with (
                 self.with_gradients(states, arrived, factor),
                 _without(states, [each.weights for each in states.segments if id(each) in begun]),
             ):
-                self.call(states)
+                self._call(states)
         for segment in states.segments if not self.is_predictable else [each for each, _ in arrived]:
             states.adopt(segment)
         return {BY_CLASS}
 
-    def call(self, states: States) -> None:
-        """Calls the class, for all shards whose gradients are set."""
+    def prepare(
+        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
+    ) -> Callable[[], None] | None:
+        """See `Rule`."""
+        arrived = self._begun(states, inputs, factor)
+        given.enter_context(self.with_gradients(states, arrived, factor))
+        return partial(self._call, states) if arrived else None
+
+    def _call(self, states: States) -> None:
         with while_nothing_compiles():
             _optimizer(states).step()
 
-    def begun(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> Arrived:
+    def _begun(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> Arrived:
         """Sets the options of a step, and makes the first step of segments that have none; returns the others."""
         for group, values in zip(_optimizer(states).param_groups, inputs.options, strict=True):
             set_options(group, values)
@@ -282,8 +306,7 @@ class ClassRule(Rule):
 
     @contextlib.contextmanager
     def with_gradients(self, states: States, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
-        """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards. If
-        `shares_call`, several may be entered before one call."""
+        """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards."""
         groups = _optimizer(states).param_groups
         HEAP.trim_if_over(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
         try:  # an error must leave nothing for the next call

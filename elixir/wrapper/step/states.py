@@ -237,7 +237,7 @@ class States:
     def count_by(self, count: Count) -> None:
         """Counts the memory elsewhere from here on, as under another plan."""
         for memory in self._memories:
-            memory.count_by(count)
+            memory.count_by(count, "optimizer_states")  # it may have been a second set
 
     def point_to(self, master: torch.Tensor | None, weights: torch.Tensor | None = None) -> None:
         """Steps other memory from here on; none, so that it can be freed, if there is no master."""
@@ -246,9 +246,11 @@ class States:
             segment.weights.data = self.master if master is None else master[segment.part]
 
     def forget(self) -> None:
-        """Takes its tensors out of an extent."""
+        """Takes its tensors out of an extent, and out of an optimizer that steps other shards, too."""
         if self._stored is not None:
             self._stored.forget(self)
+        for segment in self.segments:
+            self.by_weights.pop(segment.weights, None)
 
     def like(self, master: torch.Tensor, segments: list[Segment], make: MakeMemory) -> States:
         """Another set of such states over other memory, which `copy_from` or a step fills."""

@@ -26,7 +26,6 @@ from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early_update import Inputs
-from elixir.wrapper.step.rules import ClassRule
 from elixir.wrapper.step.shard import Shard
 
 
@@ -66,15 +65,14 @@ def can_share(shard: Shard, inputs: Inputs) -> bool:
 def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
     """Updates shards that `can_share` by one kernel call."""
     with contextlib.ExitStack() as given:
+        calls = []
         for shard, inputs in together:
             _before_compute(shard)
-            factor, rule = inputs.multiply_in_place(shard.states.master.dtype), shard.rule
-            if isinstance(rule, ClassRule):
-                arrived = rule.begun(shard.states, inputs, factor)
-                given.enter_context(rule.with_gradients(shard.states, arrived, factor))
-        for shard, _ in together[:1]:
-            if isinstance(shard.rule, ClassRule):
-                shard.rule.call(shard.states)
+            factor = inputs.multiply_in_place(shard.states.master.dtype)
+            call = shard.rule.prepare(shard.states, inputs, factor, given)
+            calls += [] if call is None else [call]
+        for call in calls[:1]:
+            call()
     for shard, inputs in together:
         shard.copy_out(inputs.arrived)()
 

@@ -253,7 +253,7 @@ class UserOptimizer:
         # One function steps moments in fewer bits, wherever gradients lie; float32 ones only if gradients lie together.
         one_pass = self.fuses or (on_host and has_bits_of(self.given))
         if one_pass and dtype == torch.float32 and (gathered or moments != "float32"):
-            return AdamRule(moments, decoupled=isinstance(self.given, torch.optim.AdamW))
+            return AdamRule(moments, decoupled=isinstance(self.given, torch.optim.AdamW), joins=self.fuses)
         if not on_host and self._shares_calls:
             self._shared = self._shared or self.over([])
             return ClassRule(self, self._shared)

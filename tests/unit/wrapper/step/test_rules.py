@@ -15,6 +15,7 @@ from elixir.wrapper.step import rules
 from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.rules import AdamRule, ClassRule
 from elixir.wrapper.step.user_optimizer import has_bits_of
+from tests.common import inside
 from tests.common.early import needs_kernel
 from tests.common.one_shard import another, class_rule, inputs_of, sgd, states_of, user_over
 from tests.common.user_optimizers import Replacing
@@ -185,11 +186,12 @@ def _of_class(name: str) -> Any:
 def test_one_pass_has_the_bits_of_torchs_fused_classes(
     form: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    inside.forget(monkeypatch, "Adam kernels")
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     if form == COPIED:
         monkeypatch.setenv("CXX", "no-such-compiler")
     make, shapes = _of_class(name), ((1,), (17,), (1000,), (70_001,))
-    rule = AdamRule("float32", decoupled=name != "Adam")
+    rule = AdamRule("float32", decoupled=name != "Adam", joins=False)
     states = states_of(rule, shapes)
     into = another(states, rule)
     states.master.copy_(torch.randn(states.master.numel(), generator=torch.Generator().manual_seed(0)))

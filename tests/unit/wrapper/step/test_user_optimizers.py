@@ -113,7 +113,6 @@ def test_a_group_without_gradients_does_not_count() -> None:
         (own.Keyed, "keeps a state 'k' for no parameter"),
         (own.OnItself, "changes 'steps' of the object"),
         (own.OnItsTensor, "changes 'counted' of the object"),
-        (own.Unmarked, r"eval\(\) rewrites weights without a mark"),
     ],
 )
 def test_one_number_over_several_shards_is_refused_by_name(make: Make, why: str) -> None:
@@ -171,9 +170,8 @@ def test_a_change_that_depends_on_a_shard_after_all_is_raised() -> None:
 
 
 def test_classes_that_rewrite_weights_for_evaluation_are_refused() -> None:
-    it = chain()
     with pytest.raises(InputError, match="Averaging rewrites weights between training and evaluation"):
-        elixir.wrap(it.model, own.Averaging(it.model.parameters()), it.inp, device=gpu.DEVICE)
+        check_elementwise(own.Averaging, own.Averaging)
 
 
 def test_hooks_run_whenever_they_were_registered() -> None:
