@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,19 +42,19 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
     ordered = [names_of[first_inside(parameter)] for group in groups for parameter in group["params"]]
     numbers = {name: number for number, name in enumerate(ordered)}
-    found = _agreed_kinds(engine, stepper)
-    state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
+    found = _agreed(engine, stepper)
+    state: dict[int, dict[str, Any]] = {numbers[name]: _plain(small) for name, (_, small) in found.items()}
     for shard in stepper.shards:
-        kinds = found.of_chunk.get(shard.chunk.index, {})
+        slots = [slot for slot in shard.chunk.slots if slot.name in found]
+        dtypes = {kind: dtype for slot in slots for kind, dtype in found[slot.name][0].items()}
         with shard.chunk.in_memory():
-            for kind in sorted(kinds):
+            for kind in sorted(dtypes):
                 whole: torch.Tensor | None = None  # lets go of the last one
                 give_back_freed()  # it stays in the heap, where one of another size may not fit
-                whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
-                for slot in shard.chunk.slots if wanted else ():
-                    if kind in found.of_parameter.get(slot.name, ()):
-                        value = separate_copy(slot.part_of(whole), whole.dtype)
-                        state.setdefault(numbers[slot.name], {})[kind] = value
+                whole = _gathered(engine, shard, kind, getattr(torch, dtypes[kind]))
+                for slot in slots if wanted else ():
+                    if kind in found[slot.name][0]:
+                        state[numbers[slot.name]][kind] = separate_copy(slot.part_of(whole), whole.dtype)
     if not wanted:
         return {}
     return {
@@ -70,41 +69,25 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     }
 
 
-@dataclass
-class _Kinds:
+_Found = dict[str, tuple[dict[str, str], SmallStates]]
+"""By parameter, the dtype of each kind of its states in the state dict, and its numbers."""
+
+
+def _agreed(engine: Engine, stepper: Stepper) -> _Found:
     """The states that exist on any rank."""
-
-    of_chunk: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By chunk, the dtype of each kind in the state dict."""
-    of_parameter: dict[str, set[str]] = field(default_factory=dict)
-    small: dict[str, SmallStates] = field(default_factory=dict)
-
-    def add(self, other: _Kinds) -> None:
-        """Adds the states of another rank."""
-        for index, kinds in other.of_chunk.items():
-            self.of_chunk.setdefault(index, {}).update(kinds)
-        for name, theirs in other.of_parameter.items():
-            self.of_parameter.setdefault(name, set()).update(theirs)
-        for name, each in other.small.items():
-            mine = self.small.setdefault(name, SmallStates())
-            mine.step = each.step if each.step is not None else mine.step
-            mine.others |= each.others
-
-
-def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
-    mine, all_ranks = _Kinds(), _Kinds()
-    for shard in stepper.shards:
-        mine.small |= small_states(shard.states)
-        for each in shard.states.parts():
-            if each.width == 1:  # scales are shown as part of their codes
-                dtype = wide_dtype(shard.states.kinds[each.kind])
-                mine.of_chunk.setdefault(shard.chunk.index, {})[each.kind] = dtype_name(dtype)
-                mine.of_parameter.setdefault(each.name, set()).add(each.kind)
+    mine: _Found = {}
+    for states in (shard.states for shard in stepper.shards):
+        small = small_states(states)
+        for segment in filter(states.has_stepped, states.segments):
+            kinds = {kind: states.kinds[kind] for kind in states.kinds_of(segment) if states.kinds[kind].width == 1}
+            dtypes = {kind: dtype_name(wide_dtype(each)) for kind, each in kinds.items()}
+            mine[segment.name] = dtypes, small[segment.name]
     answers = engine.exchange("optimizer states", (mine, engine.errors.of_disk))
     engine.errors.agree([lost for _, lost in answers])
+    found: _Found = {}
     for theirs, _ in answers:
-        all_ranks.add(theirs)
-    return all_ranks
+        found |= theirs  # a parameter has the same states on all ranks that have a part of it
+    return found
 
 
 def load_whole_states(
