@@ -20,9 +20,9 @@ from elixir.chunk.chunk import Held
 from elixir.chunk.memory import Count, Memory
 from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
-from elixir.kernels.adam.moments import Moments, write_moments
+from elixir.kernels.adam.moments import Moments, read_moments, write_moments
 from elixir.memory_order import Order
-from elixir.optimizer_states import check_kind, decode_signed, decode_unsigned
+from elixir.optimizer_states import check_kind
 from elixir.units import dtype_name
 from elixir.wrapper.step.segments import Segment
 
@@ -295,14 +295,10 @@ class States:
 
     def read(self, kind: str, segment: Segment) -> torch.Tensor:
         """The elements of a kind, but no scales: codes as what they stand for."""
-        part, each = self.place(kind, segment), self.kinds[kind]
-        if each.block == 1:
-            return self.tensor(kind)[part]
-        blocks = slice(part.start // each.block, -(-part.stop // each.block))
-        codes, scales = self.tensor(kind).view(-1, each.block)[blocks], self.tensor(kind + SCALE_SUFFIX)[blocks]
-        decode = decode_signed if codes.dtype == torch.int8 else decode_unsigned
-        before = part.start % each.block
-        return decode(codes, scales).view(-1)[before : before + segment.held.numel]
+        if self.kinds[kind].block == 1:
+            return self.part(kind, segment)
+        both = read_moments(self.moments(segment), segment.held.numel, segment.start)
+        return both[ADAM_KINDS.index(kind)]
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
