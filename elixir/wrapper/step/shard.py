@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
 from elixir.wrapper.step.rules import BY_CLASS, Rule
 from elixir.wrapper.step.segments import Arrived, Segment, cut_segments, own_ranges
-from elixir.wrapper.step.states import Find, States
+from elixir.wrapper.step.states import Find, Kind, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
@@ -173,7 +173,8 @@ class Shard:
         self.rule: Rule = user.rule_for(chunk, master.dtype, gathered=brought is not None)
         """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
-        if before is not None and before.chunk is chunk and type(before.rule) is type(self.rule):
+        kinds = self.rule.kinds(master.dtype)
+        if before is not None and before.chunk is chunk and before.is_like(self.rule, kinds):
             self.states: States = before.states
             self.states.point_to(master, weights)
             self.states.count_by(engine.arena.count)
@@ -181,7 +182,7 @@ class Shard:
             self.states = States(
                 master,
                 cut_segments(chunk, master, user.group_of),
-                self.rule.kinds(master.dtype),
+                kinds,
                 own_ranges(chunk, user.group_of),
                 partial(self._memory, "optimizer_states"),
                 stored=chunk.stored,
@@ -195,6 +196,10 @@ class Shard:
         self.writes = WrittenWeights(chunk, self.segments, user.group_of if self.gradients.are_at_home else ())
         self.copied = [chunk.slots[segment.place] for segment in self.segments]
         """The parameters that are stepped, so that they must lie where their chunk does."""
+
+    def is_like(self, rule: Rule, kinds: Mapping[str, Kind]) -> bool:
+        """Whether its states are of the kinds that a rule steps."""
+        return type(rule) is type(self.rule) and kinds.items() <= self.states.kinds.items()
 
     def _memory(self, kind: str, numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory:
         home = self.chunk.plan.update_home

@@ -67,10 +67,11 @@ class Shards:
 
     def leave(self) -> None:
         """Takes the states off the chunks; no chunk is stepped until `arrive`."""
-        for shard in self:
+        for index, shard in self._by_chunk.items():
             shard.leave()
-        # Those before may still have states that no shard could take over; they are still where they were.
-        self._left = self._by_chunk | self._left
+            # One before may still have states that this one could not take over; they are still where they were.
+            if self._left.setdefault(index, shard).states is not shard.states:
+                shard.states.forget()
         self._by_chunk = {}
 
     def arrive(self) -> None:

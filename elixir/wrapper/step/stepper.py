@@ -264,7 +264,7 @@ class Stepper:
             if can_share(shard, inputs):
                 together.append((shard, inputs))
                 continue
-            self.early.kept += update(self._engine, shard, inputs)
+            self._engine.kept_chunks += update(self._engine, shard, inputs)
             self._updated(shard, inputs)
             HEAP.trim_if_over()
         update_together(together)

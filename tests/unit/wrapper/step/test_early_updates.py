@@ -432,7 +432,7 @@ def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any], make
         optimizer.max_norm = norm
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
-        kept.append(inside.stepper(module).early.kept)  # type: ignore[attr-defined]
+        kept.append(module.last_report.early.kept)
         optimizer.zero_grad()
     state = module.state_dict(), optimizer.state_dict()["state"]
     module.close()

@@ -101,4 +101,4 @@ def test_an_early_update_ends_in_step() -> None:
         assert attempts(pair.module) == [shard.chunk.index for shard in found.shards]
         pair.step()
         assert attempts(pair.module) == []
-        assert found.early.kept == len(list(found.shards))
+        assert pair.module.last_report.early.kept == len(list(found.shards))
