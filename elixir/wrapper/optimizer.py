@@ -49,8 +49,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         host_threads: threads of CPU Adam on this rank; None for its part of the cores (`elixir.hardware.host_share`).
             Other work keeps torch's number of threads. Several optimizers of one module share them: the last one
             decides.
-        init_step: allocate the moments of Adam, AdamW or `HybridAdam` before the first step: zero moments, counts of 0.
-            No number changes, and other classes ignore it. Plans prepare states on the host in any case.
+        init_step: allocate the states on the device before the first step, too; those on the host always are. No number
+            changes.
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or belong to another
