@@ -108,6 +108,10 @@ class _Region:
     def end(self) -> int:
         return self.start + self.numel * self.dtype.itemsize
 
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory that holds the extent."""
+        return memory[self.start : self.end].view(self.dtype)
+
 
 @dataclass(frozen=True)
 class _View:
@@ -176,7 +180,7 @@ class StoredTensors:
         region = self._regions[name]
         if (region.numel, region.dtype) != (numel, dtype):
             raise StateError(f"{self.name}: '{name}' has {region.numel} x {region.dtype}, asked for {numel} x {dtype}")
-        return _nowhere((numel,), dtype) if self._memory is None else self._memory_of(region)
+        return _nowhere((numel,), dtype) if self._memory is None else region.of(self._memory)
 
     def show(
         self,
@@ -199,11 +203,11 @@ class StoredTensors:
         if self._memory is None:
             tensor.data = _nowhere(tensor.shape, tensor.dtype)
         else:
-            tensor.data = self._part(self._views[-1])
+            tensor.data = self._part(self._views[-1], self._memory)
 
-    def _part(self, view: _View) -> torch.Tensor:
-        memory = self._memory_of(self._regions[view.region])
-        part = memory[view.first : view.first + view.tensor.numel()]
+    def _part(self, view: _View, memory: torch.Tensor) -> torch.Tensor:
+        region = self._regions[view.region].of(memory)
+        part = region[view.first : view.first + view.tensor.numel()]
         return part.view(view.tensor.shape) if view.stride is None else part.as_strided(view.tensor.shape, view.stride)
 
     @property
@@ -215,16 +219,11 @@ class StoredTensors:
         """Forgets the tensors of an owner."""
         self._views = [view for view in self._views if view.owner is not owner]
 
-    def _memory_of(self, region: _Region) -> torch.Tensor:
-        if self._memory is None:
-            raise StateError(f"the states of {self.name} are on the disk and not in memory")
-        return self._memory[region.start : region.end].view(region.dtype)
-
     def bind(self, memory: torch.Tensor) -> None:
         """Makes the tensors views of memory into which `fill` has read the extent."""
         self._memory = memory
         for view in self._views:
-            view.tensor.data = self._part(view)
+            view.tensor.data = self._part(view, memory)
 
     def put_away(self) -> None:
         """Takes their memory from the tensors; the extent stays as it was."""

@@ -115,9 +115,11 @@ class AdamRule(Rule):
         """See `Rule`."""
         if self._moments != "8bit":
             return dict.fromkeys(ADAM_KINDS, Kind(torch.float32 if self._moments == "float32" else torch.bfloat16))
-        codes = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-        scales = {kind + SCALE_SUFFIX: Kind(torch.float32, width=BLOCK_NUMEL) for kind in codes}
-        return {kind: Kind(each, block=BLOCK_NUMEL) for kind, each in codes.items()} | scales
+        found = {}
+        for kind, codes in zip(ADAM_KINDS, (torch.int8, torch.uint8), strict=True):
+            found[kind] = Kind(codes, block=BLOCK_NUMEL)
+            found[kind + SCALE_SUFFIX] = Kind(torch.float32, width=BLOCK_NUMEL)
+        return found
 
     def step(
         self,

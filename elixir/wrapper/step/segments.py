@@ -20,7 +20,7 @@ class Segment:
     """Its place in the parameter, in the chunk and in the shard."""
     group: int
     weights: nn.Parameter
-    """What is stepped, flat: a part of the master weights, or of the weights themselves."""
+    """The flat tensor that is stepped: a part of the master weights, or of the weights themselves."""
     version: int
     """The version of the parameter when the segment was created."""
 

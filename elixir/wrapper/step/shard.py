@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -151,6 +152,18 @@ class WrittenWeights:
         self._data_writes = self._chunk.data_writes
 
 
+class Left(NamedTuple):
+    """The states of a chunk on their way to the homes of another plan."""
+
+    chunk: Chunk
+    rule: type[Rule]
+    states: States
+
+    def may_stay(self, chunk: Chunk, rule: Rule, kinds: Mapping[str, Kind]) -> bool:
+        """Whether a rule steps them where they are: their chunk has stayed, and they are of its kinds."""
+        return self.chunk is chunk and type(rule) is self.rule and kinds.items() <= self.states.kinds.items()
+
+
 class Shard:
     """One optimizer's part of one chunk. Create it while masters and states are in memory (`Chunk.in_memory`).
 
@@ -158,10 +171,11 @@ class Shard:
         engine: the engine of the chunk.
         user: the optimizer.
         chunk: the chunk.
-        before: the shard of the same chunk under the previous plan, whose states come next (`take_states`).
+        before: what the shard of the same chunk has left under the previous plan; `States.copy_from` comes next, unless
+            this shard has its states.
     """
 
-    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk, before: Shard | None = None) -> None:
+    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk, before: Left | None = None) -> None:
         self._engine, self._user, self.chunk = engine, user, chunk
         brought = engine.gradients.by_chunk.get(chunk.index)
         self.gradients = ShardGradients(chunk, brought, [s for s in chunk.slots if s.parameter in user.group_of])
@@ -174,7 +188,7 @@ class Shard:
         """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
         kinds = self.rule.kinds(master.dtype)
-        if before is not None and before.chunk is chunk and before.is_like(self.rule, kinds):
+        if before is not None and before.may_stay(chunk, self.rule, kinds):
             self.states: States = before.states
             self.states.point_to(master, weights)
             self.states.count_by(engine.arena.count)
@@ -196,10 +210,6 @@ class Shard:
         self.writes = WrittenWeights(chunk, self.segments, user.group_of if self.gradients.are_at_home else ())
         self.copied = [chunk.slots[segment.place] for segment in self.segments]
         """The parameters that are stepped, so that they must lie where their chunk does."""
-
-    def is_like(self, rule: Rule, kinds: Mapping[str, Kind]) -> bool:
-        """Whether its states are of the kinds that a rule steps."""
-        return type(rule) is type(self.rule) and kinds.items() <= self.states.kinds.items()
 
     def _memory(self, kind: str, numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory:
         home = self.chunk.plan.update_home
@@ -230,18 +240,11 @@ class Shard:
         """Whether the clip factor may be a tensor: the user's class steps autograd's gradients, all on the device."""
         return not self.gradients.are_at_home and self.rule.accepts_tensor_factor
 
-    def take_states(self, before: Shard) -> None:
-        """Goes on from the states that the chunk had under the previous plan. Both chunks must be in memory."""
-        if before.states is not self.states:
-            self.states.copy_from(before.states)
-            before.states.forget()
-
-    def leave(self) -> None:
-        """Gives up a second set, and lets go of weights and masters, whose chunk may be freed. Only `take_states` of
-        another shard comes next."""
+    def leave(self) -> Left:
+        """Gives up the shard, whose chunk may be freed: its states, without weights and masters."""
         self.end_early(None)
-        self.second = None
         self.states.point_to(None)
+        return Left(self.chunk, type(self.rule), self.states)
 
     def load(self, find: Find, wait: Callable[[], None]) -> set[str]:
         """Loads other states (`States.load`); returns notes on inexact ones.
@@ -337,7 +340,9 @@ class Shard:
         """Begins an early update, which the caller submits. `make_second` must have returned True, and the last one
         must have ended."""
         if self.second is None or self._early is not None:
-            raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no free second set of states")
+            raise StateError(
+                f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states that is free"
+            )
         reads = self.gradients.memory, self.chunk.states
         self._early = EarlyUpdate(inputs, self.rule.step, self.states, self.second, reads)
         return self._early

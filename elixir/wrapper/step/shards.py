@@ -13,7 +13,7 @@ from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import Left, Shard
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Shards:
     def __init__(self, engine: Engine, user: UserOptimizer) -> None:
         self._engine, self._user = engine, user
         self._by_chunk: dict[int, Shard] = {}
-        self._left: dict[int, Shard] = {}  # by chunk, shards whose states others have not taken over yet
+        self._left: dict[int, Left] = {}  # by chunk, states that no shard of this plan has taken over yet
         self._refuse_parameters()
 
     def __iter__(self) -> Iterator[Shard]:
@@ -54,10 +54,10 @@ class Shards:
 
     def forget(self) -> None:
         """Takes all shards off their chunks, and drops states on their way to another home."""
-        for shard in (*self, *self._left.values()):
-            shard.states.forget()
-        for each in (self._by_chunk, self._left):
-            each.clear()
+        for each in (*self, *self._left.values()):
+            each.states.forget()
+        self._by_chunk.clear()
+        self._left.clear()
 
     def make_states(self) -> None:
         """Allocates all optimizer states before the first step."""
@@ -67,30 +67,35 @@ class Shards:
 
     def leave(self) -> None:
         """Takes the states off the chunks; no chunk is stepped until `arrive`."""
-        for index, shard in self._by_chunk.items():
-            shard.leave()
-            # One before may still have states that this one could not take over; they are still where they were.
-            if self._left.setdefault(index, shard).states is not shard.states:
-                shard.states.forget()
-        self._by_chunk = {}
+        while self._by_chunk:
+            index, shard = self._by_chunk.popitem()
+            left = shard.leave()
+            # Others may still be there, which this shard could not take over; they are still where they were.
+            if self._left.setdefault(index, left).states is not left.states:
+                left.states.forget()
 
     def arrive(self) -> None:
         """Takes over the states that `leave` has taken, under the engine's current plan, one by one."""
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
+                before = self._left[chunk.index].states
                 self._arrive(chunk, self._left[chunk.index])
                 # Only now, since the write to a disk at the end of `in_memory` may fail.
                 del self._left[chunk.index]
+                if before is not self._by_chunk[chunk.index].states:
+                    before.forget()
+                del before
                 give_back_freed()  # or all states would be there twice
 
-    def _arrive(self, chunk: Chunk, before: Shard) -> None:
+    def _arrive(self, chunk: Chunk, before: Left) -> None:
         leaving = self._engine.leaving.get(chunk.index)
         left = contextlib.nullcontext() if leaving is None else leaving.in_memory()
         with left, chunk.in_memory(write=True):
             self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk, before)
             if chunk.plan.update_home == "host":
                 self._make_states(shard)
-            shard.take_states(before)
+            if shard.states is not before.states:
+                shard.states.copy_from(before.states)
 
     def _make_states(self, shard: Shard) -> None:
         """Allocates states on the threads that step them, so that memory is close to their cores."""

@@ -121,7 +121,7 @@ class SavedState(NamedTuple):
     """An elementwise state of a parameter, as it was saved."""
 
     dtype: torch.dtype
-    """Of the elements, or of their codes."""
+    """The dtype of the elements, or of their codes."""
     fill: Callable[[int, torch.Tensor], None]
     """Begins to fill a flat tensor with the elements from a first one on, in the order in which the chunk has them and
     in the dtype of the tensor; codes only if there are `scales`."""
@@ -149,7 +149,7 @@ Find = Callable[[str], SavedStates | None]
 
 
 class States:
-    """What one optimizer keeps for one shard. Use it while masters and states are in memory (`Chunk.in_memory`).
+    """States of one optimizer for one shard. Use them while masters and states are in memory (`Chunk.in_memory`).
 
     Args:
         master: the flat shard that is stepped: masters or the weights themselves.
@@ -227,7 +227,7 @@ class States:
         """Adam's moments, in which a segment and its neighbours of the same range have their positions in the shard."""
         kind = self.kinds["exp_avg"]
         form = check_kind("8bit" if kind.block > 1 else dtype_name(kind.dtype))
-        return Moments(form, *map(self.tensor, self.kinds), first=self._lacking[segment.place])
+        return Moments(form, **{each: self.tensor(each) for each in self.kinds}, first=self._lacking[segment.place])
 
     def _region(self, kind: str) -> str:
         """The name of a region. Each optimizer has separate regions, with the states of its parameters alone."""
@@ -259,7 +259,7 @@ class States:
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        """What is kept for a segment, in torch's form; empty if there is nothing."""
+        """The state of a segment, in torch's form; empty if there is none."""
         return self.by_weights.get(segment.weights, {})
 
     def has_stepped(self, segment: Segment) -> bool:
@@ -271,7 +271,10 @@ class States:
     def kinds_of(self, segment: Segment) -> list[str]:
         """The kinds of elementwise states of a segment."""
         state = self.state_of(segment)
-        return [kind for kind in self.kinds if kind in state or (state and self.optimizer is None)]
+        if self.optimizer is None:
+            return list(self.kinds) if state else []
+        views = {kind: self._views.get((kind, segment.place)) for kind in self.kinds}
+        return [kind for kind, view in views.items() if view is not None and state.get(kind) is view]
 
     @property
     def can_copy(self) -> bool:

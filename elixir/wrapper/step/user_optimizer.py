@@ -32,8 +32,8 @@ from elixir.wrapper.step.states import Kind, is_elementwise
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed, not its result: loading a state dict keeps those of this run."""
-_TRIED = 3
-"""Elements, and steps, of the weights with which a class shows its states."""
+_TRIED_NUMEL, _TRIED_STEPS = 1009, 3
+"""Elements of a weight with which a class shows its states, and how often it is stepped. No other state has as many."""
 _REMEMBERED = 8
 """How many steps' changes of groups are remembered: more steps than are under way at once."""
 
@@ -169,13 +169,15 @@ class UserOptimizer:
     def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
         """The kinds of elementwise states that the class has made after some steps of weights in a dtype."""
         if dtype not in self._kinds:
-            made = [(nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu")), each) for each in self._groups()]
+            made = [
+                (nn.Parameter(torch.zeros(_TRIED_NUMEL, dtype=dtype, device="cpu")), each) for each in self._groups()
+            ]
             found = self._kinds[dtype] = {}
             for weights, options in made:
                 optimizer = self.over_one(weights, shard_options(options))
                 weights.grad = torch.ones_like(weights)
                 with torch.random.fork_rng(devices=[]), torch.enable_grad(), while_nothing_compiles():
-                    for _ in range(_TRIED):
+                    for _ in range(_TRIED_STEPS):
                         optimizer.step()
                 states = optimizer.state.get(weights, {}).items()
                 found |= {kind: Kind(it.dtype) for kind, it in states if is_elementwise(kind, it, weights)}
