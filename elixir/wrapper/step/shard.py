@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.memory import Memory
@@ -152,6 +153,20 @@ class WrittenWeights:
         self._data_writes = self._chunk.data_writes
 
 
+class _Make(Protocol):
+    def __call__(self, numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory: ...
+
+
+def _maker(arena: Arena, chunk: Chunk, kind: str) -> _Make:
+    """Makes memory where a chunk is updated, counted as a `kind`."""
+    home = chunk.plan.update_home
+
+    def make(numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory:
+        return arena.make(numel, dtype, home, kind, pin=pin, paged=True)
+
+    return make
+
+
 class Left(NamedTuple):
     """The states of a chunk on their way to the homes of another plan."""
 
@@ -187,18 +202,18 @@ class Shard:
         self.rule: Rule = user.rule_for(chunk, master.dtype, gathered=brought is not None)
         """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
-        kinds = self.rule.kinds(master.dtype)
+        kinds, make = self.rule.kinds(master.dtype), _maker(engine.arena, chunk, "optimizer_states")
         if before is not None and before.may_stay(chunk, self.rule, kinds):
             self.states: States = before.states
             self.states.point_to(master, weights)
-            self.states.count_by(engine.arena.count)
+            self.states.count_in(make, engine.arena.count)
         else:
             self.states = States(
                 master,
                 cut_segments(chunk, master, user.group_of),
                 kinds,
                 own_ranges(chunk, user.group_of),
-                partial(self._memory, "optimizer_states"),
+                make,
                 stored=chunk.stored,
                 number=user.number,
                 weights=weights,
@@ -210,10 +225,6 @@ class Shard:
         self.writes = WrittenWeights(chunk, self.segments, user.group_of if self.gradients.are_at_home else ())
         self.copied = [chunk.slots[segment.place] for segment in self.segments]
         """The parameters that are stepped, so that they must lie where their chunk does."""
-
-    def _memory(self, kind: str, numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory:
-        home = self.chunk.plan.update_home
-        return self._engine.arena.make(numel, dtype, home, kind, pin=pin, paged=True)
 
     @property
     def segments(self) -> list[Segment]:
@@ -326,7 +337,7 @@ class Shard:
         chunk = self.chunk
         whole = bool(chunk.held) and len(chunk.held) == len(self.segments)
         if self.second is None and whole and self.states.can_copy:
-            make = partial(self._memory, "new_states")
+            make = _maker(self._engine.arena, chunk, "new_states")
             copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
             master = make(chunk.shard_numel, self.states.master.dtype, pin=copied).tensor
             self.second = self.states.like(master, cut_segments(chunk, master, self._user.group_of), make)

@@ -234,8 +234,9 @@ class States:
         own = f" of optimizer {self._number}" if self._number else ""
         return f"{kind}{own} {dtype_name(self.kinds[kind].dtype)}"
 
-    def count_by(self, count: Count) -> None:
-        """Counts the memory elsewhere from here on, as under another plan."""
+    def count_in(self, make: MakeMemory, count: Count) -> None:
+        """Allocates and counts the memory elsewhere from here on, as under another plan."""
+        self._make = make
         for memory in self._memories:
             memory.count_by(count, "optimizer_states")  # it may have been a second set
 
@@ -416,9 +417,10 @@ class States:
         for kind, each in mine.items():
             own = self.kinds[kind]
             form = "8bit" if own.block > 1 else dtype_name(own.dtype)
-            if each.form != form:
+            encodes = own.block > 1 and each.scales is None
+            if each.form != form or encodes:
                 notes.add(f"moments saved in {each.form} are kept in {form} here, to the nearest value")
-            if own.block > 1 and each.scales is None:
+            if encodes:
                 self._encode(segment, mine, wait)
                 break
             each.fill(segment.first, self.part(kind, segment))

@@ -203,7 +203,7 @@ class Spread(Lion):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for weights, state in self.state.items():
-            state["exp_avg"] = state["exp_avg"].flatten()[0].expand_as(weights)
+            state["exp_avg"] = torch.zeros(()).expand_as(weights)
 
 
 @pytest.mark.parametrize("mode", ["resident", "streamed"])
