@@ -153,3 +153,20 @@ def test_states_that_a_class_makes_after_its_first_step_are_counted(homes: str) 
             pair.train(1)  # ends with an audit of what is counted
         pair.module.rehome(rehomed(plan, "mixed"))
         pair.train(1)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_states_that_stay_on_a_disk_stay_what_they_are(moments: str, tmp_path: Path) -> None:
+    """Their chunk is another one, since its weights move; its extent is the same."""
+    plan = on_disk(make_plan(case("opt", layers=1), "streamed", moments=moments))
+    chunks = [replace(chunk, weight_home="device") if chunk.state_home == "disk" else chunk for chunk in plan.chunks]
+    with Pair(case("opt", layers=1), plan, disk_folder=tmp_path) as pair:
+        pair.exact = False
+        pair.train(2)
+        before = pair.optimizer.state_dict()["state"]
+        pair.module.rehome(replace(plan, chunks=tuple(chunks)))
+        after = pair.optimizer.state_dict()["state"]
+        assert before
+        for number, state in before.items():
+            assert all(torch.equal(value, after[number][kind]) for kind, value in state.items()), number
+        assert any(state["exp_avg"].any() for state in after.values())
